@@ -4,7 +4,7 @@
 
 It writes pictures, conversations about them and a LLaVA of 0.2 million parameters, runs `megatrain
 train` on all of its parameters, and says how many unseen pictures transformers' `generate` reads
-rightly with the model before and after. No GPU is needed.
+rightly with the model before and after. No GPU is needed. `--json FILE` keeps the result.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,6 +31,9 @@ from transformers import (
     LlavaProcessor,
     PreTrainedTokenizerFast,
 )
+
+from benchmarks.options import write
+from megatrain.telemetry.host import commit, environment
 
 SIDE, PATCH = 32, 8
 COLOURS = {
@@ -146,6 +150,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=3000)
     parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     folder = options.folder
     write_model(folder / "model")
@@ -169,8 +174,24 @@ def main() -> None:
     (folder / "run.yaml").write_text(yaml.safe_dump(tree))
     before = accuracy(folder / "model", seen)
     command = [sys.executable, "-m", "megatrain", "train", str(folder / "run.yaml")]
+    started = time.monotonic()
     subprocess.run(command, check=True)
+    seconds = time.monotonic() - started
     after = accuracy(folder / "run/model", seen)
+    write(
+        options.json,
+        {
+            "benchmark": "pictures",
+            "rows": options.rows,
+            "steps": options.steps,
+            "seen": len(seen),
+            "before": before,
+            "after": after,
+            "seconds": round(seconds, 1),
+            "environment": environment("cpu"),
+            "commit": commit(),
+        },
+    )
     print(f"pictures read rightly: {before:.1%} of {len(seen)} before, {after:.1%} after")
 
 

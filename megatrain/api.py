@@ -23,9 +23,9 @@ from megatrain.loss import (
     CROSS_ENTROPY,
     SCORE,
     TOKEN_SCORE,
+    ClassHead,
     CrossEntropy,
     Loss,
-    Reward,
     TopTokens,
     given_loss,
 )
@@ -171,7 +171,7 @@ class Engine(PlacedEngine):
                 },
                 trust_remote_code=trust_remote_code,
                 attn_implementation=attn_implementation,
-                scores=isinstance(loss, Reward),
+                head=ClassHead() if loss.scores else None,
             )
             choose_trained(source, trained, optimizer, precision)
             if not isinstance(device, Device):

@@ -102,11 +102,11 @@ def model_of_run(
     section: "ModelSection",
     adapter: dict[str, Any] | None = None,
     *,
-    scores: bool = False,
+    head: Any = None,
 ) -> NamedModel:
-    """The model of a run file, and its adapter; `scores`: with a head that scores rows."""
+    """The model of a run file, and its adapter; `head`: a ClassHead to put on it, or None."""
     from megatrain.data import load_tokenizer
-    from megatrain.model.build import scoring
+    from megatrain.model.build import with_head
     from megatrain.train.resolve_model import model_config
 
     trusted = section.trust_remote_code
@@ -116,7 +116,7 @@ def model_of_run(
     else:
         tokenizer = load_tokenizer(str(section.tokenizer), trust_remote_code=trusted)
         config = model_config(section, tokenizer)
-    return NamedModel(name, scoring(config) if scores else config, section, adapter)
+    return NamedModel(name, with_head(config, head) if head else config, section, adapter)
 
 
 def _adapter_of(section: "ModelSection") -> Any:

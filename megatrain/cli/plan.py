@@ -143,8 +143,7 @@ def _opened(options: Options) -> "tuple[NamedModel, Config | None]":
     from megatrain.config import load
 
     config = load(run, options["overrides"] or [])
-    scores = config.loss.name == "reward"
-    return model_of_run(run.name, config.model, config.adapter.keys, scores=scores), config
+    return model_of_run(run.name, config.model, config.adapter.keys, head=config.loss.head), config
 
 
 def _images(sizes: Sequence[str], path: str | None, run: "Config | None") -> MediaRow | None:

@@ -14,7 +14,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatrain.compat.transformers import experts_forward, takes_grouped_products
+from megatrain.compat.transformers import (
+    classifies,
+    experts_forward,
+    scores_rows,
+    takes_grouped_products,
+)
 from megatrain.errors import InputError, explained
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -31,8 +36,8 @@ _OF_FILES = frozenset((
 ))  # fmt: skip
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 FILE_PREFIX = "base_model.model."  # of the parameters' names in an adapter's file
-_SCORES, _HEAD = "SEQ_CLS", "score"  # PEFT's task of models that score rows; their head
-_HEADS = {"classifier", _HEAD}  # names that PEFT adds to modules_to_save for this task
+_ROWS, _TOKENS = "SEQ_CLS", "TOKEN_CLS"  # PEFT's tasks of models that give classes or scores
+_HEADS = {"classifier", "score"}  # names that PEFT adds to modules_to_save for these tasks
 _INITS = (True, False, "gaussian")  # others change the base's weights, or need data
 
 
@@ -102,22 +107,27 @@ def check(config: Any) -> None:
 
 
 def of_scores(config: Any) -> bool:
-    """True if an adapter is for a model that scores rows, and includes the head."""
-    return config.task_type == _SCORES or _HEAD in (config.modules_to_save or ())
+    """True if an adapter is for a model that gives classes or scores, and includes the head."""
+    return config.task_type in (_ROWS, _TOKENS) or bool(_HEADS & {*(config.modules_to_save or ())})
 
 
-def scoring(config: Any) -> Any:
-    """A copy of a configuration for a model that scores rows, with the whole head trained, as PEFT
-    does for this task. Raises InputError: the configuration is for another one.
+def task_of(model: object) -> str:
+    """PEFT's task of a model, at which its Auto classes look."""
+    return _ROWS if scores_rows(model) else _TOKENS if classifies(model) else "CAUSAL_LM"
+
+
+def scoring(config: Any, model: nn.Module) -> Any:
+    """A copy of a configuration for a model with a head of scores or classes, which is trained
+    whole, as PEFT does. Raises InputError: the configuration is for another task.
     """
-    if config.task_type not in (None, _SCORES):
+    if config.task_type not in (None, task := task_of(model)):
         raise InputError(
-            f"the adapter's task_type is {config.task_type}, and the model scores rows; take "
-            f"{_SCORES}"
+            f"the adapter's task_type is {config.task_type}, and the model's is {task}; take that"
         )
     copied = copy.copy(config)
-    copied.task_type = _SCORES
-    copied.modules_to_save = sorted({*(config.modules_to_save or ()), _HEAD})
+    copied.task_type = task
+    heads = {name for name in _HEADS if hasattr(model, name)}
+    copied.modules_to_save = sorted({*(config.modules_to_save or ()), *heads})
     return copied
 
 
@@ -134,12 +144,12 @@ def from_json(values: Mapping[str, Any]) -> Any:
     return lora_config(changed)
 
 
-def write_config(config: Any, folder: Path, *, scores: bool = False) -> None:
-    """Write an adapter's `adapter_config.json` for PEFT; `scores`: its model scores rows."""
+def write_config(config: Any, folder: Path, model: nn.Module) -> None:
+    """Write an adapter's `adapter_config.json` for PEFT."""
     copied = copy.copy(config)
     copied.inference_mode = True
-    if copied.task_type is None and (of_scores(copied) or not scores):
-        copied.task_type = _SCORES if scores else "CAUSAL_LM"  # PEFT's Auto classes look at it
+    if copied.task_type is None and (of_scores(copied) or not classifies(model)):
+        copied.task_type = task_of(model)
     copied.save_pretrained(str(folder))
 
 
@@ -151,7 +161,7 @@ def is_base(folder: Path, config: Any) -> bool:
 
 def heads_named(config: Any) -> set[str]:
     """Names that PEFT adds to `modules_to_save`, even if a model lacks them."""
-    return _HEADS if config.task_type == _SCORES else set()
+    return _HEADS if config.task_type in (_ROWS, _TOKENS) else set()
 
 
 def inject(model: nn.Module, configs: Mapping[str, Any], active: str) -> None:

@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -38,19 +39,10 @@ from megatrain.compat.torch import FORWARD_HOOKS, contiguous_copy
 
 __all__ = [
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-    "Concatenate",
-    "MergeModulelist",
-    "WeightConverter",
-    "WeightRenaming",
-    "dot_natural_key",
-    "eager_mask",
-    "get_model_conversion_mapping",
-    "load_audio",
-    "rename_source_key",
-    "render_jinja_template",
-    "revert_weight_conversion",
-    "sdpa_attention_forward",
-    "sdpa_mask",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", "Concatenate", "MergeModulelist",
+    "WeightConverter", "WeightRenaming", "dot_natural_key", "eager_mask",
+    "get_model_conversion_mapping", "load_audio", "rename_source_key", "render_jinja_template",
+    "revert_weight_conversion", "sdpa_attention_forward", "sdpa_mask",
 ]  # fmt: skip
 
 CAUSAL_LM_CLASSES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
@@ -87,7 +79,11 @@ def encoders(model: PreTrainedModel) -> list[nn.Module]:
 SEQUENCE_CLASSES = frozenset(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
 """Names of transformers' classes that score whole rows."""
 
-TEXT_CLASSES = CAUSAL_LM_CLASSES | SEQUENCE_CLASSES | {*MULTIMODAL_CLASSES.values()}
+TOKEN_CLASSES = frozenset(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values())
+"""Names of transformers' classes that give each token a class."""
+
+CLASSIFIERS = SEQUENCE_CLASSES | TOKEN_CLASSES
+TEXT_CLASSES = CAUSAL_LM_CLASSES | CLASSIFIERS | {*MULTIMODAL_CLASSES.values()}
 """Names of all classes that may be trained on text."""
 
 MODULE_MARKS = frozenset({"_is_hf_initialized"})
@@ -97,6 +93,11 @@ MODULE_MARKS = frozenset({"_is_hf_initialized"})
 def scores_rows(model: object) -> bool:
     """True if a model scores whole rows: its class is one for sequence classification."""
     return type(model).__name__ in SEQUENCE_CLASSES
+
+
+def classifies(model: object) -> bool:
+    """True if a model's head gives scores or classes, of rows or tokens, and no next token."""
+    return type(model).__name__ in CLASSIFIERS
 
 
 def recorded_routers(model: PreTrainedModel) -> list[tuple[type[nn.Module], int, str]]:

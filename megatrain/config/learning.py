@@ -24,7 +24,7 @@ from megatrain.config.section import (
 from megatrain.errors import InputError
 
 if TYPE_CHECKING:
-    from megatrain.loss import Loss
+    from megatrain.loss import ClassHead, Loss
     from megatrain.optim import Rule
 
 
@@ -141,6 +141,8 @@ _LOSSES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "distill": ("Distillation", None, {"teacher": None, "top_k": 64}),
     "dpo": ("DPO", "pairs", {}),
     "reward": ("Reward", "pairs", {}),
+    "sequence_classification": ("CrossEntropy", "classes", {"labels": None, "problem_type": None}),
+    "token_classification": ("CrossEntropy", "tags", {"labels": None}),
     "grpo": ("GRPO", "prompts", {}),
 }  # fmt: skip
 
@@ -148,15 +150,20 @@ _LOSSES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 class LossSection(NamedSection):
     """The loss and its settings in `megatrain.loss` (docs/losses.md).
 
-    `teacher`: a model to distil, by its `top_k` likeliest tokens for each label.
+    `teacher`: a model to distil, by its `top_k` likeliest tokens for each label. `labels`: the
+    names of classes, in the order of their numbers.
     """
 
-    name: Literal["sft", "distill", "dpo", "reward", "grpo"] = "sft"
+    name: Literal[
+        "sft", "distill", "dpo", "reward", "grpo", "sequence_classification", "token_classification"
+    ] = "sft"
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None
     beta: Annotated[float, Field(ge=0)] | None = None
     loss_type: str | None = None
     center_rewards_coefficient: Annotated[float, Field(gt=0)] | None = None
     margin: bool | None = None
+    labels: list[Name] | None = None
+    problem_type: Literal["single_label_classification", "multi_label_classification"] | None = None
     epsilon: float | None = None
     epsilon_high: float | None = None
     delta: float | None = None
@@ -194,11 +201,15 @@ class LossSection(NamedSection):
             yield str(error)
         if self.name == "distill" and self.teacher is None:
             yield "distill needs a teacher: a model's folder, run or hub id"
+        if self.name.endswith("classification") and len({*(self.labels or ())}) < 2:
+            yield f"{self.name} needs labels: the names of at least two classes, as [bad, good]"
 
     def loss(self) -> "Loss":
         """The loss for `Engine.step`."""
         from megatrain import loss
 
+        if self.several:
+            return loss.MultiLabel()
         if self.name != "sft":
             kind = getattr(loss, _LOSSES[self.name][0])
             return kind(**{n: getattr(self, n) for n in _loss_fields(self.name)})
@@ -206,9 +217,25 @@ class LossSection(NamedSection):
         return loss.LabelSmoothing(smoothing) if smoothing else loss.CROSS_ENTROPY
 
     @property
-    def kind(self) -> Literal["pairs", "margins", "prompts"] | None:
+    def several(self) -> bool:
+        """True if a row may have several classes."""
+        return self.problem_type == "multi_label_classification"
+
+    @property
+    def head(self) -> "ClassHead | None":
+        """The head of classes or of a score that the model gets; None: it keeps its own."""
+        from megatrain.loss import ClassHead
+
+        if self.name == "reward":
+            return ClassHead()
+        problem = self.problem_type or "single_label_classification"
+        of_tokens = self.kind == "tags"
+        return ClassHead(tuple(self.labels), of_tokens, problem) if self.labels else None
+
+    @property
+    def kind(self) -> Any:
         """The kind of data that the loss needs; None: texts or chats."""
-        return "margins" if self.margin else _LOSSES[self.name][1]
+        return "margins" if self.margin else "class_sets" if self.several else _LOSSES[self.name][1]
 
     @property
     def lines(self) -> int:
@@ -222,6 +249,8 @@ class LossSection(NamedSection):
             return "loss", "perplexity", "accuracy"
         if self.kind == "prompts":
             return ("reward",)
+        if self.labels:
+            return ("loss",) if self.several else ("loss", "accuracy")
         if self.name == "distill":
             return ("loss",)
         kinds = ("chosen", "rejected", "margins", "accuracies")

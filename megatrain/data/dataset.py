@@ -40,11 +40,12 @@ _MAX_PLACES = 8  # named in one description
 class Layout:
     """How documents become rows of `sequence_length` tokens."""
 
-    kind: Literal["text", "chat", "pairs"]
+    kind: DataKind
     sequence_length: int
     packing: bool
     overlong: Overlong
     pad_id: int
+    num_classes: int = 0
 
     def arrange(self, documents: Segments) -> PackedRows:
         """The rows of these documents, without those that have nothing to predict."""
@@ -103,9 +104,11 @@ class PackedDataset:
     Attributes:
         store: the tokens. documents: numbers of the documents to learn from.
         image_processor: of the model, for rows with images.
+        pad: the model's padding token, for heads that score rows.
     """
 
     image_processor = ImageProcessor(None)
+    pad = -1
 
     def __init__(self, store: TokenStore, documents: Segments, layout: Layout, part: str) -> None:
         self.store = store
@@ -123,8 +126,8 @@ class PackedDataset:
         return len(self._rows)
 
     @property
-    def kind(self) -> Literal["text", "chat", "pairs"]:
-        """The kind of the data: text, chat (completions included) or pairs."""
+    def kind(self) -> DataKind:
+        """The kind of the data: text, chat (completions included), pairs, or classes."""
         return self._layout.kind
 
     @property

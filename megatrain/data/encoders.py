@@ -21,7 +21,7 @@ from megatrain.data.images import ImageProcessor, Medium, read_medium, with_medi
 from megatrain.data.readers import TextPiece
 from megatrain.data.refused_fields import OF_CALLS, empty
 from megatrain.data.reply_spans import ReplySpans
-from megatrain.data.rows import Completion, Pair
+from megatrain.data.rows import Completion, Labelled, Pair
 from megatrain.data.template import REASONING, SAID, Template
 from megatrain.data.tokenizer import (
     added_ids,
@@ -43,6 +43,7 @@ class Document(NamedTuple):
     ids: [n] int32. targets: [n] bool; a document without any true one has nothing to learn from.
     good: True but for the worse reply of a pair.
     margin: by how much the pair's better reply is preferred.
+    labels: [m] int32, of classes: those of the document, or of each token (-100: none).
     images: in the order of their tokens. images_end: tokens up to, with, the last one's.
     """
 
@@ -54,6 +55,7 @@ class Document(NamedTuple):
     margin: float = 0.0
     images: Sequence[Medium] = ()
     images_end: int = 0
+    labels: NDArray[np.int32] = np.zeros(0, np.int32)
 
 
 class TextEncoder:
@@ -75,6 +77,7 @@ class TextEncoder:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._lead, tail = surroundings(tokenizer)
+        self._end = tail
         eos = tokenizer.eos_token_id
         self._tail = tail if tail[-1:] == [eos] else [*tail, eos]
 
@@ -119,6 +122,24 @@ class TextEncoder:
             targets[:] = False
         tokens = token_ids(ids, self._vocab_size, placed.where)
         return Document(placed.source, placed.number, tokens, targets)
+
+    def labelled(self, placed: PlacedExample) -> Document:
+        """A text with the tokenizer's own special tokens, and its classes or those of its words.
+
+        A word's class is that of its first token, as in transformers' examples.
+        """
+        assert isinstance(placed.example, Labelled)
+        text, labels, words = placed.example
+        own, offsets = placed_tokens(self._tokenizer, text, placed.where)
+        ids = token_ids([*self._lead, *own, *self._end], self._vocab_size, placed.where)
+        classes = np.array(labels, np.int32)
+        if words is not None:
+            firsts = np.array([first_token(text, offsets, own, self._added, at) for at in words])
+            has_token, of_tokens = firsts < len(own), np.full(len(ids), -100, np.int32)
+            of_tokens[len(self._lead) + firsts[has_token]] = classes[has_token]
+            classes = of_tokens
+        targets = np.ones(len(ids), bool)
+        return Document(placed.source, placed.number, ids, targets, labels=classes)
 
     def _absent_tail(self, ids: list[int]) -> list[int]:
         return absent(self._tail, ids[-len(self._tail) :])
@@ -298,6 +319,8 @@ class Encoder:
 
     def _encoded(self, placed: PlacedExample, talk: Any, examples: Examples) -> Document:
         """A conversation, whose images are read, or a completion, as a document."""
+        if isinstance(talk, Labelled):
+            return self._text.labelled(placed)
         if not isinstance(talk, Conversation):
             return self._text.completion(placed._replace(example=talk))
         if not talk.images:

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatrain.data.conversation import Conversation
 from megatrain.data.readers import TextPiece, read_rows, read_text, split_text
-from megatrain.data.rows import TEXT, Completion, Example, Format, Pair, Reading
+from megatrain.data.rows import TEXT, Completion, Example, Format, Labelled, Pair, Reading
 from megatrain.data.sources import DataSource
 from megatrain.data.template import SAID
 from megatrain.data.tokenizer import check_encodable
@@ -43,7 +43,7 @@ class PlacedExample(NamedTuple):
     source: int
     number: int
     where: str
-    example: TextPiece | Conversation | Completion | Pair
+    example: TextPiece | Conversation | Completion | Pair | Labelled
 
 
 class Examples:

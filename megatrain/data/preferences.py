@@ -38,14 +38,10 @@ class ReplyDataset(PackedDataset):
 
     _loss: PairLoss
     _reference: Tensor | None = None
-    _pad: int = -1
 
-    def train_with(self, loss: PairLoss, *, pad: int = -1) -> None:
-        """Give micro-batches the inputs of a loss.
-
-        Args: `pad`: the model's padding token, for losses that score rows.
-        """
-        self._loss, self._pad = loss, pad
+    def train_with(self, loss: PairLoss) -> None:
+        """Give micro-batches the inputs of a loss."""
+        self._loss = loss
 
     def compare_with(self, reference: Tensor) -> None:
         """Give micro-batches the log-probabilities of replies in a reference: `[rows, lines]`."""
@@ -78,7 +74,7 @@ class ReplyDataset(PackedDataset):
         if self._reference is not None:
             batch["reference_logp"] = at_first_label(self._reference[list(rows)].view(-1), labels)
         if isinstance(self._loss, Reward):
-            batch["labels"] = scored(ids, batch.get("attention_mask"), self._pad)
+            batch["labels"] = scored(ids, batch.get("attention_mask"), self.pad)
         return batch
 
 

@@ -6,7 +6,8 @@ are those of TRL's dataset formats, OpenAI's chat, Alpaca and ShareGPT (as LLaMA
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from megatrain.data.conversation import (
     Conversation,
@@ -51,7 +52,15 @@ class Pair(NamedTuple):
     margin: float = 0.0
 
 
-Example = str | Conversation | Completion | Pair
+class Labelled(NamedTuple):
+    """A text and its classes; or that of each word, which begins at this place in the text."""
+
+    text: str
+    labels: Sequence[int]
+    words: Sequence[int] | None = None
+
+
+Example = str | Conversation | Completion | Pair | Labelled
 
 
 def check_text(value: object, ours: str, theirs: str, where: str, *, needed: bool) -> None:
@@ -71,6 +80,22 @@ def check_text(value: object, ours: str, theirs: str, where: str, *, needed: boo
 def of_text(row: DataRow, where: str) -> str:
     """A text as a document."""
     return str(row["text"])
+
+
+def of_classes(row: DataRow, where: str) -> Labelled:
+    """A text and its class, or the list of its classes, which may be empty."""
+    label = row["label"]
+    return Labelled(str(row["text"]), label if isinstance(label, list) else [label])
+
+
+def of_tags(row: DataRow, where: str) -> Labelled:
+    """Words, joined by spaces, and a class of each; -100: none."""
+    words, tags = row["tokens"], row["tags"]
+    lists = isinstance(words, list) and isinstance(tags, list) and len(words) == len(tags) > 0
+    if not lists or not all(isinstance(word, str) and word.strip() for word in words):
+        raise InputError(f"{where}: 'tokens' must be words, and 'tags' a class of each")
+    starts = accumulate((len(word) + 1 for word in words[:-1]), initial=0)
+    return Labelled(" ".join(words), tags, [*starts])
 
 
 def of_messages(row: DataRow, where: str) -> Conversation:
@@ -261,7 +286,7 @@ class Format:
     """
 
     title: str
-    kind: Literal["text", "chat", "pairs"]
+    kind: DataKind
     needs: Mapping[str, tuple[str, ...]]
     may: Mapping[str, tuple[str, ...]]
     read: Callable[[DataRow, str], Example]
@@ -322,9 +347,18 @@ PAIRS = Format(
     {"prompt": ("prompt",), **_PROMPTED, **_OF_MEDIA}, of_pair,
 )  # fmt: skip
 MARGINS = replace(PAIRS, needs={**PAIRS.needs, "margin": ("margin",)}, read=of_pair_with_margin)
-_OF_REPLIES = {"pairs": (PAIRS,), "margins": (MARGINS,)}
+_OF_TEXT = {"text": ("text", "sentence", "content"), "label": ("label", "labels")}
+_CLASSES = Format("texts with classes", "classes", _OF_TEXT, {}, of_classes)
+_TAGS = Format(
+    "words with classes", "tags",
+    {"tokens": ("tokens", "words"), "tags": ("tags", "ner_tags", "pos_tags", "labels")},
+    {}, of_tags,
+)  # fmt: skip
+_OF_KIND = {"pairs": (PAIRS,), "margins": (MARGINS,),
+            "classes": (_CLASSES,), "class_sets": (_CLASSES,), "tags": (_TAGS,)}  # fmt: skip
 _EVERY = (*FORMATS, MARGINS)
-KNOWN = sorted({name for form in _EVERY for name in (*form.needs, *form.may)})
+KNOWN = sorted({name for f in (*_EVERY, _CLASSES, _TAGS) for name in (*f.needs, *f.may)})
+_NONE = -100, "tags"  # of a word without a class
 # Fields that a reply depends on: without them another conversation would be learnt.
 _PROMPTS = ("instruction", *_QUESTIONS, *_TALKS["messages"])  # names of prompts beside replies
 _BESIDE = ("instruction", "input", "context", "history", "choices", "options")
@@ -335,10 +369,12 @@ class Reading:
     """How to read rows: the formats to look for, and the names of fields.
 
     fields: our name -> the data's; null: a field of the data that is passed over on purpose.
+    labels: the names of classes, by their numbers.
     """
 
     kind: DataKind
     fields: Fields
+    labels: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Raises InputError: an unknown name of ours."""
@@ -350,13 +386,14 @@ class Reading:
     def wanted(self, column: str) -> bool:
         """True if a column of a table should be read."""
         mapped = column in self.fields.values()
-        known = column in (*_names_of(_EVERY), *_BESIDE, "role") or says_training(column)
+        names = _names_of((*_EVERY, *_OF_KIND.get(self.kind, ())))
+        known = column in (*names, *_BESIDE, "role") or says_training(column)
         return mapped or (column not in self.fields and known)
 
     def find(self, row: DataRow, where: str) -> Format:
         """The format of a row. Raises InputError: none fits, or only one that cannot be trained."""
         mapped = {name for name, theirs in self.fields.items() if theirs is not None}
-        forms = _OF_REPLIES.get(self.kind) or [f for f in FORMATS if self.kind in ("auto", f.kind)]
+        forms = _OF_KIND.get(self.kind) or [f for f in FORMATS if self.kind in ("auto", f.kind)]
         for form in forms:
             if mapped <= {*form.needs, *form.may} and form.names(row, self.fields, where):
                 if form.kind == "text" and "role" in row and "role" not in self.fields:
@@ -399,7 +436,7 @@ class Reading:
                     f"{{prompt: {name}}} ({name}: null passes it over)"
                 )
         refuse_unheeded(rest, where, text=form.kind == "text")
-        if form.kind != "text" and form.needs is not _TALKS:
+        if form.kind in ("chat", "pairs") and form.needs is not _TALKS:
             for name in _BESIDE:
                 if not empty(rest.get(name)):
                     raise InputError(
@@ -411,7 +448,29 @@ class Reading:
             needed = name in form.needs and name != "instruction"  # beside it, the input may ask
             check_text(values[name], name, theirs, where, needed=needed)
         unread = [n for n, v in rest.items() if not empty(v)]
-        return form.read(values, where), unread
+        example = form.read(values, where)
+        if isinstance(example, Labelled):
+            numbers = [self._number(label, where) for label in example.labels]
+            if form.kind != "tags" and len(numbers) != (
+                1 if self.kind == "classes" else len({*numbers})
+            ):
+                raise InputError(
+                    f"{where}: 'label' must be one class, or a list of different ones with "
+                    "loss.problem_type: multi_label_classification"
+                )
+            example = example._replace(labels=numbers)
+        return example, unread
+
+    def _number(self, label: Any, where: str) -> int:
+        if label in self.labels:
+            return self.labels.index(label)
+        if type(label) is int and (0 <= label < len(self.labels) or (label, self.kind) == _NONE):
+            return label
+        known = ", ".join(self.labels[:8])
+        raise InputError(
+            f"{where}: {label!r:.40} is no class: they are {known} (loss.labels), or their numbers "
+            "from 0 on"
+        )
 
 
 def _names_of(forms: Iterable[Format]) -> set[str]:

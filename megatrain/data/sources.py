@@ -14,7 +14,9 @@ from megatrain.errors import InputError, explained
 _log = logging.getLogger("megatrain.data")
 
 FileFormat = Literal["text", "jsonl", "json", "csv", "parquet", "arrow", "hub"]
-DataKind = Literal["auto", "text", "chat", "pairs", "margins", "prompts"]
+DataKind = Literal[
+    "auto", "text", "chat", "pairs", "margins", "prompts", "classes", "class_sets", "tags"
+]
 
 _SUFFIXES: dict[str, FileFormat] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".jsonlines": "jsonl", ".json": "json", ".csv": "csv",

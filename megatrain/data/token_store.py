@@ -1,7 +1,8 @@
 """Tokenised documents on disk: written once, then read row by row, so that memory stays flat.
 
 A store is a folder of four files. `tokens.bin`: int32, all documents end to end; a token to
-predict is stored as it is, one that is only read as its bitwise complement (a negative number).
+predict is stored as it is, one that is only read as its bitwise complement (a negative number);
+behind a document with classes those.
 `documents.bin`: one record per document. `sums.bin`: checksums of the blocks of both. `meta.json`:
 the names of the sources, what was found in them, the counts, size and time of both files, a digest
 of them, and a checksum of itself. Flat files rather than Arrow tables because rows cut documents
@@ -35,7 +36,7 @@ _TOKEN = np.dtype("<i4")
 # first_target: place in the document of the first token to predict, -1 if there is none
 _RECORD = np.dtype([("begin", "<i8"), ("end", "<i8"), ("first_target", "<i8"),
                     ("line", "<i8"), ("source", "<i4"), ("good", "<i4"),
-                    ("margin", "<f8")])  # fmt: skip
+                    ("margin", "<f8"), ("labels", "<i8")])  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,12 @@ class TokenStore:
     def margin(self, document: int) -> float:
         """By how much the better reply of a document's pair is preferred."""
         return float(self._record(document)["margin"])
+
+    def labels(self, document: int) -> NDArray[np.int64]:
+        """The classes of a document, or of each of its tokens."""
+        record, size = self._record(document), _TOKEN.itemsize
+        raw = self.tokens(int(record["end"]) * size, int(record["labels"]) * size)
+        return np.frombuffer(raw, _TOKEN).astype(np.int64)
 
     def place(self, document: int) -> str:
         """`file:line` of a document."""
@@ -207,8 +214,8 @@ def _write(part: Path, documents: Iterable[Document], progress: Progress | None)
             for file, sums, array in ((tokens, token_sums, stored), (index, record_sums, record)):
                 file.write(array.tobytes())
                 sums.add(array.tobytes())
-            # Without a margin of 0, the last field, as in old runs.
-            end = None if document.margin else -_RECORD["margin"].itemsize
+            # Without the last fields if they are 0, as in old runs.
+            end = None if len(document.labels) else -8 if document.margin else -16
             digest.update(stored.tobytes() + record.tobytes()[:end])
             digest.update(images.add(document.images, document.images_end))
             num_documents, num_tokens = num_documents + 1, num_tokens + len(stored)
@@ -235,5 +242,6 @@ def _encoded(document: Document, begin: int) -> tuple[NDArray[np.int32], NDArray
     targets[:1] = False  # no token before it predicts it
     first = int(targets.argmax()) if targets.any() else -1
     of_row = document.line, document.source, document.good, document.margin
-    record = np.array([(begin, begin + len(ids), first, *of_row)], _RECORD)
-    return np.where(targets, ids, ~ids).astype(_TOKEN), record
+    record = np.array([(begin, begin + len(ids), first, *of_row, len(document.labels))], _RECORD)
+    stored = np.concatenate([np.where(targets, ids, ~ids), document.labels])
+    return stored.astype(_TOKEN), record

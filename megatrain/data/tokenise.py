@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatrain.data.classes import CLASSES, ClassDataset
 from megatrain.data.dataset import Layout, Overlong, PackedDataset, choose
 from megatrain.data.encoders import Encoder
 from megatrain.data.examples import BadRows, Examples, say_left_out
@@ -25,7 +26,7 @@ from megatrain.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 14  # of kept tokens: raise it when the same input gives other tokens
+_FORMAT = 15  # of kept tokens: raise it when the same input gives other tokens
 _log = logging.getLogger("megatrain.data")
 
 
@@ -48,6 +49,7 @@ def open_dataset(
     hub_split: str = "train",
     progress: Progress | None = None,
     images: ImageProcessor | None = None,
+    labels: Sequence[str] = (),
 ) -> PackedDataset:
     """Tokenises `source` (once: the tokens are kept in `cache_dir`) and arranges it in rows.
 
@@ -58,7 +60,8 @@ def open_dataset(
         cache_dir: the folder for tokens; safe to delete between runs.
         packing: several documents share a row without seeing one another; text is cut where a row
             is full, conversations stay whole; replies that are compared share none.
-        kind: "text"; "chat"; "auto": by the fields; "pairs", or pairs with "margins".
+        kind: "text"; "chat"; "auto": by the fields; "pairs", or pairs with "margins"; texts with
+            "classes", "class_sets", or words with "tags".
         fields: our name of a field -> the data's, or None: to be ignored.
         bad_rows: raise at the first unusable row, or leave such rows out and list them.
         weights, repeat: shares of the tokens, one for each source; see `row_packing.mixed`.
@@ -68,6 +71,7 @@ def open_dataset(
         hub_config, hub_split: which configuration and split of a hub data set.
         progress: called with the documents and tokens so far while tokenising.
         images: of the model, for rows with images.
+        labels: the names of classes.
 
     Raises InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
     """
@@ -75,11 +79,11 @@ def open_dataset(
         raise InputError(f"sequence_length is {sequence_length}: a row needs at least 2 tokens")
     if seed < 0:
         raise InputError(f"seed is {seed}: it must not be negative")
-    reading = Reading(kind, fields or {})
+    reading = Reading(kind, fields or {}, labels)
     weighted = weights is not None
     sources, groups = open_sources(source, kind, hub_config, hub_split, weighted=weighted)
     examples = Examples(sources, reading, bad_rows)
-    settings = [kind, reading.fields, bad_rows, vocab_size, identity(tokenizer)]
+    settings = [kind, reading.fields, bad_rows, vocab_size, identity(tokenizer), *labels]
     images = images or ImageProcessor(None)
     of_images = [images.identity] if images.identity else []
     key = json.dumps([_FORMAT, settings, [s.identity for s in sources], *of_images])
@@ -93,8 +97,10 @@ def open_dataset(
     )
     _say(store.notes)
     of_rows: Any = "pairs" if kind in REPLIES else store.notes["kind"]
-    packs = packing and kind not in REPLIES
-    layout = Layout(of_rows, sequence_length, packs, overlong, pad_id(tokenizer, vocab_size))
+    of_rows = kind if kind in CLASSES else of_rows
+    packs = packing and kind not in (*REPLIES, *CLASSES)
+    pad = pad_id(tokenizer, vocab_size)
+    layout = Layout(of_rows, sequence_length, packs, overlong, pad, len(labels))
     documents, part = choose(store, layout, seed), f"seed {seed}"
     if weights is not None:
         of_source = np.array(groups, np.int64)[store.documents()["source"]]
@@ -103,7 +109,8 @@ def open_dataset(
     if store.images is not None:
         images.load()
         part += f", images {images.digest}"
-    dataset = (ReplyDataset if kind in REPLIES else PackedDataset)(store, documents, layout, part)
+    cls = ReplyDataset if kind in REPLIES else ClassDataset if kind in CLASSES else PackedDataset
+    dataset = cls(store, documents, layout, part)
     dataset.image_processor = images
     return dataset
 

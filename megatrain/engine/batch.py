@@ -52,6 +52,7 @@ class Intake:
         self._setup, self._program, self._config = setup, program, config
         self._rows_each, self._losses, self._steps = rows_each, losses, 0
         self._vocab_size = config.get_text_config(decoder=True).vocab_size
+        self._labels = min(self._vocab_size, program.spec.num_logits)
         self._max_tokens = most_tokens(config)
         self.share = SequenceShare(setup.sequence_ranks)
         self._documents = DocumentCheck(config, program, self._run_trial, self._check_masks)
@@ -200,13 +201,13 @@ class Intake:
         _check_ids(f"{where}: input_ids", micro["input_ids"], self._vocab_size)
         if loss is not None:
             labels = micro["labels"]
-            _check_ids(f"{where}: labels", labels[labels != IGNORED], self._vocab_size)
+            _check_ids(f"{where}: labels", labels[labels != IGNORED], self._labels)
             if (labels != IGNORED).any() and not micro.get("attention_mask", torch.ones(1)).any():
                 raise InputError(
                     f"{where}: attention_mask hides all tokens; 1 stands for one, 0 hides"
                 )
             for name in loss.choices[:1]:
-                _check_ids(f"{where}: {name}", micro[name], self._vocab_size)
+                _check_ids(f"{where}: {name}", micro[name], self._labels)
         _check_positions(where, micro, self._max_tokens)
 
     def _check_masks(self, micro_batches: MicroBatches) -> None:
@@ -218,7 +219,9 @@ class Intake:
 
     def _run_trial(self, micro_batches: MicroBatches) -> tuple[list[Sequence[Call]], list[Tensor]]:
         self._program.train(False)
-        loss = TOKEN_SCORE if self._program.spec.capture.scores_rows else CROSS_ENTROPY
+        loss = TOKEN_SCORE if self._program.spec.capture.classifies else CROSS_ENTROPY
+        last = self._labels - 1  # of classes, for which token ids stand here
+        micro_batches = [{**m, "labels": m["labels"].clamp(max=last)} for m in micro_batches]
         batch = self.prepared(micro_batches, loss)
         with self._program.eager(), in_own_type(self._program.scaled_together):
             losses = [loss.cpu() for loss in self._losses(batch)]
@@ -328,6 +331,6 @@ def _check_ids(where: str, ids: Tensor, vocab_size: int) -> None:
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if len(outside):
         raise InputError(
-            f"{where} holds token {int(outside[0])}, outside the model's vocabulary of "
-            f"{vocab_size}; use the model's own tokenizer"
+            f"{where} holds token {int(outside[0])}, outside the model's vocabulary (or classes) "
+            f"of {vocab_size}; use the model's own tokenizer (or more num_labels)"
         )

@@ -347,8 +347,11 @@ class PlacedEngine:
             require_held(self._opened.source.model)
 
     def _require_texts(self) -> None:
-        if self._spec.capture.scores_rows:
-            raise InputError("the model gives scores of rows, and no texts; use Engine.rewards")
+        if self._spec.capture.classifies:
+            raise InputError(
+                "the model gives scores of rows or classes, and no texts; use Engine.rewards or "
+                "logits"
+            )
 
     @property
     def generation_config(self) -> GenerationConfig:

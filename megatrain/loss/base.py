@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -72,8 +72,10 @@ class Loss(ABC):
         uses_margin: it reads the margin, which has no gradient: only for evaluations.
         temperature: divides the logits before anything else, above 0.
         top_k: the number of largest logits that it reads, also without gradients.
+        scores: it reads the one number of a head that scores rows.
     """
 
+    scores: ClassVar[bool] = False
     inputs: ClassVar[tuple[str, ...]] = ()
     choices: ClassVar[tuple[str, ...]] = ()
     uses_mean: ClassVar[bool] = False
@@ -138,6 +140,14 @@ class Loss(ABC):
         return Statistics(picked_N - lse_N, lse_N, mean_N, margin_N, chosen_NK, top_N2K)
 
 
+class ClassHead(NamedTuple):
+    """A head in place of a language model's, of rows or `of_tokens`; one label: a score."""
+
+    labels: tuple[str, ...] = ("LABEL_0",)
+    of_tokens: bool = False
+    problem_type: str | None = None
+
+
 def given_loss(loss: object) -> Loss:
     """Check that a caller's loss of a step is one. Raises InputError: it is none."""
     if not isinstance(loss, Loss):
@@ -199,6 +209,21 @@ class TokenWeights(Loss):
 
 
 TOKEN_WEIGHTS = TokenWeights()
+
+
+@dataclass(frozen=True)
+class MultiLabel(Loss):
+    """Binary cross entropy of each class, as transformers' `multi_label_classification`.
+
+    A micro-batch has, `[B, T, K]`: `classes`, the numbers of all K classes, int64; `truths`, 1
+    where the label has the class, else 0, floating-point.
+    """
+
+    choices: ClassVar[tuple[str, ...]] = ("classes", "truths")
+
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        each = F.binary_cross_entropy_with_logits(statistics.chosen, extras[1], reduction="none")
+        return each.mean(1)
 
 
 @dataclass(frozen=True)

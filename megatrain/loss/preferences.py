@@ -209,6 +209,8 @@ class DPO(PairLoss):
 class TokenScore(Loss):
     """The score of each labelled token: the one logit that the head of such a model makes."""
 
+    scores: ClassVar[bool] = True
+
     def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
         return statistics.lse
 
@@ -246,6 +248,7 @@ class Reward(PairLoss):
 
     center_rewards_coefficient: float | None = None
     margin: bool = False
+    scores: ClassVar[bool] = True
     inputs: ClassVar[tuple[str, ...]] = ("pair", "chosen")
     weighed = ScoreWeights()
 
@@ -283,10 +286,8 @@ class Reward(PairLoss):
         return {name: value for name, value in measures.items() if name.startswith("rewards/")}
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
-        """The number of pairs. Raises InputError: as `PairLoss`, or a label marks no score."""
+        """The number of pairs. Raises InputError: as `PairLoss`, or two labels of a reply."""
         pair, chosen = (labels_of(number, targets, extras) for number in (0, 1))
-        if any(bool((target > 0).any()) for target in targets):
-            raise InputError("labels must be 0 at the tokens that are scored, and -100 elsewhere")
         replies = torch.stack([pair, chosen], 1)
         if len(replies.unique(dim=0)) < len(replies):
             raise InputError("a reply has several labels; one token of each is scored")

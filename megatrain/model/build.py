@@ -31,14 +31,15 @@ from megatrain.base.json_yaml import read_json
 from megatrain.compat.gguf import is_gguf, read_gguf
 from megatrain.compat.transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     MULTIMODAL_CLASSES,
-    SEQUENCE_CLASSES,
     TEXT_CLASSES,
     configs,
     in_fp32,
     model_of,
 )
 from megatrain.errors import InputError, explained, in_one_line
+from megatrain.loss import ClassHead
 from megatrain.model.adapters import adapted
 
 MAX_COUNT = 10_000  # of layers and of experts; known models have up to some hundreds
@@ -135,7 +136,8 @@ def model_class(
             raise InputError(
                 f"the model's configuration names {others[0]} (architectures), and only language "
                 "models (...ForCausalLM, ...ForConditionalGeneration without an encoder of text) "
-                "and reward models (...ForSequenceClassification) are trained; give such a model"
+                "and classifiers (...ForSequenceClassification, ...ForTokenClassification) are "
+                "trained; give such a model"
             )
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise InputError(
@@ -145,23 +147,39 @@ def model_class(
     return partial(AutoModelForCausalLM.from_config, trust_remote_code=trust_remote_code)
 
 
-def scoring(config: PreTrainedConfig) -> PreTrainedConfig:
-    """That of the same model with a head that gives one score of each row.
+def with_head(config: PreTrainedConfig, head: ClassHead) -> PreTrainedConfig:
+    """That of the same model with such a head.
 
     Rows end before padding, so one that names no token for it takes the end of texts.
 
-    Raises InputError: transformers has no such head for it, or nothing tells where rows end.
+    Raises InputError: transformers has no such head for it, the model has another one already, or
+    nothing tells where rows end.
     """
-    if (config.architectures or [""])[0] in SEQUENCE_CLASSES:
-        return config
-    scored = copy.deepcopy(config)
-    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(scored.model_type)
+    labels, kind, by_type = head.labels, "token", MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+    if not head.of_tokens:
+        kind, by_type = "sequence", MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    if (config.architectures or [""])[0] in by_type.values():
+        known = tuple(config.id2label.values())
+        unnamed = tuple(f"LABEL_{number}" for number in range(len(known)))
+        if labels == unnamed:
+            return config
+        if known not in (labels, unnamed) or len(known) != len(labels):
+            raise InputError(
+                f"the model's head has the labels {', '.join(known[:8])}, and loss.labels (one "
+                f"for a reward) are {', '.join(labels[:8])}: give those, in their order"
+            )
+    scored, name = copy.deepcopy(config), by_type.get(config.model_type)
     if name is None:
         raise InputError(
-            "loss.name: reward needs a class for sequence classification, and transformers has "
-            f"none for a {scored.model_type}; take a model that has one, such as Gemma 3"
+            f"loss.name needs a class for {kind} classification, and transformers has none for a "
+            f"{config.model_type}; take a model that has one, such as Gemma 3"
         )
-    scored.architectures, scored.num_labels = [name], 1
+    scored.architectures, scored.num_labels = [name], len(labels)
+    scored.id2label = dict(enumerate(labels))
+    scored.label2id = {label: number for number, label in scored.id2label.items()}
+    scored.problem_type = head.problem_type
+    if head.of_tokens:
+        return scored
     text = scored.get_text_config(decoder=True)
     ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
     if text.pad_token_id is None:

@@ -234,19 +234,20 @@ class Capture:
         model: the model; layer parameters on the meta device, buffers real.
         trunk: the outermost submodule that contains the stack and is called as a whole; what runs
             after it is the language-model head.
-        scores_rows: True if its head gives a score for each row, not logits for each token.
+        scores_rows: True if its head gives numbers for each row, not logits for each token.
+        classifies: True if its head gives classes or scores, and no next token.
         takes_any: True if the forward passes unknown keyword arguments to its layers.
         encodes: True if the model has encoders of images or sounds.
     """
 
     def __init__(self, model: "PreTrainedModel", stack: nn.ModuleList) -> None:
-        from megatrain.compat.transformers import encodes, scores_rows
+        from megatrain.compat.transformers import classifies, encodes, scores_rows
 
         self.model = model
         self.trunk: nn.Module = model
         self.outputs: list[Callable[[Mapping[int, Any]], Any]] = []
         self._handler: Callable[[nn.Module, tuple, dict], Any] | None = None
-        self.scores_rows = scores_rows(model)
+        self.scores_rows, self.classifies = scores_rows(model), classifies(model)
         self._signature = inspect.signature(model.forward).parameters
         kinds = [parameter.kind for parameter in self._signature.values()]
         self.takes_any = inspect.Parameter.VAR_KEYWORD in kinds
@@ -343,7 +344,7 @@ class Capture:
     def head(self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Logits `[B, T, V]` from a trunk output, by the model's own code after the trunk.
 
-        For a model that scores rows, the score of each token as if it ended a row.
+        For a model that scores rows, the scores of each token as if it ended a row.
         """
         if not self.scores_rows:
             result = self._after_trunk(weights, output, inputs)
@@ -356,11 +357,15 @@ class Capture:
         return result.logits.view(*hidden_BTD.shape[:-1], -1)
 
     def own_loss(
-        self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping[str, Any], labels: Tensor
+        self,
+        weights: Mapping[str, Tensor],
+        output: Any,
+        inputs: Mapping[str, Any],
+        labels: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """The loss of labels `[B, T]` by the model's own forward, and the logits; see `head`.
 
-        Either is None where the forward does not give it.
+        Without labels the forward's own output alone. Either is None where it does not give it.
         """
         if "labels" not in self._signature and not self.takes_any:
             return None, None

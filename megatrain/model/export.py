@@ -25,7 +25,6 @@ from megatrain.compat.transformers import (
     get_model_conversion_mapping,
     not_saved,
     revert_weight_conversion,
-    scores_rows,
 )
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.adapters import Values, adapted
@@ -130,7 +129,7 @@ def write_adapter(
     with _exported(folder, described, beside) as new:
         values = (tensors[of_model]().to(dtype) for of_model in names.values())
         write_shard(new / peft.WEIGHTS_FILE, described, values)
-        peft.write_config(adapter.configs[adapter.active], new, scores=scores_rows(model))
+        peft.write_config(adapter.configs[adapter.active], new, model)
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from megatrain.compat.torch import without_modes
 from megatrain.compat.transformers import CAUSAL_LM_CLASSES
@@ -49,13 +48,9 @@ def label_shift(spec: ModelSpec) -> int:
     model = spec.capture.model
     name, count = type(model).__name__, model.config.get_text_config(decoder=True).vocab_size
     if spec.capture.scores_rows:
-        if spec.num_logits != 1:
-            raise Unsupported(
-                f"{name} makes {spec.num_logits} scores of a row, and a reward is one: give it "
-                "with num_labels=1, or a language model (...ForCausalLM)"
-            )
-        return 0  # a score is compared at its own token
-    if spec.num_logits < count:
+        _try_scores(spec, name)
+        return 0  # scores are compared at their own token
+    if spec.num_logits < count and not spec.capture.classifies:
         raise Unsupported(
             f"{name} makes {spec.num_logits} numbers of a token, and its vocabulary has {count}:"
             " its head is not a language model's; give a model with one (...ForCausalLM)"
@@ -63,7 +58,7 @@ def label_shift(spec: ModelSpec) -> int:
     shift = _tried(spec, name)
     if spec.router_loss is not None:
         _try_routers(spec, spec.router_loss, shift, name)
-    if shift == 0 and name not in CAUSAL_LM_CLASSES:
+    if shift == 0 and name not in CAUSAL_LM_CLASSES and not spec.capture.classifies:
         raise Unsupported(
             f"{name} predicts each token at its own place, not the next one: it is not a causal "
             "language model; load it with AutoModelForCausalLM"
@@ -71,9 +66,25 @@ def label_shift(spec: ModelSpec) -> int:
     return shift
 
 
+def _try_scores(spec: ModelSpec, name: str) -> None:
+    """Raises Unsupported: rows are not scored at their last token alone, by their hidden state."""
+    text = spec.capture.model.config.get_text_config(decoder=True)
+    ids_BT = torch.full(_SHAPE, int(text.pad_token_id == 0))  # no padding
+    spec.capture.model.eval()
+    with _on_random_states(spec, input_ids=ids_BT) as (weights, output, inputs):
+        scores = spec.capture.own_loss(weights, output, inputs)[1]
+        last_BK = spec.capture.head(weights, output, inputs)[:, -1]
+    spec.capture.model.train()
+    if scores is None or scores.shape != last_BK.shape or not torch.allclose(scores, last_BK):
+        raise Unsupported(
+            f"{name} does not score a row by its last token alone; take a decoder's, such as "
+            "Qwen3ForSequenceClassification"
+        )
+
+
 def _tried(spec: ModelSpec, name: str) -> int:
     """`label_shift` by a trial: compare the model's loss with the cross entropy of its logits."""
-    model, labels_BT = spec.capture.model, _labels(spec.capture.model)
+    model, labels_BT = spec.capture.model, _labels(spec)
     function = model.loss_function
     if not _is_known(function):
         raise Unsupported(
@@ -136,7 +147,7 @@ def _try_routers(spec: ModelSpec, loss: RouterLoss, shift: int, name: str) -> No
         )
     if not loss.weight:
         return
-    labels_BT, mask_BT = _labels(spec.capture.model), torch.ones(_SHAPE, dtype=torch.long)
+    labels_BT, mask_BT = _labels(spec), torch.ones(_SHAPE, dtype=torch.long)
     mask_BT[1, -2:] = 0
     generator = torch.Generator().manual_seed(1)
     shape = len(spec.routed), labels_BT.numel(), loss.experts(spec.routed_shape[1])
@@ -152,12 +163,13 @@ def _try_routers(spec: ModelSpec, loss: RouterLoss, shift: int, name: str) -> No
         )
 
 
-def _labels(model: PreTrainedModel) -> Tensor:
+def _labels(spec: ModelSpec) -> Tensor:
     """Labels that include special tokens: a loss may leave those out, or weigh them."""
-    text = model.config.get_text_config(decoder=True)
+    text = spec.capture.model.config.get_text_config(decoder=True)
+    count = min(text.vocab_size, spec.num_logits)
     special = {v for k, v in vars(text).items() if k.endswith("_token_id") and type(v) is int}
-    labels_BT = torch.arange(_SHAPE[0] * _SHAPE[1]).remainder(text.vocab_size).view(_SHAPE)
-    known = sorted(token for token in special if 0 <= token < text.vocab_size)
+    labels_BT = torch.arange(_SHAPE[0] * _SHAPE[1]).remainder(count).view(_SHAPE)
+    known = sorted(token for token in special if 0 <= token < count)
     for place, token in [*zip(_SPECIAL, known, strict=False), *((p, IGNORED) for p in _UNLABELLED)]:
         labels_BT[place] = token
     return labels_BT
@@ -172,6 +184,16 @@ def _loss_of_model(
         routed: logits `[B * T, E]` of routers, whose loss is added.
         more: inputs of the forward.
     """
+    with _on_random_states(spec, routed, **more) as (weights, output, inputs):
+        loss, logits = spec.capture.own_loss(weights, output, inputs, labels_BT)
+        return loss, spec.capture.head(weights, output, inputs) if logits is None else logits
+
+
+@contextmanager
+def _on_random_states(
+    spec: ModelSpec, routed: tuple[Tensor, ...] = (), **more: Tensor
+) -> Iterator[tuple[dict[str, Tensor], Any, dict[str, Any]]]:
+    """Random weights of a head, a trunk's output and a forward's inputs, to run the head with."""
     generator = torch.Generator().manual_seed(0)
     capture = spec.capture
     used = {*spec.gathered, *spec.prologue, *spec.epilogue}
@@ -184,7 +206,8 @@ def _loss_of_model(
             beginning.copy_(torch.randn(len(beginning), generator=generator) * scale)
     width = last_hidden(spec.trunk).shape[2:]
     hidden = torch.randn((*_SHAPE, *width), generator=generator)
-    inputs = capture.inputs({"input_ids": torch.zeros(_SHAPE, dtype=torch.long), **more})
+    ids_BT = torch.zeros(_SHAPE, dtype=torch.long)
+    inputs = capture.inputs({"input_ids": ids_BT, **more})
     output = with_hidden(spec.trunk, hidden)
     if routed:
         output["router_logits"], inputs["output_router_logits"] = routed, True
@@ -194,8 +217,7 @@ def _loss_of_model(
         _vocabulary(spec),
         ZeroProducts(weights.values(), _RANDOM),
     ):
-        loss, logits = capture.own_loss(weights, output, inputs, labels_BT)
-        return loss, capture.head(weights, output, inputs) if logits is None else logits
+        yield weights, output, inputs
 
 
 @contextmanager

@@ -28,17 +28,17 @@ from megatrain.base.json_yaml import read_json
 from megatrain.base.units import IN_FLIGHT_BYTES, MIB
 from megatrain.compat.gguf import is_gguf, unpacked
 from megatrain.compat.transformers import (
-    SEQUENCE_CLASSES,
+    CLASSIFIERS,
     Concatenate,
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
+    classifies,
     dot_natural_key,
     drop_ignorable,
     get_model_conversion_mapping,
     not_saved,
     rename_source_key,
-    scores_rows,
     set_conversions,
 )
 from megatrain.errors import InputError, first_line
@@ -260,7 +260,7 @@ def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
     for path in sorted({*folder.glob("*.safetensors")} - plan.files):
         if not path.name.startswith(("consolidated", "adapter_model")):
             log.warning("%s: is named by no index, so neither read nor exported", path)
-    scores, unsaved = scores_rows(model), not_saved(model)
+    scores, unsaved = classifies(model), not_saved(model)
     carried = [s for to, s in plan.unexpected if not (scores and to.startswith("lm_head."))]
     carried += [s for recipe in plan.recipes if recipe.target in unsaved for _, s in recipe.sources]
     opened = cache(lambda path: path.open("rb", buffering=0))
@@ -454,8 +454,9 @@ def _check_complete(
         n for n in report.unexpected_keys if not any(layer in f".{n}" for layer in further)
     }
     named = (read_json(folder / "config.json").get("architectures") or [""])[0]
-    if scores_rows(model) and named not in SEQUENCE_CLASSES:
-        report.missing_keys = {n for n in report.missing_keys if not n.startswith("score.")}
+    if classifies(model) and named not in CLASSIFIERS:
+        head = "score.", "classifier."
+        report.missing_keys = {n for n in report.missing_keys if not n.startswith(head)}
         report.unexpected_keys = {n for n in report.unexpected_keys if not n.startswith("lm_head.")}
     if report.missing_keys:
         raise InputError(

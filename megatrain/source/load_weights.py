@@ -11,7 +11,7 @@ from torch import Tensor
 from megatrain.checkpoint.manifest import Checkpoint
 from megatrain.checkpoint.read import read_tiles
 from megatrain.compat import peft
-from megatrain.compat.transformers import scores_rows
+from megatrain.compat.transformers import classifies
 from megatrain.errors import InputError
 from megatrain.model.adapters import adapted, draw_adapters, plain
 from megatrain.model.build import loaded_types
@@ -76,7 +76,7 @@ class _Loading:
             missing = read_weights(source.folder, model, write, threads=threads, packed=packed)
             if missing and (adapters is None or not {*missing} <= adapters.replaced):
                 source.origin, folder = None, source.adapter_folder  # of what is drawn
-                if folder is not None and scores_rows(plain(source.model)):
+                if folder is not None and classifies(plain(source.model)):
                     raise InputError(
                         f"{folder}: has no sequence head, and nor has its base; merge it first "
                         f"(megatrain export {folder} OUT --merged), and begin with OUT"

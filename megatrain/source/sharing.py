@@ -8,7 +8,7 @@ import transformers
 
 from megatrain.compat import peft
 from megatrain.errors import InputError
-from megatrain.loss import Reward, TokenScore, given_loss
+from megatrain.loss import JointLoss, given_loss
 from megatrain.model.adapters import adapted
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import StreamedOptimizer
@@ -49,12 +49,12 @@ def check_call(
         if optimizer is not None:
             optimizer.check()
         checked_loss = loss if loss is NO_LABELS else given_loss(loss)
-        of_scores = isinstance(loss, Reward | TokenScore)
-        if loss is not NO_LABELS and of_scores != spec.capture.scores_rows:
+        if checked_loss is not NO_LABELS and not _fits(checked_loss, spec):
             raise InputError(
                 f"{type(loss).__name__} is not for a {type(spec.capture.model).__name__}: Reward "
                 "and Engine.rewards are for models with a head of one score for each row "
-                "(AutoModelForSequenceClassification), and other losses for language models"
+                "(AutoModelForSequenceClassification, num_labels=1), cross entropy and MultiLabel "
+                "for heads of several classes, and other losses for language models"
             )
         if ranks.size == 1:
             return {}
@@ -71,6 +71,13 @@ def check_call(
 
     ranks.barrier()
     require_same(ranks.agree(wanted))
+
+
+def _fits(loss: Any, spec: ModelSpec) -> bool:
+    is_score = spec.capture.scores_rows and spec.num_logits == 1
+    if loss.scores or is_score:
+        return bool(loss.scores and is_score)
+    return not (spec.capture.classifies and isinstance(loss, JointLoss))
 
 
 def require_alone(ranks: Ranks, what: str) -> None:

@@ -19,14 +19,15 @@ from megatrain.compat import peft
 from megatrain.compat.gguf import is_gguf
 from megatrain.compat.transformers import (
     MULTIMODAL_CLASSES,
+    classifies,
     encoder_calls,
     encoders,
-    scores_rows,
     takes_grouped_products,
 )
 from megatrain.device import Recording
 from megatrain.device.disk import PlaneFile, disk_bytes
 from megatrain.errors import DoesNotFit, InputError
+from megatrain.loss import ClassHead
 from megatrain.model import build
 from megatrain.model.adapters import adapted, noted, plain, with_new_adapter
 from megatrain.model.companions import Companions, companions, set_generation
@@ -35,6 +36,7 @@ from megatrain.model.probe import spec
 from megatrain.model.quantised import kept_format, quantised_base
 from megatrain.model.rebuilt import difference, emptied
 from megatrain.model.routers import NOT_ASKED, ask_for
+from megatrain.model.safetensors_io import read_header
 from megatrain.model.spec import ModelSpec
 from megatrain.model.trained import Trained
 from megatrain.model.weights import WeightPlan, resolve_model, source_dtype
@@ -134,7 +136,7 @@ def open_source(
     routers: Mapping[str, float | None] = NOT_ASKED,
     *,
     resumes: bool = False,
-    scores: bool = False,
+    head: ClassHead | None = None,
     **code: Any,
 ) -> Source:
     """Open a model: its structure, and the place of its weights.
@@ -146,8 +148,8 @@ def open_source(
         base: the format of frozen linear layers.
         routers: what is asked of a mixture's routers, see `ask_for`.
         resumes: take a checkpoint's optimizer state, too, to go on with its training.
-        scores: open a folder, hub id or configuration as the model that scores rows; an adapter
-            with a sequence head implies this.
+        head: open a folder, hub id or configuration with this one in place of its own; an adapter
+            with such a head implies it.
         code: trust_remote_code and attn_implementation, as for `empty_model`.
     """
     if isinstance(model, Source):
@@ -159,14 +161,14 @@ def open_source(
         noted(source.model, configs, active)
     elif (folder := adapter_folder(model)) is not None:
         config, base_path = folder_adapter(folder)
-        source = _open_plain(base_path, scores=scores or peft.of_scores(config), **code)
+        source = _open_plain(base_path, head=head or _head_of(folder, config), **code)
         if adapted(source.model) is not None:
             raise _not_merged(folder, base_path)
         source = _grown(source, config)
         source.adapter_folder = folder
         source.companions = {**source.companions, **companions(folder)}
     else:
-        source = _open_plain(model, resumes=resumes, scores=scores, **code)
+        source = _open_plain(model, resumes=resumes, head=head, **code)
     ask_for(source.model, routers)
     ask_for(plain(source.model), routers)  # which merged exports are made of
     if source.base == "bf16" and not source.resumes:
@@ -180,7 +182,7 @@ def open_source(
             "the model has an adapter already; leave adapter out to go on with that one, or merge "
             "it first: megatrain export MODEL OUT --merged"
         )
-    config = _asked_for(adapter, model, scores=scores_rows(source.model))
+    config = _asked_for(adapter, model, source.model)
     if config.target_modules == "all-linear" and encoder_calls(source.model):
         decoder = source.model.get_decoder()
         path = next(name for name, module in source.model.named_modules() if module is decoder)
@@ -189,7 +191,7 @@ def open_source(
     return _grown(source, config)
 
 
-def _asked_for(adapter: Any, model: Any, *, scores: bool) -> Any:
+def _asked_for(adapter: Any, model: Any, opened: PreTrainedModel) -> Any:
     """The configuration of a new adapter, which names the model as its base."""
     config = peft.lora_config(adapter) if isinstance(adapter, Mapping) else copy.copy(adapter)
     peft.check(config)
@@ -197,7 +199,7 @@ def _asked_for(adapter: Any, model: Any, *, scores: bool) -> Any:
     if isinstance(model, str | Path):
         folder = Path(model).expanduser()
         config.base_model_name_or_path = str(folder.absolute() if folder.exists() else model)
-    return peft.scoring(config) if scores else config
+    return peft.scoring(config, opened) if classifies(opened) else config
 
 
 def adapter_folder(model: Any) -> Path | None:
@@ -236,6 +238,17 @@ def folder_adapter(folder: Path) -> tuple[Any, str]:
     return config, base
 
 
+def _head_of(folder: Path, config: Any) -> ClassHead | None:
+    """The head in an adapter's folder, of as many labels as its weights have; None: it has none."""
+    if not peft.of_scores(config):
+        return None
+    shapes = {tensor.name: tensor.shape for tensor in read_header(folder / peft.WEIGHTS_FILE)}
+    ends = ("score.weight", "classifier.weight")
+    count = next((shape[0] for name, shape in shapes.items() if name.endswith(ends)), 1)
+    labels = tuple(f"LABEL_{number}" for number in range(count))
+    return ClassHead(labels, of_tokens=config.task_type == "TOKEN_CLS")
+
+
 def _not_merged(folder: Path, base: str) -> InputError:
     return InputError(
         f"{folder / peft.CONFIG_FILE}: its base {base} has an adapter itself; merge that first: "
@@ -251,7 +264,9 @@ def _grown(source: Source, config: Any) -> Source:
     return source
 
 
-def _open_plain(model: Any, *, resumes: bool = False, scores: bool = False, **code: Any) -> Source:
+def _open_plain(
+    model: Any, *, resumes: bool = False, head: ClassHead | None = None, **code: Any
+) -> Source:
     """Open a model without putting an adapter on it; arguments as of `open_source`."""
     model = _resolved(model)
     if isinstance(model, Checkpoint):
@@ -264,11 +279,11 @@ def _open_plain(model: Any, *, resumes: bool = False, scores: bool = False, **co
         source, beside = Source(empty, next(model.parameters()).dtype, given=model), {}
     elif isinstance(model, PreTrainedConfig | Alike):
         config, beside = model.config if isinstance(model, Alike) else model, {}
-        empty = build.empty_model(build.scoring(config) if scores else config, **code)
+        empty = build.empty_model(build.with_head(config, head) if head else config, **code)
         dtype = getattr(config, "dtype", None) or torch.float32
         source = Source(empty, dtype, alike=isinstance(model, Alike))
     elif isinstance(model, str | Path):
-        source = _open_folder(model, scores=scores, **code)
+        source = _open_folder(model, head, **code)
         assert source.folder is not None
         beside = companions(source.folder)
     else:
@@ -286,12 +301,12 @@ def _open_plain(model: Any, *, resumes: bool = False, scores: bool = False, **co
     return source
 
 
-def _open_folder(model: str | Path, *, scores: bool, **code: Any) -> Source:
+def _open_folder(model: str | Path, head: ClassHead | None, **code: Any) -> Source:
     folder = resolve_model(model)
     config = build.load_config(folder, trust_remote_code=code.get("trust_remote_code", False))
     quantised = quantised_base(read_json(folder / "config.json"), folder)
     vars(config).pop("quantization_config", None)  # exports are whole
-    config = build.scoring(config) if scores else config
+    config = build.with_head(config, head) if head else config
     empty = build.empty_model(config, **code)
     if type(empty.config) is not type(config):
         raise InputError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.base.units import duration
 from megatrain.config import Config, step_loss
 from megatrain.data import PackedDataset, Prompts, Step, plain_rows
-from megatrain.loss import Distillation, JointLoss, Reward, num_labelled, targets_of
+from megatrain.loss import Distillation, JointLoss, MultiLabel, Reward, num_labelled, targets_of
 from megatrain.telemetry.console import described_rewards
 from megatrain.telemetry.metrics import MetricsWriter, is_evaluation
 from megatrain.train.rollouts import Rollouts
@@ -44,7 +44,9 @@ class Evaluations:
         # As many rows at once as a step has: more would take memory that no plan counts.
         at_once = max(1, config.training.batch_size // job.loader.rows_per_micro_batch)
         self._sets: dict[str, Any] = {
-            name: rows if isinstance(rows, Prompts) else _parts(rows, at_once)
+            name: rows
+            if isinstance(rows, Prompts)
+            else _parts(rows, at_once, self._engine.label_shift)
             for name, rows in job.evaluation.items()
         }
         self._every = config.training.eval_every
@@ -107,7 +109,7 @@ class Evaluations:
         rows = part_of(part, self._engine.batch_ranks)
         if data is not None:
             rows = [data.with_images(micro) for micro in rows]
-        if isinstance(self._loss, Distillation):
+        if isinstance(self._loss, Distillation | MultiLabel):
             return [(self._engine.evaluate(rows, self._loss) * count, 0.0)]
         loss, accuracy = self._engine.score(rows)
         return [(loss * count, accuracy * count)]
@@ -120,9 +122,10 @@ class Evaluations:
             losses, right = (sum(column) for column in zip(*results, strict=True))
             count = sum(count for _, count in parts)
             values = {"loss": losses / count}
-            if not isinstance(self._loss, Distillation):
-                mean = values["loss"]
+            metrics, mean = self._job.config.loss.metrics, values["loss"]
+            if "perplexity" in metrics:
                 values["perplexity"] = math.exp(mean) if mean < _MOST_NATS else math.inf
+            if "accuracy" in metrics:
                 values["accuracy"] = right / count
         return {f"eval_{prefix}{name}": value for name, value in values.items()}
 
@@ -146,6 +149,7 @@ class Evaluations:
         parts = [f"evaluation loss {scores['eval_loss']:.4f}{training}"]
         if "eval_accuracy" in scores:
             parts.append(f"accuracy {scores['eval_accuracy']:.1%}")
+        if "eval_perplexity" in scores:
             parts.append(f"perplexity {scores['eval_perplexity']:.4g}")
         parts += described_rewards(scores, "eval_")
         named = [name for name in self._sets if name]
@@ -153,9 +157,11 @@ class Evaluations:
         return "  ".join(parts)
 
 
-def _parts(rows: Step, at_once: int) -> _Parts:
+def _parts(rows: Step, at_once: int, shift: int) -> _Parts:
     parts = [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
-    counts = [sum(num_labelled(targets_of(micro["labels"])) for micro in part) for part in parts]
+    counts = [
+        sum(num_labelled(targets_of(micro["labels"], shift)) for micro in part) for part in parts
+    ]
     labelled = [(part, count) for part, count in zip(parts, counts, strict=True) if count]
     return labelled or [(part, 0) for part in parts[:1]]  # the engine refuses it
 

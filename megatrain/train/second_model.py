@@ -22,7 +22,7 @@ from megatrain.checkpoint import Checkpoint
 from megatrain.config import Config, ModelSection
 from megatrain.data import PackedDataset, ReplyDataset, Step, load_tokenizer, plain_rows
 from megatrain.errors import InputError, explained
-from megatrain.loss import DPO, IGNORED, Distillation, PairLoss, Reward
+from megatrain.loss import DPO, IGNORED, Distillation, PairLoss
 from megatrain.model.sizes import check_sequence_length
 from megatrain.model.weights import resolve_model
 from megatrain.parallel.distributed import Ranks
@@ -133,11 +133,13 @@ def prepare_replies(
     Raises InputError: a run goes on, and its kept answers are for other data or another model.
     """
     loss = config.loss.loss()
+    for every in data.values() if config.loss.head else ():
+        pad = engine.config.get_text_config(decoder=True).pad_token_id
+        every.pad = -1 if pad is None else pad
     sets = {name: rows for name, rows in data.items() if isinstance(rows, ReplyDataset)}
     for replies in sets.values():
         assert isinstance(loss, PairLoss)  # such data are opened for these alone
-        pad = engine.config.get_text_config(decoder=True).pad_token_id
-        replies.train_with(loss, pad=pad if isinstance(loss, Reward) else -1)
+        replies.train_with(loss)
     if not isinstance(loss, DPO):
         return None
     of_model = config.model.model_dump(mode="json", include={"path", "config"})

@@ -294,7 +294,7 @@ def _structure(config: Config, begun: ResolvedModel, written: PreTrainedConfig) 
         config.adapter.keys,
         section.base,
         section.routers,
-        scores=config.loss.name == "reward",
+        head=config.loss.head,
         trust_remote_code=section.trust_remote_code,
         attn_implementation=section.attn_implementation,
     )
@@ -304,7 +304,7 @@ def _structure(config: Config, begun: ResolvedModel, written: PreTrainedConfig) 
     opened = open_structure(source, rule, ALONE, config.engine.precision, saveable=True)
     if isinstance(placement := config.engine.placement_value(), Placement):
         resting(placement, opened.layouts)
-    if opened.spec.label_shift == 0 and config.loss.name != "reward":
+    if opened.spec.label_shift == 0 and config.loss.head is None:
         raise InputError(
             f"the loss of {source.model.config.model_type} compares logits with the labels of the "
             "same places, so text would teach it to copy; use megatrain.Engine, with other labels"

@@ -130,7 +130,7 @@ def test_a_language_model_gets_a_head_and_goes_on_from_a_checkpoint(tmp_path):
 
 LABELS = {
     "several labels": lambda m: m["labels"][0].fill_(0),
-    "labels must be 0": lambda m: m["labels"].masked_fill_(m["labels"] == 0, 1),
+    "labels holds token 1, outside": lambda m: m["labels"].masked_fill_(m["labels"] == 0, 1),
     "no label of a rejected reply": lambda m: m["labels"][3:].fill_(-100),
 }
 
@@ -153,8 +153,10 @@ def test_losses_and_heads_that_do_not_fit_are_refused():
         pass
     with pytest.raises(InputError, match="Reward is not for a LlamaForCausalLM"):
         make_engine(llama()).step(taken(Reward(), [6]), Reward())
-    with pytest.raises(InputError, match="2 scores of a row"):
-        make_engine(LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0)))
+    two = make_engine(LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0)))
+    for asked in (Reward(), DPO()):
+        with pytest.raises(InputError, match="is not for a LlamaForSequenceClassification"):
+            two.step(taken(Reward(), [6]), asked)
 
 
 def test_rows_are_scored_where_transformers_scores_them():

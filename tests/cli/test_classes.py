@@ -1,0 +1,122 @@
+"""Runs that teach heads of classes: rows, run files, evaluation, resume, and what is refused."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer, pipeline
+
+from tests.cli.cases import sets
+
+WORDS = {"good": "cat mat sat", "bad": "dog ran to", "odd": "the on a"}
+FILE = "model.safetensors"
+
+
+def text(number):
+    """A text in which the words of some classes are, and these classes."""
+    names = [*WORDS][: 1 + number % 3][-1 - number % 2 :]
+    said = " ".join(WORDS[name].split()[number % 3 - 1] for name in names)
+    return f"{said} {number}", names
+
+
+def rows_of(kind):
+    for number in range(48):
+        said, names = text(number)
+        if kind == "token_classification":
+            words = said.split()
+            yield {"tokens": words, "ner_tags": [*names, -100][: len(words)], "id": number}
+        elif kind == "several":
+            yield {"sentence": said, "labels": names[: number % 4]}
+        else:
+            yield {"text": said, "label": [*WORDS].index(names[-1]) if number % 2 else names[-1]}
+
+
+@pytest.fixture
+def class_file(run_file, base, tmp_path):
+    def made(kind, **changes):
+        tree = yaml.safe_load(run_file.read_text())
+        data = tmp_path / "rows.jsonl"
+        data.write_text(
+            "".join(json.dumps(row) + "\n" for row in changes.get("rows", rows_of(kind)))
+        )
+        tree["model"] = {"path": str(base)}
+        tree["data"] |= {"kind": "auto", "path": str(data), "sequence_length": 48}
+        tree["data"] |= {"eval_fraction": 0.2}
+        tree["training"] |= {"steps": 12, "batch_size": 8, "micro_batch_size": 3, "eval_every": 6}
+        tree["optimizer"] = {"lr": 0.005}
+        tree["schedule"] = {"name": "constant"}
+        name = "sequence_classification" if kind == "several" else kind
+        tree["loss"] = {"name": name, "labels": [*WORDS]}
+        if kind == "several":
+            tree["loss"]["problem_type"] = "multi_label_classification"
+        tree["loss"] |= changes.get("loss", {})
+        run_file.write_text(yaml.safe_dump(tree))
+        return run_file
+
+    return made
+
+
+@pytest.mark.parametrize("kind", ["sequence_classification", "several", "token_classification"])
+def test_classes_are_learnt_exactly_and_transformers_loads_them(
+    megatrain, class_file, tmp_path, kind
+):
+    file = class_file(kind)
+    megatrain.done("train", file, *sets(output__folder="whole"))
+    megatrain.done("train", file, *sets(training__steps=5))
+    megatrain.done("train", file, "--resume")
+    whole, parts = (load_file(tmp_path / f / "model" / FILE) for f in ("whole", "run"))
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    log = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    evaluated = [record for record in map(json.loads, log) if "eval_loss" in record]
+    assert evaluated[-1]["eval_loss"] < 0.8 * evaluated[0]["eval_loss"]
+    assert ("eval_accuracy" in evaluated[0]) == (kind != "several")
+    assert "eval_perplexity" not in evaluated[0]
+    folder = tmp_path / "run" / "model"
+    assert [*AutoConfig.from_pretrained(folder).id2label.values()] == [*WORDS]
+    task = "token-classification" if kind == "token_classification" else "text-classification"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    [said, *_] = pipeline(task, str(folder), tokenizer=tokenizer, device="cpu")("the cat sat")
+    assert said.get("label", said.get("entity")) in WORDS
+    assert "3 conversations" not in megatrain.done("data", file).output
+    megatrain.done("plan", file, "--gpu", "4090")
+    megatrain.refused("scores of rows or classes", "generate", tmp_path / "run", "--prompt", "a")
+
+
+@pytest.mark.exhaustive
+def test_a_head_of_classes_may_be_trained_beside_an_adapter(megatrain, class_file, tmp_path):
+    file = class_file("token_classification")
+    adapter = sets(adapter__method="lora", adapter__target_modules="all-linear")
+    megatrain.done("train", file, *adapter)
+    keys = load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
+    assert {name for name in keys if ".score." in name or ".classifier." in name}
+    settings = json.loads((tmp_path / "run" / "model" / "adapter_config.json").read_text())
+    assert settings["task_type"] == "TOKEN_CLS"
+    megatrain.done("export", tmp_path / "run", tmp_path / "out", "--merged")
+    model = str(tmp_path / "out")
+    again = sets(model__path=model, output__folder="again", training__steps=1)
+    megatrain.done("train", file, *again)
+    other = sets(model__path=model, loss__labels=["good", "odd", "bad"], output__folder="other")
+    megatrain.refused("the model's head has the labels good, bad, odd", "train", file, *other)
+
+
+MISTAKES = {
+    "is no class: they are good, bad, odd": ("sequence_classification", {"text": "a", "label": 3}),
+    "'mad' is no class": ("sequence_classification", {"text": "a", "label": "mad"}),
+    "a list of different ones": ("several", {"text": "a", "label": [0, 1, 0]}),
+    "'label' must be one class": ("sequence_classification", {"text": "a", "label": [0, 1]}),
+    "and 'tags' a class of each": ("token_classification", {"tokens": ["a"], "tags": [0, 1]}),
+    "no format is known by these fields": ("token_classification", {"text": "a"}),
+}
+
+
+@pytest.mark.parametrize("said", MISTAKES)
+def test_rows_without_right_classes_are_told_in_a_line(megatrain, class_file, said):
+    kind, row = MISTAKES[said]
+    megatrain.refused(said, "train", class_file(kind, rows=[row]))
+
+
+def test_a_head_needs_the_names_of_its_classes(megatrain, class_file):
+    file = class_file("token_classification", loss={"labels": ["one"]})
+    megatrain.refused("token_classification needs labels", "train", file)

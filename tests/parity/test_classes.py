@@ -1,0 +1,164 @@
+"""Heads of classes, of rows and of tokens: trained as by transformers' own forward and loss."""
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from megatrain import AdamW, Engine, InputError, Placement
+from megatrain.data.preferences import scored
+from megatrain.errors import Unsupported
+from megatrain.loss import CROSS_ENTROPY, MultiLabel
+from tests.families.tiny import tiny_config
+from tests.parity.cases import masters, noisy, relative_error, resumes
+from tests.sweeps import few
+
+PAD, K, LR, EPS = 0, 4, 1e-2, 1e-3
+MICRO = [(3, 9), (1, 6), (2, 7)]
+KINDS = ("one label", "several labels", "tokens")
+FAMILIES = ("llama", "qwen3", "gpt2", "gemma3_text", "mixtral")
+
+
+def classifier(kind, family="llama"):
+    auto = AutoModelForTokenClassification if kind == "tokens" else None
+    config = tiny_config(family)
+    config.num_labels, config.pad_token_id, config.classifier_dropout = K, PAD, 0.0
+    config.problem_type = "multi_label_classification" if kind == "several labels" else None
+    torch.manual_seed(0)
+    return noisy((auto or AutoModelForSequenceClassification).from_config(config))
+
+
+def steps(kind):
+    """Three steps; of each micro-batch transformers' inputs, with its labels, and ours."""
+    generator, made = torch.Generator().manual_seed(1), []
+    for _ in range(3):
+        step = []
+        for rows, tokens in MICRO:
+            ids = torch.randint(10, 40, (rows, tokens), generator=generator)
+            lengths = torch.randint(3, tokens + 1, (rows, 1), generator=generator)
+            mask = (torch.arange(tokens) < lengths).long()
+            ids = ids.where(mask == 1, PAD)
+            plain = {"input_ids": ids, "attention_mask": mask}
+            labels = torch.randint(K, (rows, tokens), generator=generator)
+            if kind == "tokens":
+                labels = labels.where((mask == 1) & (labels.roll(1) > 0), -100)
+                step.append((plain | {"labels": labels}, plain | {"labels": labels}))
+                continue
+            ours = plain | {"labels": scored(ids, mask, PAD)}
+            if kind == "one label":
+                ours["labels"] = ours["labels"].where(ours["labels"] < 0, labels[:, :1])
+                step.append((plain | {"labels": labels[:, 0]}, ours))
+                continue
+            truths = torch.randint(2, (rows, K), generator=generator).float()
+            shape = (rows, tokens, K)
+            ours["classes"] = torch.arange(K).expand(shape).contiguous()
+            ours["truths"] = truths[:, None].expand(shape).contiguous()
+            step.append((plain | {"labels": truths}, ours))
+        made.append(step)
+    return made
+
+
+def loss_of(kind):
+    return MultiLabel() if kind == "several labels" else CROSS_ENTROPY
+
+
+def plain_training(model, kind, made):
+    """The losses of steps by the model's own forward, each micro-batch weighed by its labels."""
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], LR, eps=EPS, weight_decay=0.0
+    )
+    losses = []
+    for step in made:
+        counts = [int((ours["labels"] != -100).sum()) for _, ours in step]
+        optimizer.zero_grad()
+        total = sum(
+            model(**inputs).loss * (count / sum(counts))
+            for (inputs, _), count in zip(step, counts, strict=True)
+        )
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(total.item())
+    return losses
+
+
+def engine_of(model, **options):
+    rule = AdamW(lr=LR, eps=EPS, betas=(0.9, 0.999), weight_decay=0.0)
+    options |= {"precision": "fp32", "device": "cpu", "placement": Placement(head_tokens=5)}
+    return Engine(model, optimizer=rule, **options)
+
+
+CASES = {f"{kind}, {family}": (kind, family) for family in FAMILIES for kind in KINDS}
+
+
+@pytest.mark.parametrize("case", few(CASES, 0, 1, 2))
+def test_three_steps_are_plain_ones_and_the_export_is_transformers_own(case, tmp_path):
+    kind, family = CASES[case]
+    model, made = classifier(kind, family), steps(kind)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with engine_of(model) as engine:
+        losses = [engine.step([ours for _, ours in step], loss_of(kind)).loss for step in made]
+        wanted = plain_training(model.train(), kind, made)
+        assert losses == pytest.approx(wanted, rel=1e-6)
+        trained = {name: p.detach() for name, p in model.named_parameters()}
+        assert relative_error(masters(engine), trained, before) < 2e-5
+        engine.save_pretrained(tmp_path / "out")
+        inputs, ours = made[0][0]
+        model.eval()
+        if kind != "several labels":
+            _, accuracy = engine.score([ours])
+            logits, labels = model(**inputs).logits, inputs["labels"]
+            right = (logits.argmax(-1) == labels)[labels != -100]
+            assert accuracy == pytest.approx(right.float().mean().item())
+    again = type(model).from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(**inputs).logits, model(**inputs).logits)
+
+
+@pytest.mark.parametrize("kind", ["one label", "tokens"])
+def test_an_adapter_trains_its_head_whole_as_peft_has_it(kind, tmp_path):
+    model, made = classifier(kind), steps(kind)
+    model.save_pretrained(tmp_path / "base")
+    model = type(model).from_pretrained(tmp_path / "base")
+    keys = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+    task = "TOKEN_CLS" if kind == "tokens" else "SEQ_CLS"
+    adapted = get_peft_model(model, LoraConfig(task_type=task, **keys))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    adapted.save_pretrained(tmp_path / "begun")
+    with engine_of(tmp_path / "begun") as engine:
+        losses = [engine.step([ours for _, ours in step]).loss for step in made]
+        wanted = plain_training(adapted.train(), kind, made)
+        assert losses == pytest.approx(wanted, rel=1e-6)
+        engine.save_pretrained(tmp_path / "out")
+        resumes(engine, tmp_path / "saved", [[ours for _, ours in made[0]]])
+    base = type(model).from_pretrained(tmp_path / "base")
+    loaded = PeftModel.from_pretrained(base, tmp_path / "out").eval()
+    inputs = made[0][0][0]
+    with torch.no_grad():
+        wanted = adapted.eval()(**inputs).logits
+        torch.testing.assert_close(loaded(**inputs).logits, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_that_is_not_scored_at_its_last_token_is_refused():
+    """A head that reads the first token, as encoders have it, would be trained at another."""
+    config = tiny_config("camembert")
+    model = transformers.CamembertForSequenceClassification(config)
+    with pytest.raises(Unsupported, match="does not score a row by its last token"):
+        engine_of(model)
+
+
+def test_classes_outside_the_head_and_text_for_it_are_refused():
+    [[_, ours], *_], *_ = steps("one label")
+    with engine_of(classifier("one label")) as engine:
+        wrong = ours | {"labels": ours["labels"].clamp(max=0) + K * (ours["labels"] >= 0)}
+        with pytest.raises(InputError, match=f"token {K}, outside the model's vocabulary"):
+            engine.step([wrong])
+        with (
+            pytest.raises(InputError, match="gives scores of rows or classes"),
+            engine.whole_model(),
+        ):
+            pass
