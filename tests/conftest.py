@@ -26,6 +26,9 @@ os.fsync = lambda file: None
 # of the time to open a tiny one.
 os.environ.setdefault("MEGATRAIN_HOST_MEMORY", "64GiB")
 
+# Else each run asks git twice, a twentieth of its time.
+os.environ.setdefault("MEGATRAIN_COMMIT", "0" * 40)
+
 
 def pytest_collection_finish() -> None:
     """The garbage collector need not look at it, then or later."""
@@ -60,23 +63,6 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-OPENING = ("parity", "race", "unit")  # folders whose tests open many engines
-
-
-@pytest.fixture(scope="module", autouse=True)
-def models_are_remade_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """But where tests change a model's class, or what its configuration makes."""
-    changing = request.path.name in ("test_probe.py", "test_wide.py")
-    of_folder = request.path.parent.name in OPENING and not changing
-    if "torch" not in sys.modules or not of_folder:
-        yield
-        return
-    from tests.remade import made_once
-
-    with made_once():
-        yield
 
 
 @pytest.fixture(scope="session")

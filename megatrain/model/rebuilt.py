@@ -8,7 +8,7 @@ import copy
 import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -92,16 +92,36 @@ def difference(
 
 
 def _again(model: PreTrainedModel, dtype: torch.dtype, with_code: bool) -> PreTrainedModel:
+    """The model that the saved configuration makes; not to be changed, as the next one gets it."""
     of_folder = with_code and type(model).__module__.startswith("transformers_modules.")
-    known = type(model.config) if of_folder else CONFIG_MAPPING[model.config.model_type]
+    known: Any = type(model.config) if of_folder else CONFIG_MAPPING[model.config.model_type]
+    own: Any = type(model) if of_folder else None
+    kinds: set[Any] = set(map(type, model.modules()))
+    return _built(
+        known,
+        own,
+        saved_config(model, dtype).to_json_string(use_diff=True),
+        tuple((attention_of(part), experts_of(part)) for _, part in configs(model.config)),
+        frozenset((kind, kind.__init__) for kind in kinds),
+    )
+
+
+@lru_cache(maxsize=4)
+def _built(
+    known: type[PreTrainedConfig],
+    own: type[PreTrainedModel] | None,
+    text: str,
+    chosen: tuple[tuple[Any, Any], ...],
+    code: frozenset[Any],  # of its modules' classes: who changes one gets another model
+) -> PreTrainedModel:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
-        saved_config(model, dtype).to_json_file(path, use_diff=True)
+        path.write_text(text, encoding="utf-8")
         config = known.from_json_file(path)
-    for (_, part), (_, of_model) in zip(configs(config), configs(model.config), strict=True):
-        set_attention(part, attention_of(of_model))
-        set_experts(part, experts_of(of_model))
-    make = partial(model_of, type(model)) if of_folder else model_class(config)
+    for (_, part), (attention, experts) in zip(configs(config), chosen, strict=True):
+        set_attention(part, attention)
+        set_experts(part, experts)
+    make = model_class(config) if own is None else partial(model_of, own)
     return build(config, make, dtype=_BUILT_IN)
 
 

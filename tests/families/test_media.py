@@ -22,7 +22,11 @@ REPRESENTATIVE = {
 }
 
 
-@pytest.mark.parametrize("family", quick(families(), REPRESENTATIVE))
+# The others train in parity/test_packed_media.py and in runs, too.
+QUICK = ("llava_next", "llama4", "kimi_k25", "glmasr")
+
+
+@pytest.mark.parametrize("family", quick(families(), QUICK))
 def test_family(family):
     """Exhaustively also with its encoders trained."""
     found = examine_media(family, quick=family in REPRESENTATIVE)

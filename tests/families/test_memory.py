@@ -26,7 +26,7 @@ _BESIDE = ("context", "libraries", "allocator", "images")
 
 _SHARE = 1.06  # what forecasts may be wrong by; searches leave 5 % of a budget
 
-_USUAL = {("llama", 1), ("gpt_oss", 0), ("gpt_oss", 2), ("mixtral", 3), ("falcon", 2)}
+_USUAL = {("llama", 1), ("gpt_oss", 0), ("mixtral", 3)}
 _USUAL |= {("nemotron", 1), ("openai-gpt", 1)}
 
 
@@ -144,7 +144,7 @@ def test_no_step_takes_more_than_is_foretold(family, seed):
 
 
 _ENCODED = ("gemma3", "qwen2_5_vl", "qwen3_vl", "llava_next", "idefics3", "llama4", "glmasr")
-_QUICK = {("qwen2_5_vl", "all", 1), ("gemma3", "projector", 1), ("qwen3_vl", "none", 2)}
+_QUICK = {("gemma3", "projector", 1)}
 
 
 @pytest.mark.parametrize(

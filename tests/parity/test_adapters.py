@@ -129,6 +129,7 @@ def adapted_experts(rank):
     return experts, (torch.tensor([[0, 1]] * 6), torch.ones(6, 2))
 
 
+@pytest.mark.exhaustive
 def test_compiled_adapters_of_experts_are_laid_out_as_grouped_products_take_them():
     experts, chosen = adapted_experts(8)  # of whole 16 bytes in bf16: nothing is padded
     rows = torch.randn(6, 32, dtype=torch.bfloat16)

@@ -23,6 +23,7 @@ from tests.parity.cases import (
     same,
 )
 from tests.parity.test_float8 import cosine
+from tests.sweeps import few
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -169,7 +170,7 @@ PLACEMENTS = {
 }
 
 
-@pytest.mark.parametrize("base", ["bf16", "fp8"])
+@pytest.mark.parametrize("base", few(["fp8", "bf16"]))
 def test_no_placement_changes_a_bit(base):
     steps = make_batches(2)
 
@@ -207,7 +208,7 @@ def test_parts_that_run_in_tiles_compute_alike():
     assert tiled.grad_norm == pytest.approx(whole.grad_norm, rel=1e-2)
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", few(BASES))
 def test_a_run_is_resumed_to_the_bit_and_only_in_float8(base, tmp_path):
     first, *others = make_batches(3)
     llama().save_pretrained(tmp_path / "base")

@@ -14,6 +14,7 @@ from megatrain.base.units import GIB
 from megatrain.config import load
 from megatrain.plan.planner import make_plan
 from megatrain.plan.remedies import Planner
+from tests.sweeps import few
 from tests.unit.test_report import Page
 
 LARGEST_BYTES = 400_000
@@ -41,7 +42,7 @@ def parts(column):
 
 @pytest.mark.parametrize(
     ("column", "host_gib"),
-    [("7b|int8|RTX 3090|65536", 64), ("7b|lora|RTX 4090|65536", 2048)],
+    few([("7b|int8|RTX 3090|65536", 64), ("7b|lora|RTX 4090|65536", 2048)]),
 )
 def test_a_plan_is_what_the_planner_says_now(kept, column, host_gib):
     model, method, gpu, tokens = parts(column)
