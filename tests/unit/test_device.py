@@ -26,7 +26,7 @@ from megatrain.kernels import reference
 from megatrain.tile import TileLayout
 from megatrain.tile.layout import ALIGNMENT
 from tests.forks import forked
-from tests.inside import sized
+from tests.inside import answering, sized
 
 
 @pytest.fixture
@@ -37,8 +37,7 @@ def opened(monkeypatch):
     def note(index, *, shared):
         numbers.append((index, shared))
 
-    for name, value in {"is_available": True, "device_count": 3, "current_device": 1}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    answering(monkeypatch, torch.cuda, is_available=True, device_count=3, current_device=1)
     monkeypatch.setattr(cuda, "CudaDevice", note)
     return numbers
 

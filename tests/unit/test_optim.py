@@ -78,6 +78,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pattern alone": ({"no_decay": "bias"}, "no_decay is 'bias'; it must be a list of patterns"),
     "unknown states": ({"states": "fp8"}, "states is 'fp8'; it must be fp32 or bf16 or int8"),
     "bad pattern": ({"no_decay": ["("]}, r"no_decay is \['\('\]; it must"),
+    "no steps": ({"ns_steps": 0}, "ns_steps is 0; it must be 1 to 99"),
+    "rate of AdamW": ({"adamw_lr": -1.0}, "adamw_lr is -1.0; it must be a number, or None"),
+    "momentum": ({"momentum": 2.0, "ns_steps": 5}, "momentum is 2.0; it must be 1 at most"),
+    "adjustment": ({"adjust_lr_fn": "none"}, ".*must be original or match_rms_adamw"),
+    "precision": ({"ns_precision": "fp16"}, "ns_precision is 'fp16'; it must be bf16 or fp32"),
 }
 
 
