@@ -161,6 +161,7 @@ def _fastest(opened: EngineSetup, workload: Workload) -> Forecast | None:
     # What the process has of its context is in neither free nor taken bytes.
     memory = available_bytes(device) + machine.device_context_bytes
     host = machine.host_memory_bytes
+    memory -= host * machine.one_memory
     machine = replace(
         machine,
         device_memory_bytes=min(memory, device.memory()["device_total_bytes"]),

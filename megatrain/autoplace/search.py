@@ -55,6 +55,22 @@ def fastest(
 
     If not `thorough`, the first candidate and way are enough. Raises DoesNotFit: nothing fits.
     """
+    first, *others = machine.splits()
+    fitting = []
+    for split in others:
+        with suppress(DoesNotFit):
+            fitting.append(_fastest(forecasts, split, workload, thorough=thorough))
+    try:
+        fitting.append(_fastest(forecasts, first, workload, thorough=thorough))
+    except DoesNotFit:
+        if not fitting:
+            raise
+    return min(fitting, key=lambda frame: frame.seconds)
+
+
+def _fastest(
+    forecasts: ForecastCache, machine: Machine, workload: Workload, *, thorough: bool
+) -> Forecast:
     search = partial(Search, forecasts, machine, workload, thorough=thorough)
     spills = _spills(forecasts, machine, workload)
     if len(spills) == 1:
@@ -81,7 +97,8 @@ def least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> For
 def could_fit(forecasts: ForecastCache, machine: Machine, workload: Workload) -> bool:
     """True if there likely is a way: with the largest micro-batches, or the smallest."""
     *_, most = _spills(forecasts, machine, workload)
-    return Search(forecasts, machine, workload, most).could_fit()
+    splits = machine.splits()
+    return any(Search(forecasts, split, workload, most).could_fit() for split in splits)
 
 
 def _spills(forecasts: ForecastCache, machine: Machine, workload: Workload) -> list[dict[str, int]]:

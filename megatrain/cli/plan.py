@@ -413,7 +413,11 @@ def _memory(plan: Plan) -> list[str]:
             continue  # the CPU's memory is the host's
         largest = sorted(parts.items(), key=lambda part: -part[1])
         named = ", ".join(f"{part} {gib(taken)}" for part, taken in largest if taken >= GIB / 20)
-        share = f"{gib(sum(parts.values()))} of {gib(limit)} at the peak"
+        of = gib(limit)
+        if machine.one_memory:
+            both = machine.device_memory_bytes + machine.host_memory_bytes
+            of = f"{gib(both)} that device and host share,"
+        share = f"{gib(sum(parts.values()))} of {of} at the peak"
         lines.append(f"{place:<9}{share}: {named}")
         if place == "device" and forecast.device_held_bytes > forecast.device_peak_bytes:
             held = gib(forecast.device_held_bytes)

@@ -41,8 +41,8 @@ _LAUNCH_SECONDS = 22e-6
 # Host memory while AdamW runs on so many cores, GB/s. To 16 cores: measured on a Xeon with 8
 # channels of DDR5; above, what such a socket gives at most.
 _SERVER_GBPS = ((1, 13.0), (2, 27.0), (4, 54.0), (8, 86.0), (16, 120.0), (32, 180.0), (64, 220.0))
-# Of the memory that host and GPU share: the process itself, and weights as they arrive.
-_PROCESS_BYTES, _PROCESS_SHARE = 3 * GIB, 16
+# Of memory that host and GPU share: the process itself, weights as they arrive, layer inputs.
+_PROCESS_SHARES = (16, 8, 4)
 
 # Two channels of DDR5, four channels.
 _HOST_LIMIT_GBPS = {"desktop": 60.0, "workstation": 120.0, "server": 220.0}
@@ -76,6 +76,7 @@ class Machine:
         link_gbps, network_gbps: receive rate of a GPU in a gather on one host, or from another host
             while all GPUs of its host receive; None, as for a disk: not measured.
         disk_space_bytes: bytes that planes may take on a disk; None: none may rest on one.
+        one_memory: device and host have one memory; `host_memory_bytes` of it are the process's.
     """
 
     name: str
@@ -98,6 +99,16 @@ class Machine:
     disk_space_bytes: int | None = None
     link_gbps: float | None = None
     network_gbps: float | None = None
+    one_memory: bool = False
+
+    def splits(self) -> list["Machine"]:
+        """This machine; one with one memory as if more and more of it were the host's."""
+        both = self.device_memory_bytes + self.host_memory_bytes
+        parts = [both // share for share in _PROCESS_SHARES if self.one_memory]
+        of_parts = [
+            replace(self, device_memory_bytes=both - part, host_memory_bytes=part) for part in parts
+        ]
+        return of_parts or [self]
 
     def shared(
         self, on_host: int, link_gbps: float | None, network_gbps: float | None = None
@@ -141,7 +152,7 @@ def machine_for(
     memory = int(gpu.memory_gib * GIB * _VISIBLE) if device_memory is None else device_memory
     if gpu.shared:
         memory = int(gpu.shared * (device_memory or gpu.memory_gib * GIB))
-        host_memory = max(_PROCESS_BYTES, memory // _PROCESS_SHARE)
+        host_memory = memory // _PROCESS_SHARES[0]
         memory -= host_memory
     peak = gpu.fp32_tflops if precision == "fp32" else gpu.bf16_tflops
     return Machine(
@@ -160,6 +171,7 @@ def machine_for(
         disk_write_gbps=None,
         launch_seconds=_LAUNCH_SECONDS,
         measured=False,
+        one_memory=bool(gpu.shared),
     )
 
 
@@ -268,5 +280,6 @@ def present_machine(device: str = "auto", *, precision: Precision = "bf16") -> M
         )
     except InputError:
         return None
-    sizes = {name: getattr(listed, name) for name in ("device_memory_bytes", "host_memory_bytes")}
+    names = ("device_memory_bytes", "host_memory_bytes", "one_memory")
+    sizes = {name: getattr(listed, name) for name in names}
     return listed if measured is None else replace(measured, **sizes)

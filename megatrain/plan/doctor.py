@@ -393,7 +393,7 @@ def findings(facts: Facts, rates: Mapping[str, float | None]) -> list[Diagnostic
         remedy = "check nvidia-smi and the container's --gpus, or plan for a GPU by --gpu"
         diagnostics.append(Diagnostic(False, what, remedy))
     if facts.untested:
-        what = f"MegaTrain is untested on {facts.untested}"
+        what = f"MegaTrain is untested on {facts.untested} (docs/devices.md)"
         remedy = "please send what megatrain doctor --share prints"
         diagnostics.append(Diagnostic(False, what, remedy))
     return diagnostics

@@ -51,7 +51,8 @@ class Planner:
         if workload.placement is not None:
             return self._placed(machine, workload)
         with suppress(DoesNotFit):
-            return fastest(self._forecasts, machine, workload.computed, thorough=thorough)
+            best = fastest(self._forecasts, machine, workload.computed, thorough=thorough)
+            return replace(best, machine=machine) if machine.one_memory else best
         return None
 
     def least(self, machine: Machine, workload: Workload) -> Forecast:
@@ -80,8 +81,11 @@ class Planner:
 
 def fits(forecast: Forecast, machine: Machine) -> bool:
     """True if a step takes no more memory than the machine has."""
-    on_device = forecast.device_peak_bytes <= machine.device_memory_bytes
-    return on_device and forecast.host_peak_bytes <= machine.host_memory_bytes
+    needs = forecast.device_peak_bytes, forecast.host_peak_bytes
+    sizes = machine.device_memory_bytes, machine.host_memory_bytes
+    if machine.one_memory:
+        return sum(needs) <= sum(sizes)
+    return needs[0] <= sizes[0] and needs[1] <= sizes[1]
 
 
 @dataclass(frozen=True)

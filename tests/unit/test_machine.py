@@ -112,6 +112,9 @@ def test_memory_that_is_shared_is_one_size_less_what_the_system_keeps():
     mac = machine_for("M4 Max", 8 * GIB, 12, 64 * GIB)
     assert mac.device_memory_bytes + mac.host_memory_bytes == 48 * GIB
     assert 2 * spark.to_device_gbps < 273
+    both = [split.device_memory_bytes + split.host_memory_bytes for split in spark.splits()]
+    assert both == [in_all] * 3 and spark.splits()[0] == spark
+    assert (h200 := machine_for("H200", 125 * GIB, 16)).splits() == [h200]
 
 
 def test_the_listed_h200_is_near_the_measured_one():
