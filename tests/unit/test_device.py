@@ -307,7 +307,7 @@ def drawn(num_bytes, seed):
     )
 
 
-@pytest.fixture(params=["as it is", "page cache", "without native kernels"])
+@pytest.fixture(params=["as it is", "page cache", "without native kernels", "a Mac's"])
 def file(request, tmp_path, monkeypatch):
     """A file in small pieces, also on a file system without direct access."""
     sized(monkeypatch, disk, PIECE_BYTES=3 * BLOCK)
@@ -315,6 +315,9 @@ def file(request, tmp_path, monkeypatch):
         monkeypatch.setattr(kernels, "move_file", reference.move_file)
     if request.param == "page cache":
         monkeypatch.setattr(fcntl, "fcntl", failing(errno.EINVAL))
+    if request.param == "a Mac's":
+        for name in ("O_DIRECT", "posix_fallocate", "posix_fadvise", "fdatasync"):
+            monkeypatch.delattr(os, name)
     made = PlaneFile.create(tmp_path, BLOCKS * BLOCK)
     yield made
     made.close()
