@@ -19,7 +19,7 @@ from megatrain.forecast.op_counter import MediaWork, OpCounter, Shape, Work, on_
 from megatrain.model.capture import Call
 from megatrain.model.documents import BY_IMAGES, attention_within_images
 from megatrain.model.media import FrozenParts, as_computed
-from megatrain.model.micro_batch import Activations, MicroBatch
+from megatrain.model.micro_batch import MicroBatch
 from megatrain.model.program import ModelProgram
 
 ENCODER_LAYERS = 20  # whose number of operations is no recurrence yet
@@ -130,8 +130,7 @@ def media_work(
     with torch.enable_grad():
         entering, values = _counted(enter, (ignored, leaf_N))
     sources = [*micro.rows.tables.values(), *prologue.values(), leaf_N]
-    outputs = partial(_floating, enter)
-    leaving, _ = _counted(partial(_with_gradients, outputs, sources), (ignored, leaf_N))
+    leaving, _ = _counted(partial(_with_gradients, enter, sources), (ignored, leaf_N))
     leaves = {id(leaf): leaf for call in micro.calls for leaf in call.leaves}
     arguments = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, Tensor))
     results = [(ref, Shape(tuple(value.shape), value.dtype)) for ref, value in values.items()]
@@ -149,10 +148,6 @@ def _counted(run: Callable[[], Any], ignored: Any) -> tuple[Work, Any]:
 
 def _with_gradients(run: Callable[[], Any], sources: Sequence[Tensor]) -> None:
     with torch.enable_grad():
-        results = pytree.tree_leaves(run())
+        results = [leaf for leaf in pytree.tree_leaves(run()) if leaf.is_floating_point()]
     gradients = [torch.empty_like(result) for result in results]
     torch.autograd.grad(results, sources, gradients, allow_unused=True)
-
-
-def _floating(run: Callable[[], Activations]) -> list[Tensor]:
-    return [value for value in run().values() if value.is_floating_point()]

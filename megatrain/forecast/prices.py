@@ -21,7 +21,6 @@ from megatrain.engine.head import Head
 from megatrain.engine.layer import Layer, Turn
 from megatrain.engine.modules import Media, Prologue
 from megatrain.engine.saved_tensors import OffloadPlan
-from megatrain.forecast.notes import Once
 from megatrain.forecast.op_counter import Held, LayerWork, Ledger, OpCounter, Place, Work, added
 from megatrain.forecast.profile import Profile, grouped
 from megatrain.kernels.reference import UPDATE_BLOCK
@@ -101,7 +100,6 @@ class CostModel:
         self.ledger, self._price, self._once = ledger or Ledger(), price, once
         self._rule = rule
         self.group, self.puts = 1, 2
-        self._known: dict[tuple[Work, int], tuple[float, float]] = {}
         self._shared = rule, ranks, hosts
         link, network = link_gbps(machine), network_gbps(machine, ranks)
         self._ranks = {base.GATHER: ranks, base.REDUCE: ranks, base.HOSTS: hosts}  # of a collective
@@ -203,10 +201,7 @@ class CostModel:
 
     def _cost(self, work: Work, calls: int) -> tuple[float, float]:
         """Seconds of work on COMPUTE, and of the thread that launches it."""
-        known = self._known.get((work, calls))
-        if known is None:
-            known = self._known[work, calls] = self._busy(work), self._launching(work, calls)
-        return known
+        return self._busy(work), self._launching(work, calls)
 
     def seconds(self, work: Work) -> float:
         """Seconds of a layer's work, launches included."""
@@ -307,13 +302,12 @@ class _Graph(NamedTuple):
     held: Held | None
 
 
-class _Visit(Once):
-    """The cost of a layer, for one micro-batch; remembers sums of works."""
+class _Visit:
+    """The cost of a layer, for one micro-batch."""
 
     def __init__(
         self, work: LayerWork, layer: Layer, input_grads: dict[Ref, int], itemsize: int
     ) -> None:
-        super().__init__()
         self.work, self.input_grads = work, input_grads
         self.produced = {ref: work.outputs[ref.leaf].num_bytes for ref in layer.outputs}
         self.produced_bytes = sum(self.produced.values())
@@ -411,8 +405,7 @@ class Declared:
                 leaving.memory.append(held)
             # What a graph holds is packed piece by piece, and its inputs are let go of.
             packing = Work(touched_bytes=crossing, kernels=count * len(layer.inputs))
-            key = "forward", saves, stays, count
-            done = visit.once(key, lambda: added(first.times(count), packing))
+            done = added(first.times(count), packing)
         elif train and layer.policy.saves == "attention":
             waiting = ledger.hold(Place.KEPT_ATTENTION, work.again.attention_bytes * count)
             first = _beside_attention(work.again)
@@ -469,10 +462,7 @@ class Declared:
         del held
         ledger.add_bytes(Place.ACTIVATIONS, gone)
         ledger.add_bytes(Place.WORKING_SET, -visit.gradient_bytes)
-        before = done
-        done = visit.once(
-            (before, second, count), lambda: added(before, added(second, visit.summed).times(count))
-        )
+        done = added(done, added(second, visit.summed).times(count))
         for ref in input_grads.keys() & rest.keys():
             input_grads[ref] = ledger.hold(Place.WORKING_SET, input_grads[ref].nbytes)
             done = added(done, Work(touched_bytes=3 * input_grads[ref].nbytes, kernels=1))

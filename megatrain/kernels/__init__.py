@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatrain.errors import InputError
+from megatrain.errors import InputError, explained
 from megatrain.kernels import reference
 from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
 
@@ -42,13 +42,9 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
     if not tile.weights.is_cuda:
         _chosen.update(rule, tile, by, options)
     elif rule == "adamw":
-        try:
+        problem = "tiles that rest on the device are updated by a Triton kernel"
+        with explained(problem, "leave placement.resident empty", of=ImportError):
             from megatrain.kernels import gpu
-        except ImportError as error:
-            raise InputError(
-                f"tiles that rest on the device are updated by a Triton kernel, and {error}; leave "
-                "placement.resident empty"
-            ) from error
         gpu.adamw(tile, by, options)
     else:
         reference.update(rule, tile, by, options)

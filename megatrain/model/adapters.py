@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.base.seeds import derived_seed
 from megatrain.compat import peft
-from megatrain.errors import InputError, in_one_line
+from megatrain.errors import InputError, explained, in_one_line
 
 Values = Mapping[str, Callable[[], Tensor]]
 
@@ -185,11 +185,10 @@ def restored(base: PreTrainedModel, saved: Mapping[str, Any]) -> PreTrainedModel
 
     Raises InputError: this version of PEFT does not know them.
     """
-    try:
+    problem = "the checkpoint's adapter cannot be made again"
+    with explained(problem, of=(AttributeError, LookupError, TypeError)):
         configs = {name: peft.from_json(config) for name, config in saved["configs"].items()}
         return with_adapters(base, configs, saved["active"])
-    except (AttributeError, KeyError, TypeError) as error:
-        raise InputError(f"the checkpoint's adapter cannot be made again: {error!r}") from error
 
 
 def draw_adapters(

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from megatrain.base.json_yaml import parse_json, read_json
 from megatrain.base.units import MIB
-from megatrain.errors import InputError, first_line
+from megatrain.errors import explained, first_line
 
 Companions = Mapping[str, bytes]  # by path inside the folder
 
@@ -73,14 +73,12 @@ def read_files(paths: Mapping[str, Path]) -> dict[str, bytes]:
     for name, path in paths.items():
         if not path.is_file():
             continue
-        try:
+        with explained(f"{path}: cannot be read", of=OSError):
             if (size := path.stat().st_size) <= left:
                 contents[name] = path.read_bytes()
                 left -= size
             else:
                 log.warning("%s: does not go along with the model: %d MiB", path, size // MIB)
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     return contents
 
 

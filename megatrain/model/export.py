@@ -1,6 +1,7 @@
 """Weights out: a Hugging Face folder, written shard by shard and put in place at once."""
 
 import copy
+import errno
 import json
 import re
 import shutil
@@ -145,10 +146,8 @@ def _exported(folder: Path, described: list[Described], beside: Companions) -> I
     try:
         with whole_folder(folder, replace=True) as new:
             if (free := shutil.disk_usage(new).free) < num_bytes:
-                raise RunFailed(
-                    f"{folder}: the model takes {gib(num_bytes)} and the disk has {gib(free)} left;"
-                    " nothing was written, make room or choose another folder"
-                )
+                lacking = f"it takes {gib(num_bytes)} and the disk has {gib(free)} left"
+                raise OSError(errno.ENOSPC, lacking)
             yield new
             if folder.exists():
                 shutil.copytree(

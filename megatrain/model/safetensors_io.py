@@ -22,7 +22,7 @@ from megatrain.base import huge_pages
 from megatrain.base.json_yaml import DAMAGED, MAX_JSON_BYTES, parse_object, read_json
 from megatrain.base.units import MIB, align
 from megatrain.base.whole_files import fill
-from megatrain.errors import InputError, explained, first_line, in_one_line
+from megatrain.errors import InputError, explained, in_one_line
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -147,7 +147,8 @@ def read_header(path: Path) -> list[Stored]:
 
     Raises InputError: the header is no header, or does not describe exactly the bytes that follow.
     """
-    try:
+    kinds = OSError, SafetensorError
+    with explained(f"{path}: damaged or truncated", "fetch the file again", of=kinds):
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             if header_bytes > MAX_JSON_BYTES:
@@ -158,12 +159,6 @@ def read_header(path: Path) -> list[Stored]:
             entries = parse_object(file.read(header_bytes), path)
         with safe_open(path, "np"):  # which checks that the tensors make up the file
             entries.pop("__metadata__", None)
-    except OSError as error:
-        raise InputError(f"{path}: cannot read it: {first_line(error)}") from error
-    except SafetensorError as error:
-        raise InputError(
-            f"{path}: damaged or truncated ({first_line(error)}); fetch the file again"
-        ) from error
     tensors = [_entry(path, name, entry, 8 + header_bytes) for name, entry in entries.items()]
     return sorted(tensors, key=lambda stored: (stored.start, stored.num_bytes))
 

@@ -41,7 +41,7 @@ from megatrain.compat.transformers import (
     rename_source_key,
     set_conversions,
 )
-from megatrain.errors import InputError, first_line
+from megatrain.errors import InputError, explained
 from megatrain.model.quantised import gathered, unpacked_format
 from megatrain.model.safetensors_io import Stored, has_pickle_weights, has_weights, stored_tensors
 from megatrain.model.unpacked import Packed, joined
@@ -82,18 +82,16 @@ def resolve_model(path_or_id: str | Path, revision: str | None = None) -> Path:
 
 
 def _download(model_id: str, revision: str | None) -> Path:
-    try:
-        return Path(
-            snapshot_download(
-                model_id, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_EXTRAS
-            )
+    problem = f"{model_id}: no such folder, and it cannot be had from the hub"
+    remedy = (
+        "check the spelling (owner/name), the network and HF_HUB_OFFLINE; accept the terms on its "
+        "hub page, and log in with `hf auth login`, if its owner restricts access"
+    )
+    with explained(problem, remedy):  # errors of the HTTP library differ between versions
+        chosen = snapshot_download(
+            model_id, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_EXTRAS
         )
-    except Exception as error:  # those of the HTTP library differ between versions
-        raise InputError(
-            f"{model_id}: no such folder, and it cannot be had from the hub ({first_line(error)}); "
-            "check the spelling (owner/name), the network and HF_HUB_OFFLINE; accept the terms on "
-            "its hub page, and log in with `hf auth login`, if its owner restricts access"
-        ) from error
+        return Path(chosen)
 
 
 def source_dtype(folder: Path) -> torch.dtype:
@@ -371,13 +369,9 @@ def _check_recipes(
         where = f"{stored.file}: {stored.name!r}"
         if recipe.converter is not None:
             where += f" (and {len(recipe.sources) - 1} others, which are merged or split)"
-        try:
-            outputs = recipe.build(model, Stored.blank)
-        except Exception as error:  # a converter's operations each fail in their own way
-            raise InputError(
-                f"{where} cannot become {recipe.target!r}: {first_line(error)}; tensors "
-                "are missing or of a wrong shape"
-            ) from error
+        problem = f"{where} cannot become {recipe.target!r}"
+        with explained(problem, "tensors are missing or of a wrong shape"):
+            outputs = recipe.build(model, Stored.blank)  # its operations fail each in its own way
         for name, tensor in outputs.items():
             if name not in references or name in built:
                 raise InputError(f"{where} would give {name!r}, which is no parameter to be read")

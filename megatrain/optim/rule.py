@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatrain import kernels
 from megatrain.base.units import align
-from megatrain.errors import InputError, in_one_line
+from megatrain.errors import InputError, explained, in_one_line
 from megatrain.kernels.reference import join_block, split_block
 from megatrain.kernels.states import TileRange, UpdateOptions
 from megatrain.tile import Entry, TileLayout
@@ -205,15 +205,12 @@ class Rule(ABC):
                 object.__setattr__(self, "betas", tuple(value))
             elif not is_number(value) or not 0 <= value < math.inf:
                 raise InputError(f"{kind} {name} is {value!r}; it must be a number, not negative")
-        try:
+        problem = f"{kind} no_decay is {self.no_decay!r}; it must be a list of patterns"
+        with explained(problem, of=(re.error, TypeError)):
             if isinstance(self.no_decay, str):
                 raise TypeError("this is one text")
             for pattern in self.no_decay:
                 re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise InputError(
-                f"{kind} no_decay is {self.no_decay!r}; it must be a list of patterns: {error}"
-            ) from error
         object.__setattr__(self, "no_decay", tuple(self.no_decay))
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:

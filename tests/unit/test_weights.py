@@ -423,7 +423,7 @@ def test_a_broken_index(text, said, tmp_path):
         (b"", b"", 2**63, r"ask for a header of 9223372036854775808 bytes"),
         (b"{}", b"", 2**32, r"ask for a header of 4294967296 bytes"),
         (b'{"a":{},"a":{}}', b"", None, r"key 'a' is there twice"),
-        ({"a": 1}, b"", None, "damaged or truncated .*; fetch the file again"),
+        ({"a": 1}, b"", None, "damaged or truncated: .*; fetch the file again"),
         ({"a": entry(0, 4) | {"shape": [1] * 99}}, b"1234", None, "'a' has an impossible shape"),
         ({"a": entry(0, 0, [0, 2**63])}, b"", None, "'a' has an impossible shape"),
         ({"a": entry(0, 2**62, [2**60])}, b"1234", None, "damaged or truncated"),
