@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,8 @@ from megatrain.errors import explained
 from megatrain.loss import IGNORED
 from megatrain.model.media import of_media
 
+Value = TypeVar("Value")
+
 OURS = "megatrain_"
 """Prefix of the names of implementations that stand for the one by masks."""
 
@@ -52,7 +54,8 @@ MOST_WIDTH = 256
 """Of a head, in torch's flash kernels."""
 _LEAST_LONGEST = 4096  # tokens; blocks of shorter documents that have no token cost next to nothing
 
-_told: ContextVar[bool] = ContextVar("_told", default=False)
+TOLD: ContextVar[bool] = ContextVar("TOLD", default=False)
+"""True while a forward runs that attends by lengths, and makes no masks of positions."""
 
 
 def is_packed(micro: Mapping[str, Tensor]) -> bool:
@@ -176,19 +179,19 @@ def attend_by_images(model: nn.Module) -> None:
 
 
 @contextmanager
-def without_masks() -> Iterator[None]:
-    """Within this context models that attend by lengths make no masks of positions."""
-    token = _told.set(True)
+def set_to(value: Value, variable: ContextVar[Value]) -> Iterator[None]:
+    """Within this context a variable has this value."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _told.reset(token)
+        variable.reset(token)
 
 
 def are_told(arguments: Mapping[str, Any]) -> bool:
     """True if layers are told documents by lengths, in place of a mask of these arguments."""
     # An extra mask, beside order, window and documents, comes with use_vmap.
-    return _told.get() and not arguments.get("use_vmap")
+    return TOLD.get() and not arguments.get("use_vmap")
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:

@@ -32,10 +32,11 @@ from megatrain.model.capture import (
 )
 from megatrain.model.documents import (
     BY_LENGTHS,
+    TOLD,
     attend,
     attend_by_images,
+    set_to,
     takes_lengths,
-    without_masks,
 )
 from megatrain.model.float8 import convert, multiplied, multiply
 from megatrain.model.layer_template import move_buffers
@@ -401,7 +402,7 @@ class ModelProgram:
                 return handler(*call)
 
         documents = batch.documents if self.attends_by_lengths else {}
-        with without_masks() if documents else nullcontext(), finding_once(batch.document_indices):
+        with set_to(bool(documents), TOLD), finding_once(batch.document_indices):
             arguments = {**self.capture.inputs(inputs), **documents}
             return self.capture.forward(unwatched, outer, arguments, batch.rows, uses)
 

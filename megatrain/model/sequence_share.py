@@ -21,8 +21,7 @@ width of a head.
 
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +36,7 @@ from megatrain.errors import InputError
 from megatrain.loss import IGNORED, JointLoss, Loss
 from megatrain.model.capture import Call
 from megatrain.model.document_check import TOLERANCE, at_least_two, change_of, limits_of
-from megatrain.model.documents import OURS
+from megatrain.model.documents import OURS, set_to
 from megatrain.model.program import ModelProgram
 from megatrain.parallel.distributed import ALONE, Ranks, SequenceRanks
 
@@ -213,7 +212,7 @@ class RowTrial:
         rows = self._rows(tokens, pool)
         self._program.attend(self._of_shares)
         try:
-            with rows_of(tokens), unpacked():
+            with set_to(tokens, _tried), unpacked():
                 calls, losses = self._losses(rows)
         finally:
             self._program.attend(self._of_ranks)
@@ -270,6 +269,7 @@ def _same(every: Sequence[Call], alone: Sequence[Call], share: int) -> bool:
     return True
 
 
+# In a trial: the tokens of a row; masks that change anything in rows of this length are refused.
 _tried: ContextVar[int | None] = ContextVar("_tried", default=None)
 _ranks: list[SequenceRanks | None] = []  # by the number that a compiled graph knows them by
 
@@ -314,16 +314,6 @@ def _share(ranks: int, size: int, out: Tensor) -> Tensor:
     blocks = out.unflatten(1, (size, -1)).transpose(0, 1)  # [N, B, S, H / N, D]
     received = exchange(blocks.contiguous(), ranks)
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-
-@contextmanager
-def rows_of(tokens: int) -> Iterator[None]:
-    """Within this context masks that change anything in rows of this length are refused."""
-    token = _tried.set(tokens)
-    try:
-        yield
-    finally:
-        _tried.reset(token)
 
 
 def attention_of(size: int, ranks: SequenceRanks | None = None) -> str:

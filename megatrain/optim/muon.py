@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,7 +14,7 @@ from megatrain import kernels
 from megatrain.errors import InputError
 from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
 from megatrain.optim.pointwise import update_adamw
-from megatrain.optim.rule import NO_DECAY, Plane, Rule, is_number, parted
+from megatrain.optim.rule import NO_DECAY, Plane, Rule, is_number
 from megatrain.tile import Entry, TileLayout
 
 
@@ -113,10 +114,11 @@ class Muon(Rule):
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Groups of `Rule.groups`; those without matrices come first: only they have moments."""
-        groups = parted(super().groups(model), is_matrix)
-        for group in groups:
-            name, first = group["params"][0]
-            group["lr"] = self.rate(name, first.shape)
+        groups = []
+        for which, group in product((False, True), super().groups(model)):
+            if params := [(n, p) for n, p in group["params"] if is_matrix(n, p.shape) == which]:
+                name, first = params[0]
+                groups.append(group | {"params": params, "lr": self.rate(name, first.shape)})
         return groups
 
     def rate(self, name: str, shape: Sequence[int]) -> float:

@@ -249,18 +249,6 @@ class Rule(ABC):
         return [group for group in groups if group["params"]]
 
 
-def parted(
-    groups: Sequence[dict[str, Any]], second: Callable[[str, torch.Size], bool]
-) -> list[dict[str, Any]]:
-    """Split every group in two; parameters that are not `second` come first, in tiles as well."""
-    parts = [
-        group | {"params": [(n, p) for n, p in group["params"] if second(n, p.shape) == which]}
-        for which in (False, True)
-        for group in groups
-    ]
-    return [group for group in parts if group["params"]]
-
-
 def tile_planes(rule: Rule | None, dtype: torch.dtype) -> tuple[Plane, ...]:
     """The planes of a tile when layers are computed in `dtype`; without a rule: for inference.
 
