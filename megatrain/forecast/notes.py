@@ -28,8 +28,7 @@ from megatrain.forecast.op_counter import Shape
 from megatrain.model.capture import Capture, Ref
 from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.media import of_media
-from megatrain.model.routers import RouterLoss
-from megatrain.model.spec import Layer, ModelSpec
+from megatrain.model.spec import Layer, ModelSpec, Structure
 from megatrain.tile.formats import PACKINGS
 
 Value = TypeVar("Value")
@@ -52,7 +51,7 @@ class Once:
 
 @dataclass
 class Outline:
-    """A model's structure without its code; parameters and layers as `ModelSpec` has them.
+    """A model's structure without its code; `packed` and layers as `ModelSpec` has them.
 
     Attributes:
         parameters: name, sizes, and whether it requires gradients.
@@ -60,7 +59,6 @@ class Outline:
         wide_in_bf16: parameters that a model in bf16 computes with in fp32.
         kinds: the outputs of a layer of each kind in the structure run, and whether it routes.
         layers: name, kind, inputs, names of parameters.
-        named: the lists of names of a `ModelSpec`.
     """
 
     parameters: list[tuple[str, tuple[int, ...], bool]]
@@ -68,13 +66,8 @@ class Outline:
     wide_in_bf16: list[str]
     kinds: list[tuple[list[Shape | None], bool]]
     layers: list[tuple[str, int, list[Ref], list[str]]]
-    named: dict[str, list[str]]
-    constants: list[int]
-    epilogue_inputs: list[Ref]
-    num_logits: int
-    label_shift: int
     packed: dict[str, str]
-    router_loss: RouterLoss | None
+    structure: Structure
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "Outline":
@@ -85,7 +78,6 @@ class Outline:
             [Shape(tuple(x.shape), x.dtype) if torch.is_tensor(x) else None for x in kind.example]
             for kind in kinds
         ]
-        names = ["gathered", "prologue", "epilogue", "head", "fixed", "unused", "media", "wide"]
         return cls(
             [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()],
             [name for name, m in model.named_modules() if isinstance(m, nn.LayerNorm)],
@@ -95,13 +87,8 @@ class Outline:
                 (v.name, numbers[id(v.kind)], v.inputs, [n for n, _ in v.module.named_parameters()])
                 for v in spec.layers
             ],
-            {name: [*getattr(spec, name)] for name in names},
-            spec.constants,
-            spec.epilogue_inputs,
-            spec.num_logits,
-            spec.label_shift,
             {name: packing.name for name, packing in spec.packed.items()},
-            spec.router_loss,
+            Structure(**{each.name: getattr(spec, each.name) for each in fields(Structure)}),
         )
 
     def spec(self, config: Any) -> ModelSpec:
@@ -125,16 +112,11 @@ class Outline:
             for name, kind, refs, names in self.layers
         ]
         spec = _Outlined(
-            cast(Capture, capture),
-            layers,
-            self.epilogue_inputs,
-            constants=self.constants,
-            num_logits=self.num_logits,
+            capture=cast(Capture, capture),
+            layers=layers,
             trunk=None,
-            label_shift=self.label_shift,
             packed={name: PACKINGS[packing] for name, packing in self.packed.items()},
-            router_loss=self.router_loss,
-            **cast(Any, self.named),
+            **vars(self.structure),
         )
         spec.wide_in_bf16 = {*self.wide_in_bf16}
         return spec

@@ -1,6 +1,6 @@
 """All that the engine knows of a model; `probe` reads it off the model's own forward."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -31,14 +31,12 @@ class Layer:
     inputs: list[Ref]
 
 
-@dataclass
-class ModelSpec:
-    """The model as the engine sees it.
+@dataclass(kw_only=True)
+class Structure:
+    """All of a model's structure that can be written down.
 
     Attributes:
-        layers: in visiting order.
         label_shift: how many tokens a label lies behind the logits that it is compared with.
-        outputs: per layer, the activations that anything later reads.
         epilogue_inputs: activations that the epilogue reads.
         gathered: embedding tables looked up only by the batch's own token ids; their rows are
             gathered on the host.
@@ -46,18 +44,13 @@ class ModelSpec:
         prologue, epilogue: names of the other parameters used before and after the layers.
         head: names of those that the head computes with, after the trunk.
         num_logits: number of a token's logits.
-        trunk: the trunk's output without its hidden states.
         fixed: parameters that no gradient reaches (plain training leaves them alone, too).
         unused: parameters that no training touches; they stay as they are.
         media: parameters that text alone never touches, of a model that encodes images or sounds.
         wide: parameters whose source has bits that bf16 does not hold.
-        packed: how frozen parameters are kept that are not kept in bf16.
         router_loss: what the configuration asks of the routers; None: nothing is trained.
-        routed: activations with the sums of each layer's routers, if they are alike.
     """
 
-    capture: Capture
-    layers: list[Layer]
     epilogue_inputs: list[Ref]
     gathered: list[str]
     constants: list[int]
@@ -65,14 +58,30 @@ class ModelSpec:
     epilogue: list[str]
     head: list[str]
     num_logits: int
-    trunk: Any
     fixed: list[str]
     unused: list[str]
     media: list[str] = field(default_factory=list)
     label_shift: int = 1
-    wide: Collection[str] = ()
-    packed: Mapping[str, WeightFormat] = field(default_factory=dict)
+    wide: set[str] = field(default_factory=set)
     router_loss: RouterLoss | None = None
+
+
+@dataclass(kw_only=True)
+class ModelSpec(Structure):
+    """The model as the engine sees it.
+
+    Attributes:
+        layers: in visiting order.
+        outputs: per layer, the activations that anything later reads.
+        trunk: the trunk's output without its hidden states.
+        packed: how frozen parameters are kept that are not kept in bf16.
+        routed: activations with the sums of each layer's routers, if they are alike.
+    """
+
+    capture: Capture
+    layers: list[Layer]
+    trunk: Any
+    packed: Mapping[str, WeightFormat] = field(default_factory=dict)
     outputs: list[list[Ref]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
