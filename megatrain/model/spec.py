@@ -31,7 +31,7 @@ class Layer:
     inputs: list[Ref]
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Structure:
     """All of a model's structure that can be written down.
 

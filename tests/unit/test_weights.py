@@ -465,7 +465,7 @@ class _Response:
     ("error", "said"),
     [
         (hub_errors.LocalEntryNotFoundError("x"), "check .*the network"),
-        (OSError(28, "No space left on device"), "cannot be had from the hub .*No space left"),
+        (OSError(28, "No space left on device"), "cannot be had from the hub: No space left"),
         (hub_errors.RepositoryNotFoundError, "no such folder, .*; check the spelling"),
         (hub_errors.GatedRepoError, "accept the terms on its hub page, .*restricts access"),
     ],
