@@ -125,7 +125,7 @@ def test_a_tokenizer_with_settings_that_say_two_things_or_none(tmp_path, tokeniz
     load_tokenizer(folder)
     (folder / "tokenizer_config.json").write_text(text)
     with pytest.raises(
-        InputError, match=r"tokenizer_config.json: its JSON cannot be read .*copy it again"
+        InputError, match=r"tokenizer_config.json: its JSON cannot be read: .*copy it again"
     ):
         load_tokenizer(folder)
 
