@@ -17,7 +17,7 @@ from tests.sweeps import few
 PAD, K, LR, EPS = 0, 4, 1e-2, 1e-3
 MICRO = [(3, 9), (1, 6), (2, 7)]
 KINDS = ("one label", "several labels", "tokens")
-FAMILIES = ("llama", "qwen3", "gpt2", "gemma3_text", "mixtral")
+FAMILIES = ("llama", "qwen3", "gpt2", "gemma2", "mixtral")
 
 
 def classifier(kind, family="llama"):
