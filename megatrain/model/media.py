@@ -252,7 +252,7 @@ def in_one_row(features: Sequence[Tensor], like: Tensor) -> Tensor:
 
 def _apart(model: nn.Module, media: Collection[str], path: str = "") -> Iterator[nn.Module]:
     """The outermost modules that have parameters of media alone."""
-    for name, module in model.named_children():
+    for name, module in model.named_children() if media else ():
         names = [f"{path}{name}.{own}" for own, _ in module.named_parameters()]
         if names and all(name in media for name in names):
             yield module

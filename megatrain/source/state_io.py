@@ -96,7 +96,7 @@ class Untrained:
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """The buffers that belong to the model's weights, by name."""
-    saved = model.state_dict().keys()
+    saved = model.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
