@@ -67,15 +67,19 @@ def in_one_line(said: object, most: int | None = None) -> str:
 
 @contextmanager
 def explained(
-    problem: str, remedy: str = "", *, of: type[Exception] | tuple[type[Exception], ...] = Exception
+    problem: str,
+    remedy: str = "",
+    *,
+    of: type[Exception] | tuple[type[Exception], ...] = Exception,
+    into: type[MegatrainError] = InputError,
 ) -> Iterator[None]:
-    """In the block, errors `of` these kinds become one InputError: problem, reason and remedy."""
+    """In the block, errors `of` these kinds become one line: problem, reason and remedy."""
     try:
         yield
     except of as error:
         reason = error.strerror if isinstance(error, OSError) else None
-        reason = reason or in_one_line(error, None if isinstance(error, InputError) else 400)
-        raise InputError(f"{problem}: {reason}{remedy and f'; {remedy}'}") from error
+        reason = reason or in_one_line(error, None if isinstance(error, MegatrainError) else 400)
+        raise into(f"{problem}: {reason}{remedy and f'; {remedy}'}") from error
 
 
 def os_reason(error: OSError) -> str:

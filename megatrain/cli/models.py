@@ -120,7 +120,6 @@ def model_of_run(
 
 
 def _adapter_of(section: "ModelSection") -> Any:
-    """The configuration of the adapter in `model.path`; None: it has none."""
     from megatrain.checkpoint import Checkpoint
     from megatrain.compat import peft
     from megatrain.source.source import adapter_folder, folder_adapter

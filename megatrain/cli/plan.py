@@ -121,7 +121,6 @@ def run_plan(options: Options) -> None:
 
 
 def _opened(options: Options) -> "tuple[NamedModel, Config | None]":
-    """The model, and the run file that names it, if any."""
     run, model, rank, base = (options[name] for name in ("run", "model", "lora_r", "base"))
     if (run is None) == (model is None):
         raise InputError("give either a run file or --model")
@@ -452,7 +451,6 @@ def _time(plan: Plan) -> list[str]:
 
 
 def _split(several: Mapping[str, Any]) -> str:
-    """The line on several GPUs."""
     binds = _BINDS.get(several["binds"], several["binds"])
     return (
         f"{several['gpus']} GPUs   {several['seconds']:.2f} s, {several['tokens_per_second']:,.0f} "

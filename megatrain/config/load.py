@@ -153,7 +153,6 @@ def _sections(detail: ErrorDetails) -> list[type[Section]]:
 
 
 def _remedy(name: str, sections: Sequence[type[Section]]) -> str:
-    """The right name of an unknown key of the last section."""
     annotations = {section: field.annotation for section, field in Config.model_fields.items()}
     places = [
         f"{section}.{name}"
@@ -205,5 +204,4 @@ def _of_row(ours: str, note: str, count: int) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Text without the marks of Markdown."""
     return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("`", "").strip()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatrain.base.units import KIB
 from megatrain.base.whole_files import fill
-from megatrain.errors import RunFailed
+from megatrain.errors import RunFailed, explained
 
 # Bytes for one checksum: a row of 4,096 tokens touches two blocks at most, sums take 0.01 %.
 BLOCK_BYTES = 32 * KIB
@@ -89,10 +89,9 @@ class KeptFile:
 
     def _read(self, offset: int, num_bytes: int) -> memoryview:
         data, descriptor = memoryview(bytearray(num_bytes)), self._file.fileno()
-        try:
+        problem = f"{self._path}: cannot be read any more"
+        with explained(problem, of=(OSError, EOFError), into=RunFailed):
             if os.fstat(descriptor).st_size != self.identity[0]:
                 raise self.damage("its size", 0, self.identity[0])
             fill(data, descriptor, offset)
-        except (OSError, EOFError) as error:
-            raise RunFailed(f"{self._path}: cannot be read any more: {error}") from error
         return data

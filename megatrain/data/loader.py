@@ -165,7 +165,6 @@ class StepLoader:
         return made if self._finish is None else self._finish(made)
 
     def _plan(self, step: int) -> list[list[int]]:
-        """The rows of each micro-batch of a step."""
         first = self._first_row(step)
         places = range(first, first + self._rows_per_step)
         epochs = [divmod(place, self._num_rows) for place in places]

@@ -61,7 +61,6 @@ def summary(data: PackedDataset) -> list[str]:
 
 
 def _warnings(data: PackedDataset, what: str, *, is_chat: bool) -> Iterator[str]:
-    """Notes on rows that are cut off, left out, or there twice."""
     store, documents = data.store, data.documents
     records, folder = store.documents(), folder_of(store.names)
     full_lengths = (records["end"] - records["begin"])[documents.document]
@@ -84,7 +83,6 @@ def _warnings(data: PackedDataset, what: str, *, is_chat: bool) -> Iterator[str]
 
 
 def _digests(data: PackedDataset, documents: Segments) -> Iterator[tuple[int, bytes]]:
-    """The number of each document, and a hash of its tokens."""
     columns = documents.document, documents.begin, documents.end
     for document, begin, end in zip(*(column.tolist() for column in columns), strict=True):
         first = data.store.begin(document)

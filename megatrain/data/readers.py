@@ -81,7 +81,6 @@ def reading(file: DataSource) -> Iterator[None]:
 
 
 def _refuse_other(file: DataSource) -> None:
-    """Raises InputError: the file's first bytes contradict its name."""
     with file.path.open("rb") as stream:
         begins = stream.read(64)
     packed = file.path.suffix.lower() in (*_UNPACKED, ".zst")

@@ -474,7 +474,6 @@ class Reading:
 
 
 def _names_of(forms: Iterable[Format]) -> set[str]:
-    """All names in data of the fields of these formats."""
     fields = [names for form in forms for names in (*form.needs.values(), *form.may.values())]
     return {name for names in fields for name in names}
 

@@ -131,7 +131,6 @@ class Template:
         return text, marks
 
     def _put(self, talk: Conversation, messages: list[Message]) -> list[Message]:
-        """A conversation's messages in the template's form."""
         shape = self._shape(talk)
         return [shape.put(self._named(talk, message)) for message in messages]
 
@@ -226,7 +225,6 @@ def _shapes(calls: bool) -> Iterator[MessageForm]:
 
 
 def _as_parts(content: str) -> list[Message]:
-    """A content as parts of text and of media."""
     pieces = re.split(f"([{''.join(KINDS)}])", content)
     parts = [{"type": KINDS[p]} if p in KINDS else {"type": "text", "text": p} for p in pieces]
     return [part for part in parts if part.get("text") != ""] or [{"type": "text", "text": ""}]

@@ -189,7 +189,6 @@ def _build(
     notes: dict[str, Any],
     progress: Progress | None,
 ) -> None:
-    """Write a store, which gets its name when it is whole."""
     with whole_folder(folder, replace=True) as part:
         meta: dict[str, Any] = {"names": names, **_write(part, documents, progress), "notes": notes}
         if not meta["num_tokens"]:

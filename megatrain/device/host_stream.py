@@ -10,19 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-from megatrain.errors import MegatrainError, RunFailed
+from megatrain.errors import MegatrainError, RunFailed, explained
 
 
 def start_thread(name: str, work: Callable[[], None], *, daemon: bool = False) -> threading.Thread:
     """Do `work` on a thread of its own. Raises RunFailed: the system gives no thread."""
     thread = threading.Thread(target=work, name=name, daemon=daemon)
-    try:
+    remedy = "allow more (ulimit -u, or the container's pids limit), or run fewer processes"
+    with explained(f"the {name!r} thread cannot start", remedy, of=RuntimeError, into=RunFailed):
         thread.start()
-    except RuntimeError as error:
-        raise RunFailed(
-            f"the {name!r} thread cannot start ({error}): allow more threads (ulimit -u, or the "
-            "pids limit of the container), or run fewer processes"
-        ) from error
     return thread
 
 

@@ -157,7 +157,6 @@ class StreamedTrainer(_Trainer):
             held.pop_all()
 
     def _take(self, engine: Engine) -> None:
-        """Take an engine to train with."""
         assert engine.optimizer is not None
         self.engine = engine
         self._stand_in.open(engine, self._export, self._drop)
@@ -166,7 +165,6 @@ class StreamedTrainer(_Trainer):
         self._settings = heeded.DecisiveSettings(self, StreamedTrainer)
 
     def _refuse(self) -> None:
-        """Raises InputError: a setting would not be honoured."""
         args = self.args
         optimizers = self.optimizer is not None or self.lr_scheduler is not None
         accelerate, precision = self.accelerator.mixed_precision, "bf16" if args.bf16 else "no"

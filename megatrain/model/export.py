@@ -27,7 +27,7 @@ from megatrain.compat.transformers import (
     not_saved,
     revert_weight_conversion,
 )
-from megatrain.errors import InputError, RunFailed
+from megatrain.errors import InputError, RunFailed, explained
 from megatrain.model.adapters import Values, adapted
 from megatrain.model.build import loaded_types
 from megatrain.model.companions import Companions, write_companions
@@ -143,30 +143,29 @@ def _exported(folder: Path, described: list[Described], beside: Companions) -> I
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; give a folder to export to")
     num_bytes = sum(entry.num_bytes for entry in described)
-    try:
-        with whole_folder(folder, replace=True) as new:
-            if (free := shutil.disk_usage(new).free) < num_bytes:
-                lacking = f"it takes {gib(num_bytes)} and the disk has {gib(free)} left"
-                raise OSError(errno.ENOSPC, lacking)
-            yield new
-            if folder.exists():
-                shutil.copytree(
-                    folder,
-                    new,
-                    symlinks=True,
-                    ignore=lambda directory, names: [
-                        n for n in names if Path(directory) == folder and REPLACED.fullmatch(n)
-                    ],
-                    copy_function=link_file,
-                    dirs_exist_ok=True,
-                )
-            replacing = (n for n in beside if REPLACED.fullmatch(n) or not (new / n).exists())
-            write_companions(new, {name: beside[name] for name in replacing})
-    except OSError as error:
-        raise RunFailed(
-            f"{folder}: cannot export the model: {error.strerror or error}; nothing was written, "
-            "make room or choose another folder"
-        ) from error
+    problem = f"{folder}: cannot export the model"
+    remedy = "nothing was written, make room or choose another folder"
+    with (
+        explained(problem, remedy, of=OSError, into=RunFailed),
+        whole_folder(folder, replace=True) as new,
+    ):
+        if (free := shutil.disk_usage(new).free) < num_bytes:
+            lacking = f"it takes {gib(num_bytes)} and the disk has {gib(free)} left"
+            raise OSError(errno.ENOSPC, lacking)
+        yield new
+        if folder.exists():
+            shutil.copytree(
+                folder,
+                new,
+                symlinks=True,
+                ignore=lambda directory, names: [
+                    n for n in names if Path(directory) == folder and REPLACED.fullmatch(n)
+                ],
+                copy_function=link_file,
+                dirs_exist_ok=True,
+            )
+        replacing = (n for n in beside if REPLACED.fullmatch(n) or not (new / n).exists())
+        write_companions(new, {name: beside[name] for name in replacing})
 
 
 def _saved_names(model: PreTrainedModel, tensors: Values) -> dict[str, str]:

@@ -17,7 +17,7 @@ from transformers import Cache, PreTrainedModel
 
 from megatrain.compat.torch import has_gradient_hooks, pytree
 from megatrain.compat.transformers import without_atomic_sums
-from megatrain.errors import Unsupported, first_line
+from megatrain.errors import Unsupported, explained
 from megatrain.model.capture import (
     PROLOGUE,
     Capture,
@@ -69,14 +69,13 @@ def spec(model: PreTrainedModel, *, trained: bool = True) -> ModelSpec:
 
 def _refuse_broken(model: PreTrainedModel) -> None:
     weights = {name: zero_pages(p.shape) for name, p in model.named_parameters()}
-    try:
-        with torch.no_grad(), ZeroProducts(weights.values()):
-            functional_call(model, weights, (torch.zeros(PROBE_SHAPE, dtype=torch.long),))
-    except Exception as error:  # whatever a model makes of a configuration that contradicts itself
-        raise Unsupported(
-            f"{type(model).__name__} cannot be run on text: {first_line(error)}; check its "
-            "configuration"
-        ) from error
+    problem = f"{type(model).__name__} cannot be run on text"
+    with (
+        explained(problem, "check its configuration", into=Unsupported),
+        torch.no_grad(),
+        ZeroProducts(weights.values()),
+    ):
+        functional_call(model, weights, (torch.zeros(PROBE_SHAPE, dtype=torch.long),))
 
 
 def _spec(model: PreTrainedModel, routers: RouterLoss | None) -> ModelSpec:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
@@ -32,7 +32,7 @@ from megatrain.errors import (
     InputError,
     MegatrainError,
     RunFailed,
-    first_line,
+    explained,
     in_one_line,
 )
 
@@ -221,16 +221,10 @@ class ProcessGroups(Ranks):
     def replicas(self) -> Ranks:
         return ALONE if self.parts is None else self.parts[1]
 
-    @contextmanager
-    def _peer_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise RunFailed(
-                f"rank {self.rank} of {self.size} has lost the others: one of them has ended or "
-                f"does not answer ({first_line(error)}); see what it says, and go on from the last "
-                "checkpoint"
-            ) from error
+    def _peer_errors(self) -> AbstractContextManager[None]:
+        lost = f"rank {self.rank} of {self.size} has lost the others"
+        remedy = "see what the one says that has ended, and go on from the last checkpoint"
+        return explained(lost, remedy, of=RuntimeError, into=RunFailed)
 
     def all_gather_object(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.size
@@ -408,14 +402,13 @@ def joined() -> Iterator[Ranks]:
     if not is_launched():
         yield ALONE
         return
-    try:
+    apart = "the ranks do not find each other"
+    with explained(apart, of=(RuntimeError, ValueError), into=RunFailed):
         store, rank, size = next(rendezvous("env://", timeout=_OPENING))
         # After a restart torchrun's store may still have the addresses of processes that ended.
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         store = PrefixStore(f"start {start}", store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_OPENING)
-    except (RuntimeError, ValueError) as error:
-        raise RunFailed(f"the ranks do not find each other: {first_line(error)}") from error
     try:
         yield ProcessGroups(rank, size, host=dist.group.WORLD)
     finally:

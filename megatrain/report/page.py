@@ -175,7 +175,6 @@ def read_run(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _read_timeline(path: Path) -> tuple[list[Span], int | None]:
-    """The recorded step's spans, and its number."""
     trace = parse_json(path.read_bytes())
     return read_trace(trace), count(at(trace, "otherData", "step"))
 

@@ -257,7 +257,6 @@ def _not_merged(folder: Path, base: str) -> InputError:
 
 
 def _grown(source: Source, config: Any) -> Source:
-    """Put an adapter on a source's model."""
     source.model, source.grows = with_new_adapter(source.model, config), True
     names, buffers = source.names, source.untrained.buffers
     source.untrained.buffers = {names.get(n, n): b for n, b in buffers.items()}

@@ -468,7 +468,6 @@ class DiskStaging:
         return sum(lane.buffer.data.nbytes for lane in self._lanes)
 
     def _bytes(self, plane: Plane) -> int:
-        """Bytes that a full piece of a plane takes in a lane."""
         return align(plane.place(0, self._piece).stop * plane.dtype.itemsize, BLOCK)
 
     def visit(self, tile: Tile) -> Iterator[tuple[int, int, Tile]]:

@@ -18,7 +18,6 @@ from megatrain.source.source import adapter_folder
 from megatrain.source.write_model import write_saved
 from megatrain.train.resolve_model import trained_model
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CONVERTER = "convert_hf_to_gguf.py"
 
 
@@ -46,7 +45,7 @@ def export(
         RunFailed: the disk is full.
     """
     model, converter = trained_model(run), shutil.which(CONVERTER)
-    cast = None if dtype is None else DTYPES[dtype]
+    cast = None if dtype is None else getattr(torch, dtype)
     require_empty(out)
     if gguf is not None and converter is None:
         raise InputError(f"--gguf calls llama.cpp's {CONVERTER}; put a checkout of it on PATH")
@@ -62,7 +61,6 @@ def export(
 def _write_copy(
     run: str, source: Path, folder: Path, dtype: torch.dtype | None, *, merged: bool
 ) -> None:
-    """Write a model's folder or GGUF file, or an adapter's folder."""
     source = unpacked(source) if is_gguf(source) else source
     if not holds_model(source):
         raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")

@@ -23,6 +23,7 @@ from megatrain.errors import (
     MegatrainError,
     RunFailed,
     StepRefused,
+    explained,
     first_line,
     os_reason,
 )
@@ -92,12 +93,9 @@ class Checkpointing:
         self.settle(wait=True)
         if self.saved == state.step:
             return
-        try:
+        problem = f"{self.job.folder}: step {state.step} cannot be saved"
+        with explained(problem, of=(InputError, OSError), into=RunFailed):
             self._save(state).wait()
-        except (InputError, OSError) as error:
-            raise RunFailed(
-                f"{self.job.folder}: step {state.step} cannot be saved: {error}"
-            ) from error
         self._is_whole(state.step)
 
     @contextmanager

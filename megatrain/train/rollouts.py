@@ -336,7 +336,6 @@ class Rollouts:
         return logged
 
     def _replies(self, rows: Sequence[PromptRow], count: int, number: int) -> list[Reply]:
-        """`count` replies to each, drawn with the seed of this number."""
         settings, chat = self.config.rollout, any(not isinstance(row.prompt, str) for row in rows)
         sampling = Sampling(
             max_new_tokens=self._loss.max_completion_length,

@@ -59,7 +59,6 @@ def begun_model(
 
 
 def _frozen_engine(config: Config, source: Any, **options: Any) -> Engine:
-    """A model in an engine that trains nothing, on the run's device and within its limits."""
     return Engine(
         source,
         precision=config.engine.precision,
