@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
 from operator import attrgetter
@@ -35,6 +35,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from megatrain.base.changed import changed
 from megatrain.compat.torch import FORWARD_HOOKS, contiguous_copy
 
 __all__ = [
@@ -327,18 +328,12 @@ def finding_once(packed: list[Tensor | None]) -> AbstractContextManager[None]:
     return _finding(find)
 
 
-@contextmanager
-def _finding(find: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+def _finding(find: Callable[[Tensor], Tensor | None]) -> AbstractContextManager[None]:
     patched: dict[str, Any] = {"find_packed_sequence_indices": find}
     remap = getattr(masking_utils, _REMAP, None)  # older transformers have none
     if remap is not None:
         patched[_REMAP] = lambda mask, ids: mask if _has_blocks(mask) else remap(mask, ids)
-    kept = {name: getattr(masking_utils, name) for name in patched}
-    vars(masking_utils).update(patched)
-    try:
-        yield
-    finally:
-        vars(masking_utils).update(kept)
+    return changed([masking_utils], **patched)
 
 
 _REMAP = "remap_positions_for_packed_sequence"

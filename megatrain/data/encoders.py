@@ -24,8 +24,6 @@ from megatrain.data.reply_spans import ReplySpans
 from megatrain.data.rows import Completion, Labelled, Pair
 from megatrain.data.template import REASONING, SAID, Template
 from megatrain.data.tokenizer import (
-    added_ids,
-    check_fast,
     first_token,
     placed_tokens,
     token_ids,
@@ -58,49 +56,121 @@ class Document(NamedTuple):
     labels: NDArray[np.int32] = np.zeros(0, np.int32)
 
 
-class TextEncoder:
-    """Tokenises pieces of text in batches, which the tokenizer spreads over all cores.
+class Encoder:
+    """Tokenises examples, each by its type: texts, with labels, completions, conversations, pairs.
 
-    The tokenizer's own special tokens go around each document, and its end-of-sequence token after
-    it, but where the text has them already. A long document becomes several pieces, of which only
-    the last has the end token.
-
-    Raises InputError: the tokenizer has no end-of-sequence token.
+    The tokenizer's own special tokens go around each text, and its end-of-sequence token after it,
+    but where the text has them already. A long text becomes several pieces, of which only the last
+    has the end token. Pieces are tokenised in batches, which the tokenizer spreads over all cores.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int | None) -> None:
-        if tokenizer.eos_token_id is None:
+    def __init__(
+        self, tokenizer: Any, vocab_size: int | None, images: ImageProcessor | None = None
+    ) -> None:
+        self._tokenizer, self._vocab_size, self._images = tokenizer, vocab_size, images
+
+    @cached_property
+    def _added(self) -> set[int]:
+        """Ids of added tokens, read only when needed: some tokenizers cannot list them."""
+        return {*self._tokenizer.added_tokens_decoder, *self._tokenizer.all_special_ids}
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return [str(token) for token in self._tokenizer.added_tokens_decoder.values()]
+
+    @cached_property
+    def _template(self) -> Template:
+        return Template(self._tokenizer)
+
+    @cached_property
+    def _own(self) -> tuple[list[int], list[int]]:
+        return surroundings(self._tokenizer)
+
+    @cached_property
+    def _surroundings(self) -> tuple[list[int], list[int]]:
+        """The special tokens before and after a text. Raises InputError: none ends documents."""
+        eos = self._tokenizer.eos_token_id
+        if eos is None:
             raise InputError(
                 "the tokenizer has no end-of-sequence token, which parts documents: "
                 "set eos_token in its tokenizer_config.json"
             )
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._lead, tail = surroundings(tokenizer)
-        self._end = tail
-        eos = tokenizer.eos_token_id
-        self._tail = tail if tail[-1:] == [eos] else [*tail, eos]
+        before, after = self._own
+        return before, after if after[-1:] == [eos] else [*after, eos]
 
-    def pieces(self, pieces: Sequence[tuple[PlacedExample, TextPiece]]) -> Iterator[Document]:
+    def documents(self, examples: Examples) -> Iterator[Document]:
+        """All documents in order. Raises InputError: the data or the tokenizer cannot be used."""
+        batch: list[tuple[PlacedExample, TextPiece]] = []
+        num_chars = 0
+        for placed in examples:
+            if not isinstance(placed.example, TextPiece):
+                yield from self._row(placed, examples)
+                continue
+            batch.append((placed, placed.example))
+            num_chars += len(placed.example.text)
+            if len(batch) >= _BATCH_PIECES or num_chars >= _BATCH_CHARS:
+                yield from self._pieces(batch)
+                batch, num_chars = [], 0
+        if batch:
+            yield from self._pieces(batch)
+
+    def _row(self, placed: PlacedExample, examples: Examples) -> Sequence[Document]:
+        """The documents of an example; none if it cannot be used, which `examples` notes."""
+        example = placed.example
+        talks = example.replies if isinstance(example, Pair) else [example]
+        conversations = [talk for talk in talks if isinstance(talk, Conversation)]
+        if any(talk.images for talk in conversations) and self._images is not None:
+            self._images.load()  # a row is not bad if the processor is
+        try:
+            for talk in conversations:
+                examples.pass_over(f"{name} (of messages)" for name in self._unread(talk))
+            documents = [self._encoded(placed, talk, examples) for talk in talks]
+            if not isinstance(example, Pair):
+                return documents
+            return [
+                document._replace(good=good, margin=example.margin)
+                for document, good in zip(documents, (True, False), strict=True)
+            ]
+        except InputError as error:
+            examples.bad(error)
+            return []
+
+    def _encoded(self, placed: PlacedExample, talk: Any, examples: Examples) -> Document:
+        """A conversation, whose images are read, or a completion, as a document."""
+        if isinstance(talk, Labelled):
+            return self._labelled(placed)
+        if not isinstance(talk, Conversation):
+            return self._completion(placed._replace(example=talk))
+        if not talk.images:
+            return self.conversation(placed._replace(example=talk))
+        if self._images is None or not self._images.identity:
+            kind = talk.images[0][0]
+            raise InputError(
+                f"{placed.where}: {kind}s ({kind!r}, '{kind}s', parts of a content): the model has "
+                "no processor for them: use the folder of one that has, or leave them out"
+            )
+        folder = Path(examples.sources[placed.source].name).parent
+        images = [
+            read_medium(kind, source, folder, placed.where, self._images)
+            for kind, source in talk.images
+        ]
+        return self.conversation(placed._replace(example=talk._replace(images=images)))
+
+    def _pieces(self, pieces: Sequence[tuple[PlacedExample, TextPiece]]) -> Iterator[Document]:
         """Each piece as a document. Raises InputError: an id is outside the vocabulary."""
-        texts = [piece.text for _, piece in pieces]
+        texts, (before, after) = [piece.text for _, piece in pieces], self._surroundings
         with tokenising(pieces[0][0].where):
             encoded = self._tokenizer(
                 texts, add_special_tokens=False, return_attention_mask=False, verbose=False
             )["input_ids"]
         for (place, piece), ids in zip(pieces, encoded, strict=True):
             if ids:
-                lead = absent(self._lead, ids[: len(self._lead)]) if piece.first else []
-                ids = [*lead, *ids, *(self._absent_tail(ids) if piece.last else [])]
+                lead = absent(before, ids[: len(before)]) if piece.first else []
+                ids = [*lead, *ids, *(absent(after, ids[-len(after) :]) if piece.last else [])]
             tokens = token_ids(ids, self._vocab_size, place.where)
             yield Document(place.source, place.number, tokens, np.ones(len(tokens), dtype=bool))
 
-    @cached_property
-    def _added(self) -> set[int]:
-        """Ids of added tokens, read only when needed: some tokenizers cannot list them."""
-        return added_ids(self._tokenizer)
-
-    def completion(self, placed: PlacedExample) -> Document:
+    def _completion(self, placed: PlacedExample) -> Document:
         """A prompt, not learnt, and its completion with the end token, which is learnt.
 
         A token that spans the prompt's end and the completion's beginning is learnt, but not a
@@ -111,11 +181,11 @@ class TextEncoder:
                 vocabulary.
         """
         assert isinstance(placed.example, Completion)
-        prompt, completion = placed.example
+        (prompt, completion), (before, after) = placed.example, self._surroundings
         ids, offsets = placed_tokens(self._tokenizer, prompt + completion, placed.where)
         first = first_token(prompt + completion, offsets, ids, self._added, len(prompt))
-        lead = absent(self._lead, ids[: len(self._lead)])
-        ids = [*lead, *ids, *self._absent_tail(ids)]
+        lead = absent(before, ids[: len(before)])
+        ids = [*lead, *ids, *absent(after, ids[-len(after) :])]
         targets = np.ones(len(ids), bool)
         targets[: len(lead) + first] = False
         if not completion:
@@ -123,62 +193,23 @@ class TextEncoder:
         tokens = token_ids(ids, self._vocab_size, placed.where)
         return Document(placed.source, placed.number, tokens, targets)
 
-    def labelled(self, placed: PlacedExample) -> Document:
+    def _labelled(self, placed: PlacedExample) -> Document:
         """A text with the tokenizer's own special tokens, and its classes or those of its words.
 
         A word's class is that of its first token, as in transformers' examples.
         """
         assert isinstance(placed.example, Labelled)
-        text, labels, words = placed.example
+        (text, labels, words), (before, after) = placed.example, self._own
         own, offsets = placed_tokens(self._tokenizer, text, placed.where)
-        ids = token_ids([*self._lead, *own, *self._end], self._vocab_size, placed.where)
+        ids = token_ids([*before, *own, *after], self._vocab_size, placed.where)
         classes = np.array(labels, np.int32)
         if words is not None:
             firsts = np.array([first_token(text, offsets, own, self._added, at) for at in words])
             has_token, of_tokens = firsts < len(own), np.full(len(ids), -100, np.int32)
-            of_tokens[len(self._lead) + firsts[has_token]] = classes[has_token]
+            of_tokens[len(before) + firsts[has_token]] = classes[has_token]
             classes = of_tokens
         targets = np.ones(len(ids), bool)
         return Document(placed.source, placed.number, ids, targets, labels=classes)
-
-    def _absent_tail(self, ids: list[int]) -> list[int]:
-        return absent(self._tail, ids[-len(self._tail) :])
-
-
-def absent(special: list[int], present: list[int]) -> list[int]:
-    """The special tokens to add where a text has `present`: none if they are there."""
-    return [] if present == special else special
-
-
-def surroundings(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer puts before and after a text."""
-    with tokenising("a text"):
-        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-        full = tokenizer("a")["input_ids"]
-    starts = (i for i in range(len(full) + 1) if full[i : i + len(plain)] == plain)
-    start = next(starts, None)
-    if start is None:
-        raise InputError(
-            "the tokenizer changes a text when it adds special tokens: check its files"
-        )
-    return full[:start], full[start + len(plain) :]
-
-
-class ChatEncoder:
-    """Tokenises conversations with the chat template.
-
-    Raises InputError: the tokenizer has no chat template, or cannot say where a token came from.
-    """
-
-    def __init__(
-        self, tokenizer: Any, vocab_size: int | None, images: ImageProcessor | None = None
-    ) -> None:
-        self._template, self._images = Template(tokenizer), images
-        check_fast(tokenizer)
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._added = added_ids(tokenizer)
-        self._names = [str(token) for token in tokenizer.added_tokens_decoder.values()]
 
     def conversation(self, placed: PlacedExample) -> Document:
         """The conversation as a document; one without a reply to learn has no tokens.
@@ -227,11 +258,30 @@ class ChatEncoder:
                     "them in 'images', or write it otherwise"
                 )
 
-    def unread(self, talk: Conversation) -> list[str]:
+    def _unread(self, talk: Conversation) -> list[str]:
         """Fields of messages that the template does not name."""
         names = dict.fromkeys(n for m in talk.messages for n, v in m.items() if not empty(v))
         read = ("role", *SAID)
         return [n for n in names if n not in read and not self._template.has_place(talk, n)]
+
+
+def absent(special: list[int], present: list[int]) -> list[int]:
+    """The special tokens to add where a text has `present`: none if they are there."""
+    return [] if present == special else special
+
+
+def surroundings(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer puts before and after a text."""
+    with tokenising("a text"):
+        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+        full = tokenizer("a")["input_ids"]
+    starts = (i for i in range(len(full) + 1) if full[i : i + len(plain)] == plain)
+    start = next(starts, None)
+    if start is None:
+        raise InputError(
+            "the tokenizer changes a text when it adds special tokens: check its files"
+        )
+    return full[:start], full[start + len(plain) :]
 
 
 def refuse_unplaced(talk: Conversation, template: Template, where: str) -> None:
@@ -260,80 +310,3 @@ def refuse_unplaced(talk: Conversation, template: Template, where: str) -> None:
                     f"{where}: message {turn}: the chat template has no place for {name!r}: "
                     + _NO_PLACE
                 )
-
-
-class Encoder:
-    """Tokenises examples, each by its type."""
-
-    def __init__(
-        self, tokenizer: Any, vocab_size: int | None, images: ImageProcessor | None = None
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._images = images
-
-    @cached_property
-    def _text(self) -> TextEncoder:
-        return TextEncoder(self._tokenizer, self._vocab_size)
-
-    @cached_property
-    def _chat(self) -> ChatEncoder:
-        return ChatEncoder(self._tokenizer, self._vocab_size, self._images)
-
-    def documents(self, examples: Examples) -> Iterator[Document]:
-        """All documents in order. Raises InputError: the data or the tokenizer cannot be used."""
-        batch: list[tuple[PlacedExample, TextPiece]] = []
-        num_chars = 0
-        for placed in examples:
-            if not isinstance(placed.example, TextPiece):
-                yield from self._row(placed, examples)
-                continue
-            batch.append((placed, placed.example))
-            num_chars += len(placed.example.text)
-            if len(batch) >= _BATCH_PIECES or num_chars >= _BATCH_CHARS:
-                yield from self._text.pieces(batch)
-                batch, num_chars = [], 0
-        if batch:
-            yield from self._text.pieces(batch)
-
-    def _row(self, placed: PlacedExample, examples: Examples) -> Sequence[Document]:
-        """The documents of an example; none if it cannot be used, which `examples` notes."""
-        example = placed.example
-        talks = example.replies if isinstance(example, Pair) else [example]
-        conversations = [talk for talk in talks if isinstance(talk, Conversation)]
-        if any(talk.images for talk in conversations) and self._images is not None:
-            self._images.load()  # a row is not bad if the processor is
-        try:
-            for talk in conversations:
-                examples.pass_over(f"{name} (of messages)" for name in self._chat.unread(talk))
-            documents = [self._encoded(placed, talk, examples) for talk in talks]
-            if not isinstance(example, Pair):
-                return documents
-            return [
-                document._replace(good=good, margin=example.margin)
-                for document, good in zip(documents, (True, False), strict=True)
-            ]
-        except InputError as error:
-            examples.bad(error)
-            return []
-
-    def _encoded(self, placed: PlacedExample, talk: Any, examples: Examples) -> Document:
-        """A conversation, whose images are read, or a completion, as a document."""
-        if isinstance(talk, Labelled):
-            return self._text.labelled(placed)
-        if not isinstance(talk, Conversation):
-            return self._text.completion(placed._replace(example=talk))
-        if not talk.images:
-            return self._chat.conversation(placed._replace(example=talk))
-        if self._images is None or not self._images.identity:
-            kind = talk.images[0][0]
-            raise InputError(
-                f"{placed.where}: {kind}s ({kind!r}, '{kind}s', parts of a content): the model has "
-                "no processor for them: use the folder of one that has, or leave them out"
-            )
-        folder = Path(examples.sources[placed.source].name).parent
-        images = [
-            read_medium(kind, source, folder, placed.where, self._images)
-            for kind, source in talk.images
-        ]
-        return self._chat.conversation(placed._replace(example=talk._replace(images=images)))

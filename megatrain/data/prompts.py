@@ -34,22 +34,19 @@ _TALK = Conversation(
 _LONGER = Conversation([*_TALK.messages, _TALK.messages[0]], [*_TALK.learnt, False])
 
 
-def prompt_ids(tokenizer: Any, prompt: Prompt, vocab_size: int | None, where: str) -> list[int]:
-    """Tokens of a text as a document's beginning, or of messages up to the reply's beginning.
-
-    Raises InputError: the prompt is empty, or the tokenizer or its template refuses it.
-    """
-    return prompt_and_images(tokenizer, prompt, vocab_size, where, None)[0]
-
-
-def prompt_and_images(
+def prompt_ids(
     tokenizer: Any,
     prompt: Prompt,
     vocab_size: int | None,
     where: str,
-    images: ImageProcessor | None,
+    images: ImageProcessor | None = None,
 ) -> tuple[list[int], list[Medium]]:
-    """The result of `prompt_ids`, and the images of messages; only a processor takes images."""
+    """Tokens of a text as a document's beginning, or of messages up to the reply's beginning.
+
+    Also the images of messages; only a processor takes images.
+
+    Raises InputError: the prompt is empty, or the tokenizer or its template refuses it.
+    """
     pictures: list[Medium] = []
     if isinstance(prompt, str):
         text, (lead, _) = prompt, surroundings(tokenizer)
@@ -254,5 +251,5 @@ def _prompt_row(
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     refuse_unheeded({name: values.get(name) for name in BESIDE_PROMPTS}, where, text=False)
-    ids = prompt_ids(tokenizer, prompt, vocab_size, where)
+    ids, _ = prompt_ids(tokenizer, prompt, vocab_size, where)
     return PromptRow(prompt, ids, {n: v for n, v in values.items() if n not in _OWN}, where)

@@ -63,20 +63,6 @@ class Labelled(NamedTuple):
 Example = str | Conversation | Completion | Pair | Labelled
 
 
-def check_text(value: object, ours: str, theirs: str, where: str, *, needed: bool) -> None:
-    """Raises InputError: a field that must be a text is something else.
-
-    Args: `ours`, `theirs`: its name here, and in the data. `needed`: null is an error.
-    """
-    if ours not in _TEXTS or isinstance(value, str) or (value is None and not needed):
-        return
-    kind = "null" if value is None else type(value).__name__
-    raise InputError(
-        f"{where}: field {theirs!r} must be a string, not {kind}: fill it in, or write it as one "
-        "(messages as 'messages', a table by columns row by row)"
-    )
-
-
 def of_text(row: DataRow, where: str) -> str:
     """A text as a document."""
     return str(row["text"])
@@ -444,9 +430,14 @@ class Reading:
                         f"with data.fields (or {name}: null to pass it over)"
                     )
         values = {name: row[theirs] for name, theirs in names.items()}
-        for name, theirs in names.items():
+        for name in (n for n in _TEXTS if not isinstance(values.get(n, ""), str)):
             needed = name in form.needs and name != "instruction"  # beside it, the input may ask
-            check_text(values[name], name, theirs, where, needed=needed)
+            if needed or values[name] is not None:
+                kind = "null" if values[name] is None else type(values[name]).__name__
+                raise InputError(
+                    f"{where}: field {names[name]!r} must be a string, not {kind}: fill it in, or "
+                    "write it as one (messages as 'messages', a table by columns row by row)"
+                )
         unread = [n for n, v in rest.items() if not empty(v)]
         example = form.read(values, where)
         if isinstance(example, Labelled):

@@ -167,18 +167,13 @@ def placed_tokens(tokenizer: Any, text: str, where: str) -> tuple[list[int], NDA
     Raises InputError: the tokenizer fails or has no offsets; the text cannot be encoded.
     """
     check_encodable(text, where)
-    check_fast(tokenizer)
+    if not tokenizer.is_fast:
+        raise InputError("replies need a tokenizer with a tokenizer.json (a fast one): convert it")
     with tokenising(where):
         encoded = tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
     return encoded["input_ids"], np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
-
-
-def check_fast(tokenizer: Any) -> None:
-    """Raises InputError: the tokenizer does not give tokens' offsets in a text."""
-    if not tokenizer.is_fast:
-        raise InputError("replies need a tokenizer with a tokenizer.json (a fast one): convert it")
 
 
 def token_ids(ids: Sequence[int], vocab_size: int | None, where: str) -> NDArray[np.int32]:
@@ -196,11 +191,6 @@ def token_ids(ids: Sequence[int], vocab_size: int | None, where: str) -> NDArray
     if worst > np.iinfo(np.int32).max:
         raise InputError(f"{where}: token id {worst} is larger than any: replace the tokenizer")
     return numbers.astype(np.int32)
-
-
-def added_ids(tokenizer: Any) -> set[int]:
-    """The ids of the special and other added tokens."""
-    return {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
 
 
 def first_token(

@@ -4,7 +4,7 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from megatrain.api import Engine
+from megatrain.base.changed import changed
 from megatrain.base.units import gib
 from megatrain.compat.torch import pytree
 from megatrain.data.images import ImageProcessor
-from megatrain.data.prompts import Prompt, end_of_turn, prompt_and_images
+from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
 from megatrain.data.tokenizer import pad_id, tokenising
 from megatrain.device import Device, free_bytes
 from megatrain.errors import DoesNotFit, InputError, MegatrainError, first_line
@@ -69,7 +70,7 @@ def generate(
     config = source.config.get_text_config(decoder=True)
     numbered, most = enumerate(prompts, 1), config.vocab_size
     seen = [
-        prompt_and_images(tokenizer, prompt, most, f"prompt {number}", images)
+        prompt_ids(tokenizer, prompt, most, f"prompt {number}", images)
         for number, prompt in numbered
     ]
     ids = [of_prompt for of_prompt, _ in seen]
@@ -123,7 +124,12 @@ def continued(
     out: dict[int, list[int]] = {}
     longest = max(map(len, ids), default=0) + sampling.max_new_tokens
     at_once, device = -(-min(batch_size, len(ids)) // share.size), source.device.torch_device
-    with _running(source, at_once, longest, apart=apart) as model, _set(model, of_model):
+    with ExitStack() as stack:
+        model = stack.enter_context(_running(source, at_once, longest, apart=apart))
+        stack.enter_context(changed([model], generation_config=of_model))
+        # With a cache, a loss of routers would get one token and the mask of all.
+        configs = model.config, model.config.get_text_config(decoder=True)
+        stack.enter_context(changed(configs, output_router_logits=False))
         if not apart:
             torch.manual_seed(sampling.seed)
         for rows in _batches(source, model, ids, batch_size):
@@ -191,22 +197,6 @@ def _running(
         raise DoesNotFit(
             "the device has no memory left; take fewer prompts at once, or shorter ones"
         ) from error
-
-
-@contextmanager
-def _set(model: PreTrainedModel, settings: GenerationConfig) -> Iterator[None]:
-    """Within this context the model has these settings and no loss of routers."""
-    before, model.generation_config = model.generation_config, settings
-    configs = (model.config, model.config.get_text_config(decoder=True))
-    asking = [config for config in configs if getattr(config, "output_router_logits", False)]
-    for config in asking:  # with a cache it gets one token and the mask of all
-        config.output_router_logits = False
-    try:
-        yield
-    finally:
-        model.generation_config = before
-        for config in asking:
-            config.output_router_logits = True
 
 
 def stop_ids(source: Engine, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> set[int]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatrain.api import Engine, StepResult
+from megatrain.base.changed import changed
 from megatrain.compat.peft import is_peft_model
 from megatrain.compat.transformers import num_items
 from megatrain.errors import InputError
@@ -90,7 +91,7 @@ class StreamedTrainer(_Trainer):
         # TRL gets the model and needs no reference of its own: ours computes the log-probabilities.
         if paired:
             options["ref_model"] = trainer_model.NoReference(model.config)
-        with trainer_model.changed(args, model_init_kwargs=None, precompute_ref_log_probs=False):
+        with changed([args], model_init_kwargs=None, precompute_ref_log_probs=False):
             super().__init__(model, *arguments, **options)
         heeded.check_arguments(self.args)
         model_given: Any = self.model
@@ -324,13 +325,8 @@ class StreamedTrainer(_Trainer):
 
     def _export(self, folder: str | Path, **options: Any) -> None:
         """Save as the engine does; the routers' loss is as in the model's source."""
-        text = self.engine.config.get_text_config()
-        trained = {name: getattr(text, name) for name in self._routers}
-        text.update(self._routers)
-        try:
+        with changed([self.engine.config.get_text_config()], **self._routers):
             self.engine.save_pretrained(folder, **options)
-        finally:
-            text.update(trained)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = output_dir if output_dir is not None else self.args.output_dir

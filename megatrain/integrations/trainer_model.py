@@ -1,7 +1,6 @@
 """A Trainer's model: loaded as TRL's arguments say, then replaced by a stand-in without weights."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from inspect import getattr_static, signature
@@ -171,19 +170,6 @@ class NoReference(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-
-
-@contextmanager
-def changed(args: Any, **values: Any) -> Iterator[None]:
-    """Within this context these arguments, if `args` has them, have other values."""
-    before = {name: getattr(args, name) for name in values if hasattr(args, name)}
-    for name in before:
-        setattr(args, name, values[name])
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(args, name, value)
 
 
 def without_dropout(model: Any) -> None:

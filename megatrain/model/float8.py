@@ -15,13 +15,14 @@ Heads, embeddings, routers, adapters and experts that are no `nn.Linear` are com
 """
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megatrain.base.changed import changed
 from megatrain.compat.torch import scaled_product
 from megatrain.device import compute_capability
 from megatrain.errors import InputError
@@ -143,21 +144,13 @@ def require_torchao() -> None:
         logging.disable(logging.NOTSET)
 
 
-@contextmanager
-def in_own_type(converted: list[nn.Module]) -> Iterator[None]:
+def in_own_type(converted: list[nn.Module]) -> AbstractContextManager[None]:
     """Within this context modules that were converted compute in the type of their inputs.
 
     One scale serves all tokens that are computed together, so in float8 the output for one of them
     changes with the others, and a comparison of single tokens would prove nothing.
     """
-    kinds = [type(module) for module in converted]
-    for module in converted:
-        module.__class__ = nn.Linear
-    try:
-        yield
-    finally:
-        for module, kind in zip(converted, kinds, strict=True):
-            module.__class__ = kind
+    return changed(converted, __class__=nn.Linear)
 
 
 def _takes(module: nn.Module, name: str) -> bool:

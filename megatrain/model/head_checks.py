@@ -11,14 +11,15 @@ vocabulary. Further steps of models (scaling, capping) act on each logit alone. 
 forward with a shorter table gives the logits of some tokens, by which the head is tried.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatrain.base.changed import changed
 from megatrain.compat.torch import without_modes
 from megatrain.compat.transformers import CAUSAL_LM_CLASSES
 from megatrain.errors import Unsupported, in_one_line
@@ -224,22 +225,14 @@ def _on_random_states(
         yield weights, output, inputs
 
 
-@contextmanager
-def _vocabulary(spec: ModelSpec) -> Iterator[None]:
+def _vocabulary(spec: ModelSpec) -> AbstractContextManager[None]:
     """Set the vocabulary size to the number of logits, which padding of the table may exceed.
 
     transformers' losses would take the logits of several tokens for those of one.
     """
-    model, count = spec.capture.model, spec.num_logits
+    model = spec.capture.model
     parts = [model.config, model.config.get_text_config(decoder=True), model]
-    before = [(part, part.vocab_size) for part in parts if hasattr(part, "vocab_size")]
-    try:
-        for part, _ in before:
-            part.vocab_size = count
-        yield
-    finally:
-        for part, number in before:
-            part.vocab_size = number
+    return changed(parts, vocab_size=spec.num_logits)
 
 
 def _cross_entropy(logits_BTV: Tensor, labels_BT: Tensor, shift: int) -> float:

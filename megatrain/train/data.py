@@ -65,7 +65,7 @@ def open_data(
         return open_dataset(
             path,
             kind=config.loss.kind or data.kind,
-            cache_dir=cache_folder(config),
+            cache_dir=data.cache_dir or user_cache("tokens"),
             progress=_tokenising_progress(),
             images=images,
             sequence_length=data.sequence_length,
@@ -162,10 +162,3 @@ def _tokenising_progress() -> Callable[[int, int], None]:
             due = now + SECONDS_BETWEEN_NEWS
 
     return progress
-
-
-def cache_folder(config: Config) -> Path:
-    """The folder that keeps tokens, and the answers of teachers."""
-    if config.data.cache_dir is not None:
-        return Path(config.data.cache_dir).expanduser()
-    return user_cache("tokens")

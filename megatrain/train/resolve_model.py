@@ -17,15 +17,7 @@ from megatrain.errors import InputError, explained
 from megatrain.model.build import load_config
 from megatrain.model.companions import tokenizer_files
 from megatrain.model.weights import resolve_model
-from megatrain.run_folder.layout import (
-    CHECKPOINTS,
-    CONFIG,
-    MODEL,
-    checkpoint_folder,
-    checkpoints,
-    ending,
-    model_folder,
-)
+from megatrain.run_folder import layout
 from megatrain.source.source import adapter_folder, folder_adapter
 
 log = logging.getLogger(__name__)
@@ -47,19 +39,21 @@ def trained_model(run: str) -> Checkpoint | str:
     path = Path(run).expanduser()
     if is_checkpoint(path):
         return open_checkpoint(path)
-    newest = None if (path / MODEL).exists() else _newest_checkpoint(path / CHECKPOINTS)
+    newest = (
+        None if (path / layout.MODEL).exists() else _newest_checkpoint(path / layout.CHECKPOINTS)
+    )
     if newest is not None:
         log.info("the run has not ended: this is %s", newest.folder)
         return newest
-    done, saved = ending(path).done, checkpoints(path)
+    done, saved = layout.ending(path).done, layout.checkpoints(path)
     if done is not None and saved and saved[-1] > done:
         log.warning(
             "%s is of step %d; the run has gone on: its newest state is %s",
-            path / MODEL, done, checkpoint_folder(path, saved[-1]),
+            path / layout.MODEL, done, layout.checkpoint_folder(path, saved[-1]),
         )  # fmt: skip
-    folder = model_folder(run)
+    folder = layout.model_folder(run)
     if folder == run and not (path / "config.json").is_file():
-        for config in sorted(path.glob(f"*/{CONFIG}")):
+        for config in sorted(path.glob(f"*/{layout.CONFIG}")):
             raise InputError(f"{run}: a folder of runs; name one of them, such as {config.parent}")
     return folder
 

@@ -126,13 +126,6 @@ def split_for_ranks(step: Step, ranks: Ranks) -> Step:
     return micros
 
 
-def by_all(ranks: Ranks, make: Callable[[], T]) -> T:
-    """Make something on each rank; raises MegatrainError: it, or another rank, cannot."""
-    results: list[T] = []
-    ranks.agree(lambda: results.append(make()))
-    return results[0]
-
-
 def check_rows(ranks: Ranks, step: Step) -> None:
     """Raises InputError: a rank has other rows than rank 0."""
     if ranks.size == 1:

@@ -35,7 +35,7 @@ from megatrain.telemetry.timeline import (
     chrome_trace,
 )
 from megatrain.train.resume import RunState
-from megatrain.train.sharing import by_all, check_rows, part_of, split_for_ranks
+from megatrain.train.sharing import check_rows, part_of, split_for_ranks
 
 if TYPE_CHECKING:
     from megatrain.train.setup import Job
@@ -204,7 +204,9 @@ class Steps:
             if job.rollouts is not None:
                 step_rows, logged = job.rollouts.take(step)
             else:
-                step_rows = by_all(job.ranks, lambda: next(job.loader))
+                drawn: list[Step] = []
+                job.ranks.agree(lambda: drawn.append(next(job.loader)))
+                step_rows = drawn[0]
             check_rows(job.ranks, step_rows)
             ranks, counted = job.engine.batch_ranks, job.engine.counts_experts
             tokens = sum(micro["input_ids"].numel() for micro in step_rows)

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from megatrain.data.conversation import Conversation
-from megatrain.data.encoders import ChatEncoder
+from megatrain.data.encoders import Encoder
 from megatrain.data.examples import PlacedExample
 from megatrain.data.rows import Reading
 from megatrain.errors import InputError
@@ -168,7 +168,7 @@ def encode_row(tokenizer: Any, row: dict[str, Any], where: str = "rows.jsonl:1")
     reading = Reading("auto", {})
     example, _ = reading.example(reading.find(row, where), row, where)
     assert isinstance(example, Conversation)
-    found = ChatEncoder(tokenizer, None).conversation(PlacedExample(0, 1, where, example))
+    found = Encoder(tokenizer, None).conversation(PlacedExample(0, 1, where, example))
     return found.ids, found.targets
 
 

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from megatrain.data.encoders import ChatEncoder
+from megatrain.data.encoders import Encoder
 from megatrain.data.examples import PlacedExample
 from megatrain.data.prompts import end_of_turn
 from megatrain.data.rows import Reading
@@ -125,7 +125,7 @@ def test_reasoning_that_a_template_only_names_is_refused():
 def test_reasoning_that_a_setting_of_the_row_turns_on_is_learnt_then_alone():
     thinking = "{{- '<|a|>' + (m.thinking or '' if loud else '') + m.content + '<|end|>' }}"
     template = FOR + OTHERS + "{%- else %}" + thinking + "{%- endif %}" + END
-    encoder = ChatEncoder(make_tokenizer(template, special=SPECIAL), None)
+    encoder = Encoder(make_tokenizer(template, special=SPECIAL), None)
     turns = [*TURNS[:-1], {**TURNS[-1], "thinking": "hm "}]
     for loud in (False, True):
         row = {"messages": turns, "chat_template_kwargs": {"loud": loud}}

@@ -74,18 +74,18 @@ def test_messages_are_asked_as_they_are_trained(name):
     tokenizer, messages = chat_tokenizer(name), talk("What is it?", "It is 42.")
     ids, targets = encode_row(tokenizer, {"messages": messages})
     first = int(targets.argmax())
-    assert prompt_ids(tokenizer, messages[:1], None, "prompt 1") == ids[:first].tolist()
+    assert prompt_ids(tokenizer, messages[:1], None, "prompt 1")[0] == ids[:first].tolist()
     with pytest.raises(InputError, match="prompt 1: ends with a reply"):
         prompt_ids(tokenizer, messages, None, "prompt 1")
 
 
 def test_a_text_is_asked_as_documents_begin():
     tokenizer = make_tokenizer()
-    found = prompt_ids(tokenizer, "the sea", None, "prompt 1")
+    found, _ = prompt_ids(tokenizer, "the sea", None, "prompt 1")
     assert found == tokenizer("the sea", add_special_tokens=True)["input_ids"]
     first = make_tokenizer(bos_first=True)  # what begins a text already is not put there again
-    once = prompt_ids(first, "The sea", None, "p")
-    assert once[0] == first.bos_token_id and prompt_ids(first, "<s>The sea", None, "p") == once
+    once, _ = prompt_ids(first, "The sea", None, "p")
+    assert once[0] == first.bos_token_id and prompt_ids(first, "<s>The sea", None, "p")[0] == once
     with pytest.raises(InputError, match="prompt 1: holds no token"):
         prompt_ids(tokenizer, "", None, "prompt 1")
     with pytest.raises(InputError, match="prompt 1: message 1 has no 'role'"):

@@ -1,0 +1,18 @@
+"""Attributes that have other values for a while."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def changed(objects: Iterable[Any], **values: Any) -> Iterator[None]:
+    """Within this context these attributes, of the objects that have them, have other values."""
+    before = [(o, name, getattr(o, name)) for o in objects for name in values if hasattr(o, name)]
+    try:
+        for changing, name, _ in before:
+            setattr(changing, name, values[name])
+        yield
+    finally:
+        for changing, name, value in before:
+            setattr(changing, name, value)
