@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatrain.base.changed import changed
 from megatrain.compat.torch import is_scheduled
 from megatrain.errors import InputError
 from megatrain.optim.rule import Rule
@@ -192,11 +193,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if self._driver is not None:  # `step` has been called already
             self.num_steps += 1
             return
-        self._in_engine = True
-        try:
+        with changed([self], _in_engine=True):
             self.step()
-        finally:
-            self._in_engine = False
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -227,11 +225,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """A copy of the groups in torch's form; `note` says that moments are not included."""
         self._name_parameters()
-        no_state, self.state = self.state, {}  # type: ignore[assignment]
-        try:
+        with changed([self], state={}):
             groups = deepcopy(super().state_dict())
-        finally:
-            self.state = no_state
         return groups | {"note": f"groups only; {_NOT_HERE}"}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
