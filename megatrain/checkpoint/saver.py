@@ -16,7 +16,7 @@ from megatrain.checkpoint import files, manifest, snapshot
 from megatrain.device import Device
 from megatrain.device.base import SAVE
 from megatrain.device.host_stream import start_thread
-from megatrain.errors import MegatrainError, RunFailed, explained, os_reason
+from megatrain.errors import MegatrainError, RunFailed, os_reason
 from megatrain.parallel.distributed import ALONE, Ranks, require_same
 from megatrain.store.store import Tile
 
