@@ -175,7 +175,8 @@ def read_medium(
     kind: str, source: Source, folder: Path, where: str, processor: "ImageProcessor"
 ) -> Medium:
     """A medium, read and decoded once. Raises InputError: it is none, or cannot be trained on."""
-    processor.require(kind, where)
+    with explained(where, of=InputError):
+        processor.token(kind)
     paths, data = list[str](), [source] if isinstance(source, bytes) else []
     name, state = f"{where}: the {kind} in the row", tuple[int, ...]()
     if not isinstance(source, bytes):
@@ -290,20 +291,17 @@ class ImageProcessor:
         if self.identity:
             self._processor()
 
-    def require(self, kind: str, where: str) -> None:
-        """Raises InputError: the processor takes no media of this kind."""
-        if not getattr(self._processor(), f"{kind}_token", None):
-            name = type(self._processor()).__name__
-            raise InputError(f"{where}: a {name} has no place for {kind}s: leave them out")
-
     @property
     def rate(self) -> int:
         """The rate (Hz) of the sounds that the model hears."""
         return int(getattr(_hearing(self._processor()), "sampling_rate", 0))
 
     def token(self, kind: str) -> str:
-        """The text of a chat template that stands for an image, a film or a sound."""
-        return str(getattr(self._processor(), f"{kind}_token"))
+        """The text of a chat template for an image, a film or a sound. Raises InputError: none."""
+        if token := getattr(self._processor(), f"{kind}_token", None):
+            return str(token)
+        name = type(self._processor()).__name__
+        raise InputError(f"a {name} has no place for {kind}s: leave them out")
 
     def _replacement(self, kind: str, size: tuple[int, ...]) -> str:
         """The text in place of a medium, which follows from its kind and size alone."""

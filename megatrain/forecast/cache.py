@@ -107,7 +107,7 @@ class ForecastCache(Once):
 
     def model(self, workload: Workload) -> Model:
         key = workload.rule, workload.ranks, workload.hosts, workload.precision
-        return self.once(key, lambda: Model.trained(self.spec, *key))
+        return self.once(key, lambda: Model(self.spec, *key))
 
     def needs(self, workload: Workload, placement: Placement) -> Needs:
         """The memory that lives as long as an engine for the workload."""
@@ -221,5 +221,5 @@ class ForecastCache(Once):
 def second_needs(spec: ModelSpec, precision: Precision, tokens: int, ranks: int = 1) -> Needs:
     """The memory of an engine that only runs the model, of each of `ranks` that share it."""
     tokens *= ranks  # each has the table's rows for the tokens of all
-    model = Model.trained(spec, None, ranks, precision=precision)
+    model = Model(spec, None, ranks, precision=precision)
     return needs_of(model, Placement(), clip=False, tokens=tokens)

@@ -287,7 +287,7 @@ class Measurer:
     @cached_property
     def _head_layout(self) -> TileLayout:
         precision: Precision = "fp32" if self.program.dtype == torch.float32 else "bf16"
-        layouts = Model.trained(self.spec, AdamW(), precision=precision).layouts
+        layouts = Model(self.spec, AdamW(), precision=precision).layouts
         return next(layout for layout in layouts if layout.kind is TileKind.HEAD)
 
     def projected(self, rows: int, chunk: int, h: Shapes) -> LayerWork:

@@ -141,7 +141,7 @@ def continued(
             check = partial(check_cache, source.device, model, len(padded), width + room)
             source.ranks.agree(check)
             settings = sampling.settings(
-                of_model, room=room, stops=stops, pad=pad, cached=takes_cache(model)
+                of_model, room=room, stops=stops, pad=pad, cached=_layers_of(model) is not None
             )
             extras: dict[str, Any] = {}
             if apart:
@@ -225,14 +225,6 @@ def _room(source: Engine, ids: Sequence[Sequence[int]], wanted: int) -> int:
     return limit
 
 
-def takes_cache(model: PreTrainedModel) -> bool:
-    """True if the model computes with a cache; tried once for a model.
-
-    A cache of states alone does not count its tokens, and masks of some families ask for the count.
-    """
-    return _layers_of(model) is not None
-
-
 def cache_bytes(model: PreTrainedModel, rows: int, tokens: int) -> int:
     """Bytes that the model's cache takes of `rows` rows of `tokens` tokens.
 
@@ -257,7 +249,10 @@ def check_cache(device: Device, model: PreTrainedModel, rows: int, tokens: int) 
 
 
 def _layers_of(model: PreTrainedModel) -> _Layers | None:
-    """The cache of each layer; None: the model does not compute with a cache."""
+    """The cache of each layer, tried once for a model; None: it does not compute with a cache.
+
+    A cache of states alone does not count its tokens, and masks of some families ask for the count.
+    """
     if model not in _known:
         try:
             outputs = (_next_token(model, [0] * n, 0, use_cache=True) for n in _TRIED)
@@ -311,5 +306,5 @@ def heeds_mask(model: PreTrainedModel) -> bool:
 
 
 def _logits(model: PreTrainedModel, padding: int) -> Tensor:
-    ids, cached = [_PROMPT[0]] * padding + list(_PROMPT), takes_cache(model)
+    ids, cached = [_PROMPT[0]] * padding + list(_PROMPT), _layers_of(model) is not None
     return _next_token(model, ids, padding, use_cache=cached, output_logits=True).logits[0].float()

@@ -205,7 +205,7 @@ def several_gpus(
 
 def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> list[TileBytes]:
     """All tiles of a training run, equal layers together."""
-    layouts = Model.trained(spec, workload.rule, precision=workload.precision).layouts
+    layouts = Model(spec, workload.rule, precision=workload.precision).layouts
     kept, gradient = tile_planes(workload.rule, workload.dtype), gradient_plane(workload.dtype)
     groups: dict[tuple, list[int]] = {}
     for index, (layout, rests) in enumerate(zip(layouts, resting(placement, layouts), strict=True)):

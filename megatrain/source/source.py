@@ -491,7 +491,7 @@ def open_structure(
     spec = structure(source, trained=optimizer is not None)
     if optimizer is not None and saveable and source.lost is not None:
         raise InputError(f"{source.lost}; or give saveable=False, to train what is never saved")
-    return Model.trained(spec, optimizer, ranks.shards.size, ranks.hosts, precision)
+    return Model(spec, optimizer, ranks.shards.size, ranks.hosts, precision)
 
 
 def choose_trained(

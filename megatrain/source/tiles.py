@@ -1,7 +1,6 @@
 """The tiles of a model, and how much of it computes with a token."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import cached_property
 from math import lcm, prod
 
@@ -55,36 +54,23 @@ def tile_layouts(
     return [*tiles, layout(TileKind.UNUSED, spec.unused)]
 
 
-@dataclass(frozen=True)
 class Model:
-    """A model's structure, its optimizer (None: it is only run), and its tiles.
+    """A model's structure, its optimizer of a rule (None: it is only run), and its tiles.
 
     `ranks` share the tiles, on each of the `hosts`. Layers are computed in `precision`.
     """
 
-    spec: ModelSpec
-    optimizer: StreamedOptimizer | None
-    ranks: int = 1
-    hosts: int = 1
-    precision: Precision = "bf16"
-
-    @classmethod
-    def trained(
-        cls,
+    def __init__(
+        self,
         spec: ModelSpec,
         rule: Rule | None,
         ranks: int = 1,
         hosts: int = 1,
         precision: Precision = "bf16",
-    ) -> "Model":
-        """A model that so many ranks train with an optimizer of this rule; None: run."""
-        optimizer = None if rule is None else StreamedOptimizer(rule, spec.capture.model)
-        return cls(spec, optimizer, ranks, hosts, precision)
-
-    @property
-    def rule(self) -> Rule | None:
-        """The optimizer's; None: the model is only run."""
-        return None if self.optimizer is None else self.optimizer.rule
+    ) -> None:
+        self.spec, self.rule, self.precision = spec, rule, precision
+        self.ranks, self.hosts = ranks, hosts
+        self.optimizer = None if rule is None else StreamedOptimizer(rule, spec.capture.model)
 
     @cached_property
     def layouts(self) -> list[TileLayout]:

@@ -69,7 +69,7 @@ class Card(CpuDevice):
 
 
 def trained(config):
-    return Model.trained(spec(open_source(config).model), AdamW())
+    return Model(spec(open_source(config).model), AdamW())
 
 
 def needs(model, placement):
@@ -176,7 +176,7 @@ class Gpu(CpuDevice):
 def opened(layers=2, *, train=True):
     source = open_source(tiny_config(layers))
     found = spec(source.model)
-    model = Model.trained(found, AdamW()) if train else Model(found, None)
+    model = Model(found, AdamW() if train else None)
     return EngineSetup(source, model, 1.0, "bf16", Gpu(), None, None, None, 0)
 
 
@@ -212,7 +212,7 @@ def test_sizes_that_nobody_gives_are_stated_ones(monkeypatch, tokens, length, wa
 def test_of_several_ranks_each_is_planned_with_its_part(monkeypatch):
     """Of a step's rows, of host memory and of updates, by the link that was measured."""
     alone, ranks = opened(), Alike(0, 3, on_host=3, link_gbps=0.25)
-    model = Model(alone.model.spec, alone.model.optimizer, ranks.size)
+    model = Model(alone.model.spec, alone.model.rule, ranks.size)
     seen: list[Forecast] = []
     search = auto.fastest
     monkeypatch.setattr(auto, "fastest", lambda *given: seen.append(search(*given)) or seen[-1])

@@ -195,12 +195,12 @@ def test_products_of_experts_count_in_fp32_and_in_bf16():
 
 
 def test_of_experts_those_that_a_token_chooses_compute_with_it():
-    model, config = Model.trained(experts_spec(), AdamW()), experts_config()
+    model, config = Model(experts_spec(), AdamW()), experts_config()
     every = sum(layout.num_parameters for layout in model.layouts)
     expert = 3 * config.hidden_size * config.intermediate_size
     idle = (config.num_local_experts - config.num_experts_per_tok) * config.num_hidden_layers
     assert model.computing == (every - idle * expert, every - idle * expert)
-    dense = Model.trained(tiny_spec(), AdamW())
+    dense = Model(tiny_spec(), AdamW())
     assert dense.computing == (sum(layout.num_parameters for layout in dense.layouts),) * 2
 
 
