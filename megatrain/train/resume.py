@@ -10,7 +10,7 @@ from typing import Any
 from megatrain.checkpoint import open_checkpoint
 from megatrain.config import Config
 from megatrain.config.section import shown
-from megatrain.errors import InputError
+from megatrain.errors import InputError, explained
 from megatrain.run_folder.layout import checkpoint_folder, checkpoints, require_plain
 from megatrain.telemetry.metrics import lines
 
@@ -131,23 +131,20 @@ def cut_metrics(path: Path, step: int) -> list[Mapping[str, Any]]:
     require_plain(path)
     kept: list[Mapping[str, Any]] = []
     read = end = 0
-    try:
-        with path.open("a+b") as file:
-            file.seek(0)
-            for line, record in lines(file):
-                read += len(line)
-                number = None if record is None else record.get("step")
-                if isinstance(number, int) and number > step:
-                    break
-                if not line.endswith(b"\n"):
-                    continue  # the last one was cut short
-                if record is not None and isinstance(number, int):
-                    kept.append(record)
-                end = read
-            file.truncate(end)
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise InputError(f"{path}: cannot be continued: {error.strerror}") from error
+    with explained(f"{path}: cannot be continued", of=OSError), path.open("a+b") as file:
+        file.seek(0)
+        for line, record in lines(file):
+            read += len(line)
+            number = None if record is None else record.get("step")
+            if isinstance(number, int) and number > step:
+                break
+            if not line.endswith(b"\n"):
+                continue  # the last one was cut short
+            if record is not None and isinstance(number, int):
+                kept.append(record)
+            end = read
+        file.truncate(end)
+        os.fsync(file.fileno())
     return kept
 
 

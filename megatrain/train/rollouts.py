@@ -32,7 +32,7 @@ from megatrain.config import Config, RolloutSection, step_loss
 from megatrain.data import PLAIN, PromptRow, Prompts, Step, StepLoader
 from megatrain.data.dataset import Layout
 from megatrain.data.tokenizer import pad_id
-from megatrain.errors import InputError, RunFailed, StepRefused, first_line
+from megatrain.errors import InputError, RunFailed, StepRefused, explained, first_line
 from megatrain.generate.sampling import Sampling
 from megatrain.generate.texts import continued, stop_ids
 from megatrain.loss import GRPO, IGNORED, num_labelled
@@ -227,7 +227,7 @@ class Rollouts:
 
         Raises InputError: it is damaged, or of another loss or temperature.
         """
-        try:
+        with explained("the saved replies are damaged", of=(ValueError, TypeError, AttributeError)):
             self._left = int(state.get("left", 0))
             temperature = float(state.get("temperature", 1))  # older checkpoints do not say it
             self._step = [
@@ -237,8 +237,6 @@ class Rollouts:
                 }
                 for micro in state.get("step", [])
             ]
-        except (ValueError, TypeError, AttributeError) as error:
-            raise InputError(f"the saved replies are damaged: {error}") from error
         changed = "loss.name or loss.beta"
         if temperature != self._loss.temperature:
             changed = f"rollout.temperature ({temperature:g}, and now {self._loss.temperature:g})"

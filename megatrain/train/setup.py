@@ -23,7 +23,7 @@ from megatrain.checkpoint.manifest import MODEL
 from megatrain.config import Config, ModelSection
 from megatrain.data import PackedDataset, Prompts, Step, StepLoader, numbered
 from megatrain.device import find_device
-from megatrain.errors import DoesNotFit, InputError
+from megatrain.errors import DoesNotFit, InputError, explained
 from megatrain.forecast.workload import Workload, usual_micro_batch
 from megatrain.model.adapters import adapted
 from megatrain.model.companions import add_ends, tokenizer_files
@@ -492,7 +492,9 @@ def make_schedule(
     Raises InputError: `schedule.options` are not those of this schedule.
     """
     schedule = config.schedule
-    try:
+    refusals = TypeError, ValueError, KeyError, ArithmeticError
+    problem = f"schedule: {schedule.name} cannot be set up"
+    with explained(problem, "correct schedule.options", of=refusals):
         scheduler = get_scheduler(
             schedule.name,
             optimizer,
@@ -505,9 +507,6 @@ def make_schedule(
             with warnings.catch_warnings():  # torch misses the steps before a resume
                 warnings.simplefilter("ignore", UserWarning)
                 scheduler.step()
-    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
-        problem = f"schedule: {schedule.name} cannot be set up: {error}"
-        raise InputError(f"{problem}; correct schedule.options") from error
     return scheduler
 
 
