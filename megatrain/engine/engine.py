@@ -42,7 +42,6 @@ from megatrain.source.sharing import (
     check_call,
     check_shared,
     require_alone,
-    require_whole_rows,
 )
 from megatrain.source.source import EngineSetup
 from megatrain.source.state_io import base_reference
@@ -333,7 +332,11 @@ class PlacedEngine:
             apart: several ranks call it with inputs of their own, but of one shape and as often.
         """
         check_call(self.ranks, self._spec, self._steps, None, NO_LABELS, None)
-        require_whole_rows(self._opened.sequence_ranks, "the model as a whole, for texts,")
+        if self._opened.sequence_ranks.size > 1:
+            raise InputError(
+                "the model as a whole, for texts, is not for ranks that share rows yet; make an "
+                "engine without sequence_parallel"
+            )
         self._require_texts()
         self.flush()
         self._program.train(False)

@@ -86,14 +86,6 @@ def require_alone(ranks: Ranks, what: str) -> None:
         raise InputError(f"{what} is not for several ranks yet; save, and do it with one")
 
 
-def require_whole_rows(sequence_ranks: Ranks, what: str) -> None:
-    """Raises InputError if ranks share every row."""
-    if sequence_ranks.size > 1:
-        raise InputError(
-            f"{what} is not for ranks that share rows yet; make an engine without sequence_parallel"
-        )
-
-
 def _refuse(opened: EngineSetup) -> None:
     spec = opened.model.spec
     if len(spec.gathered) > 1:
