@@ -4,13 +4,45 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import MISSING, fields
 from inspect import Parameter, getattr_static, signature, unwrap
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+from megatrain.base.json_yaml import read_yaml
 from megatrain.base.shipped import shipped
 from megatrain.errors import InputError
-from megatrain.integrations import taken
+
+_TABLE = read_yaml(Path(__file__).with_name("taken.yaml"))  # which says how each is used
+
+
+def _names(kind: str, use: str) -> frozenset[str]:
+    return frozenset(_TABLE[kind][use].split())
+
+
+def _refused(kind: str) -> dict[str, str]:
+    losses, refused = str(shipped("docs/losses.md")), _TABLE[kind]["refused"]
+    return {name: why.replace("docs/losses.md", losses) for name, why in refused.items()}
+
+
+CLASSES = {"Trainer", "_BaseTrainer", "SFTTrainer", "DPOTrainer", "RewardTrainer"}
+
+# Methods and class attributes that a class may override.
+HEEDED_METHODS, NO_MEANING_METHODS = _names("methods", "heeded"), _names("methods", "no_meaning")
+REFUSED_METHODS = dict.fromkeys(_names("methods", "replaced"), "") | _refused("methods")
+
+# Attributes of a trainer.
+HEEDED_ATTRIBUTES = _names("attributes", "heeded")
+NO_MEANING_ATTRIBUTES = _names("attributes", "no_meaning")
+FIXED_ATTRIBUTES = _names("attributes", "fixed")
+
+# Arguments of `TrainingArguments`, `SFTConfig`, `DPOConfig` and `RewardConfig`.
+HEEDED_ARGUMENTS = _names("arguments", "heeded")
+NO_MEANING_ARGUMENTS = _names("arguments", "no_meaning")
+FIXED_ARGUMENTS, REFUSED_ARGUMENTS = _names("arguments", "fixed"), _refused("arguments")
+
+# Constructor options of a trainer, beside the model.
+HEEDED_OPTIONS, REFUSED_OPTIONS = _names("options", "heeded"), _refused("options")
 
 _SHORT = bool | int | float | str | None
 _REPLACED = "the engine takes its place and never calls it; leave it out"
@@ -30,7 +62,7 @@ def check_class(kind: type, mixed_in: type) -> None:
     """
     library = _library(kind)
     trainers = [c for c in library if any(base.__name__ == "Trainer" for base in c.__mro__)]
-    other = next((c for c in trainers if c.__name__ not in taken.CLASSES), None)
+    other = next((c for c in trainers if c.__name__ not in CLASSES), None)
     if other is not None or not library:
         others = shipped("docs/losses.md")
         why = f"take Trainer, SFTTrainer, DPOTrainer or RewardTrainer; others: {others}"
@@ -40,14 +72,14 @@ def check_class(kind: type, mixed_in: type) -> None:
         method = vars(owner)[name]
         made_in = getattr(unwrap(method) if callable(method) else method, "__module__", None)
         if not _of_library(made_in or owner.__module__):
-            why = taken.REFUSED_METHODS.get(name, _UNKNOWN) or _REPLACED
+            why = REFUSED_METHODS.get(name, _UNKNOWN) or _REPLACED
             refuse(f"{owner.__name__}.{name}", why)
 
 
 def decisive_methods(kind: type) -> tuple[str, ...]:
     """The names of a trainer's class that no subclass or patch may redefine."""
     names = {name for owner in _library(kind) for name in vars(owner)}
-    known = taken.HEEDED_METHODS | taken.NO_MEANING_METHODS
+    known = HEEDED_METHODS | NO_MEANING_METHODS
     return tuple(sorted(name for name in names - known if not name.startswith("__")))
 
 
@@ -65,9 +97,9 @@ def by_name(
 def check_options(kind: type, options: dict[str, Any]) -> None:
     """Raises InputError: a trainer is made with an option that is not honoured."""
     names = {name for owner in _library(kind) for name in signature(owner.__init__).parameters}  # type: ignore[misc]
-    for name in sorted(names - taken.HEEDED_OPTIONS - {"self", "model"}):
+    for name in sorted(names - HEEDED_OPTIONS - {"self", "model"}):
         if options.get(name) not in (None, (None, None)):
-            refuse(name, taken.REFUSED_OPTIONS.get(name, _UNKNOWN))
+            refuse(name, REFUSED_OPTIONS.get(name, _UNKNOWN))
 
 
 def check_arguments(args: Any) -> None:
@@ -75,7 +107,7 @@ def check_arguments(args: Any) -> None:
     library = next((c for c in type(args).__mro__ if _of_library(c.__module__)), None)
     if library is None:
         return
-    known = taken.HEEDED_ARGUMENTS | taken.FIXED_ARGUMENTS | taken.NO_MEANING_ARGUMENTS
+    known = HEEDED_ARGUMENTS | FIXED_ARGUMENTS | NO_MEANING_ARGUMENTS
     for field in fields(library):
         default = field.default
         if field.default_factory is not MISSING:
@@ -85,7 +117,7 @@ def check_arguments(args: Any) -> None:
         if field.name not in known and value != default and not (is_empty and not default):
             if field.name == "bf16_full_eval" and args.bf16:
                 continue
-            refuse(f"args.{field.name}", taken.REFUSED_ARGUMENTS.get(field.name, _UNKNOWN))
+            refuse(f"args.{field.name}", REFUSED_ARGUMENTS.get(field.name, _UNKNOWN))
 
 
 class DecisiveSettings:
@@ -110,9 +142,9 @@ class DecisiveSettings:
 
 def _decisive(trainer: Any) -> dict[str, Any]:
     values = vars(trainer)
-    names = taken.FIXED_ARGUMENTS | taken.REFUSED_ARGUMENTS.keys()
+    names = FIXED_ARGUMENTS | REFUSED_ARGUMENTS.keys()
     args = {f"args.{name}": getattr(trainer.args, name, None) for name in sorted(names)}
-    attributes = {name: values[name] for name in sorted(taken.FIXED_ATTRIBUTES) if name in values}
+    attributes = {name: values[name] for name in sorted(FIXED_ATTRIBUTES) if name in values}
     methods = {name: values[name] for name in decisive_methods(type(trainer)) if name in values}
     config = trainer.model.config.get_text_config(decoder=True).to_dict()
     model = {f"model.config.{n}": value for n, value in config.items() if n not in _ALIGNED}

@@ -21,8 +21,7 @@ from megatrain.compat.peft import is_peft_model
 from megatrain.compat.transformers import num_items
 from megatrain.errors import InputError
 from megatrain.integrations import heeded, objectives, trainer_model
-from megatrain.integrations.heeded import refuse
-from megatrain.integrations.taken import REFUSED_OPTIONS
+from megatrain.integrations.heeded import REFUSED_OPTIONS, refuse
 from megatrain.model.routers import ask_for
 from megatrain.optim import AdamW
 

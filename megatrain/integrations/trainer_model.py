@@ -17,8 +17,7 @@ from megatrain.compat.peft import is_peft_model
 from megatrain.compat.transformers import MULTIMODAL_CLASSES, scores_rows
 from megatrain.data import load_tokenizer
 from megatrain.errors import InputError
-from megatrain.integrations.heeded import refuse
-from megatrain.integrations.taken import REFUSED_OPTIONS
+from megatrain.integrations.heeded import REFUSED_OPTIONS, refuse
 
 _FACTS = bool | int | float | str | None  # types of attributes that anybody may read
 

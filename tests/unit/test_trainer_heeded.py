@@ -22,7 +22,7 @@ from transformers import (
 from transformers.utils.import_utils import enable_tf32
 
 from megatrain.errors import InputError
-from megatrain.integrations import StreamedTrainer, heeded, taken
+from megatrain.integrations import StreamedTrainer, heeded
 from megatrain.integrations.objectives import Scores, Waiting
 from tests.families.tiny import tiny_model
 from tests.parity.cases import llama
@@ -51,7 +51,7 @@ TRAINERS = {
     trl.RewardTrainer: trl.RewardConfig,
 }
 TABLES = {
-    kind: [getattr(taken, name) for name in vars(taken) if name.endswith(f"_{kind}")]
+    kind: [getattr(heeded, name) for name in vars(heeded) if name.endswith(f"_{kind}")]
     for kind in ("METHODS", "ATTRIBUTES", "ARGUMENTS", "OPTIONS")
 }
 
@@ -286,7 +286,7 @@ def test_a_method_of_a_step_may_not_be_overridden(tmp_path):
             for kind in (mixed(own), type("Last", (mixed(plain),), {name: 0})):
                 with pytest.raises(InputError, match=rf"cannot heed \w+\.{name}: \w"):
                     heeded.check_class(kind, StreamedTrainer)
-        for name in taken.HEEDED_METHODS:
+        for name in heeded.HEEDED_METHODS:
             heeded.check_class(mixed(type("Own", (plain,), {name: None})), StreamedTrainer)
     with pytest.raises(InputError, match="cannot heed KTOTrainer: take Trainer"):
         heeded.check_class(mixed(trl.KTOTrainer), StreamedTrainer)
@@ -317,7 +317,7 @@ def test_an_argument_that_is_not_heeded_is_refused_by_name(tmp_path):
         heeded.check_arguments(args)
     for config in TRAINERS.values():
         made = config(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-        for name in taken.REFUSED_ARGUMENTS.keys() & {field.name for field in fields(config)}:
+        for name in heeded.REFUSED_ARGUMENTS.keys() & {field.name for field in fields(config)}:
             changed = copy.copy(made)
             setattr(changed, name, 0.7)
             with pytest.raises(InputError, match=rf"cannot heed args\.{name}: \w"):
