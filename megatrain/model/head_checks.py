@@ -11,8 +11,8 @@ vocabulary. Further steps of models (scaling, capping) act on each logit alone. 
 forward with a shorter table gives the logits of some tokens, by which the head is tried.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
