@@ -415,7 +415,7 @@ def test_weights_are_read_in_place_only_where_memory_is_shared():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_shared_memory_takes_no_slots_lanes_or_staging(precision):
     """In fp32 sums neither; what is left beside the planes are rows and small numbers."""
-    model = replace(trained(MID), precision=precision)
+    model = Model(spec(open_source(MID).model), AdamW(), precision=precision)
     one, shared = (
         needs_of(model, Placement(slots=slots), clip=True, tokens=64) for slots in (1, 0)
     )
