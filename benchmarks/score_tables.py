@@ -93,6 +93,24 @@ def lines() -> list[str]:
     return text[:-1]
 
 
+def pictures() -> list[str]:
+    """A line for each result of `benchmarks.pictures`."""
+    text = ["| machine | taught | read before | read after | time |", "|---" * 5 + "|"]
+    for file in sorted(RESULTS.glob("pictures-*.json")):
+        result = json.loads(file.read_text(encoding="utf-8"))
+        after = result["after"]
+        low, high = wilson(after, result["seen"])
+        cells = [
+            f"{result['environment']['usable_cores']} CPU cores",
+            f"{result['rows']:,} pictures, {result['steps']} steps of 64",
+            f"{result['before']:.1%}",
+            f"**{after:.1%}** ({low:.1%} to {high:.1%})",
+            f"{result['seconds'] / 60:.0f} min",
+        ]
+        text.append("| " + " | ".join(cells) + " |")
+    return text
+
+
 def draw(path: Path) -> None:
     """The training losses of the first machine with several seeds: means, and the seeds' range."""
     import matplotlib

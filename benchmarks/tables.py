@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.long_context import attention_tflops
 from benchmarks.rivals import rows as rival_rows
 from benchmarks.score_tables import lines as scores
+from benchmarks.score_tables import pictures
 from benchmarks.step import StepCase
 from megatrain.placement import renamed
 
@@ -154,6 +155,7 @@ def sections() -> dict[tuple[Path, str], list[str]]:
         (readme, "results"): largest[1:],
         (page, "steps"): [*HEAD, *rows()],
         (ROOT / "docs" / "results.md", "scores"): scores(),
+        (ROOT / "docs" / "results.md", "pictures"): pictures(),
         (page, "results"): ["```", *commands(), "```", *chain(*others)],
     }
 

@@ -9,10 +9,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
-    BertForTokenClassification,
     LlamaConfig,
     LlamaForCausalLM,
-    LlamaForSequenceClassification,
     PreTrainedModel,
 )
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -273,6 +271,13 @@ class Tempered(LlamaForCausalLM):
         return result
 
 
+def with_head(count):
+    """A model with so many logits for a vocabulary of 128."""
+    model = llama()
+    model.lm_head = nn.Linear(model.config.hidden_size, count, bias=False)
+    return model
+
+
 OTHER_LOSSES = {
     "z-loss": (lambda: of(WithZLoss), "loss not what its loss_function makes"),
     "weights": (lambda: of(Weighted), "loss not what its loss_function makes"),
@@ -283,14 +288,7 @@ OTHER_LOSSES = {
     ),
     "not tried": (lambda: of(WithPenalty), "loss in WithPenalty's forward cannot be computed"),
     "masked": (lambda: BertForMaskedLM(BertConfig(**BERT)), "at its own place.*CausalLM"),
-    "tokens": (
-        lambda: BertForTokenClassification(BertConfig(**BERT, num_labels=5)),
-        "5 numbers.*CausalLM",
-    ),
-    "rows": (
-        lambda: LlamaForSequenceClassification(llama(pad_token_id=0).config),
-        "2 scores of a row.*CausalLM",
-    ),
+    "a head of few": (lambda: with_head(5), "5 numbers.*CausalLM"),
 }
 
 
@@ -303,9 +301,7 @@ def test_another_loss_or_head_is_refused(make, said):
 
 def padded_head():
     """160 logits for a vocabulary of 128, as of tables that are padded for speed."""
-    model = llama()
-    model.lm_head = nn.Linear(model.config.hidden_size, 160, bias=False)
-    return model
+    return with_head(160)
 
 
 ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.0}
