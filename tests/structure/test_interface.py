@@ -77,6 +77,13 @@ def test_other_tools_run_what_anyone_can_run(path):
             assert (ROOT / program).is_file(), command
 
 
+def test_every_document_is_a_page_of_the_site():
+    """`make site` refuses others; here it shows before that."""
+    pages = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    missing = [path.name for path in (ROOT / "docs").glob("*.md") if f"/{path.name}" not in pages]
+    assert not missing, f"not in mkdocs.yml: {missing}"
+
+
 def test_makefile_targets_say_what_they_do():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in make_targets():
