@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatrain.compat.torch import SOFTMAX_BACKWARD, TorchDispatchMode, memory_of, schema_of
 from megatrain.forecast.op_counter import (
+    EXPERTS,
     LayerWork,
     OpCounter,
     Shape,
@@ -62,6 +63,9 @@ class Op:
         product_bytes: of a product in fp32 that it needs besides where a graph was kept: so a layer
             of gpt-oss takes 6.4 matrices of logits on an H200, and 4.4 where nothing is kept.
         again: True if a fused kernel of the backward may compute it again.
+        light: True of products of experts and cuDNN's attention, which are missing among what
+            torch's partitioner counts as heavy (`compute_intensive_ops`): within a budget a graph
+            holds what they read, and the backward computes them again.
     """
 
     work: Work
@@ -70,6 +74,7 @@ class Op:
     scratch_bytes: int = 0
     again: bool = True
     product_bytes: int = 0
+    light: bool = False
 
     @property
     def extern(self) -> bool:
@@ -112,7 +117,8 @@ class _Recorder(TorchDispatchMode):
             reads = set() if name.startswith(_SHAPED_LIKE) else reads
             product = 4 * out.numel() if func is SOFTMAX_BACKWARD else 0
             again, scratch = name not in _NOT_AGAIN, scratch + product // 2
-            self.ops.append(Op(work, (*sorted(reads),), (*writes,), scratch, again, product))
+            traits = again, product, func is EXPERTS or work.attention_flops > 0
+            self.ops.append(Op(work, (*sorted(reads),), (*writes,), scratch, *traits))
         return out
 
 
@@ -236,7 +242,7 @@ class Compiled:
         self._least = {base for n in read for base in self._base(n)} - trace.inputs
         rest = self._least_cut(read - by_library, by_library | trace.inputs)
         self._saved = by_library - trace.inputs | rest
-        self._fewest = self._least_cut(read, trace.inputs)
+        self._fewest = self._least_cut(read, trace.inputs, light=True)
 
     def forward(self) -> Work:
         return self._phase(self._forward, set(), self._t.results)
@@ -290,14 +296,14 @@ class Compiled:
         """Results of as many FLOPs as fit in a share of what a graph holds by default.
 
         As in torch._functorch.partitioners (dp_knapsack): 1 / 10,000 of the default is the unit in
-        which sizes count. Attention is no part of it: cuDNN's is missing among the operations that
-        count as heavy there (`compute_intensive_ops`), so it is computed again.
+        which sizes count. Light operations are no part of it.
         """
         unit = max(1, self._size(self._saved)) / _UNITS
         small = {n for n in self._least if not self._producer[n].extern}
         best: dict[int, tuple[int, frozenset[int]]] = {0: (0, frozenset(small))}
         for op in self._forward:
-            flops, results = op.work.product_flops, self._least.intersection(op.writes)
+            flops = 0 if op.light else op.work.product_flops
+            results = self._least.intersection(op.writes)
             if not flops or not results:
                 continue
             size = round(self._size(results) / unit)
@@ -314,16 +320,19 @@ class Compiled:
         """Storages from which elementwise work alone computes one."""
         if storage not in self._bases:
             op = self._producer.get(storage)
-            if op is None or op.extern or storage in self._t.inputs or self._small(storage, op):
+            heavy = op is not None and op.extern and not op.light
+            if op is None or heavy or storage in self._t.inputs or self._small(storage, op):
                 self._bases[storage] = frozenset({storage})
             else:
                 self._bases[storage] = frozenset(b for n in op.reads for b in self._base(n))
         return self._bases[storage]
 
-    def _least_cut(self, wanted: set[int], kept: set[int]) -> set[int]:
+    def _least_cut(self, wanted: set[int], kept: set[int], *, light: bool = False) -> set[int]:
         """The fewest bytes from which, beside `kept`, elementwise work computes what is wanted.
 
         As torch's partitioner cuts a graph: of two products whose sum is wanted the sum is held.
+
+        Args: `light`: or light products do.
         """
         graph = nx.DiGraph()
         graph.add_nodes_from(("forward", "backward"))
@@ -335,7 +344,8 @@ class Compiled:
                 continue
             graph.add_edge((n, "made"), (n, "held"), capacity=self._t.sizes[n])
             op = self._producer.get(n)
-            if op is None or op.extern or not op.again or self._small(n, op):
+            passed = light and op is not None and op.light
+            if op is None or (op.extern and not passed) or not op.again or self._small(n, op):
                 graph.add_edge("forward", (n, "made"))
                 continue
             reads = [read for read in op.reads if read not in kept]

@@ -368,7 +368,7 @@ _experts_product.register_autograd(
 _ATTENTION = torch.ops.megatrain.attention.default
 _ATTENTION_BACKWARD = torch.ops.megatrain.attention_backward.default
 _WITH_SINKS = "megatrain::attention_with_sinks"  # model/sinks.py
-_EXPERTS = torch.ops.megatrain.experts_product.default
+EXPERTS = torch.ops.megatrain.experts_product.default
 _EXPERTS_BACKWARD = torch.ops.megatrain.experts_product_backward.default
 _OVERWRITES = (
     torch.ops.aten.zero_.default,
@@ -436,7 +436,7 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
         return Work(attention_backward_flops=flops, kernels=1), query.numel() * 4
     if func.name() in (_WITH_SINKS, f"{_WITH_SINKS}_backward"):
         return _attention_with_sinks(func, args, sum(tensor.nbytes for tensor in tensors(out)))
-    if func in (_EXPERTS, _EXPERTS_BACKWARD):
+    if func in (EXPERTS, _EXPERTS_BACKWARD):
         rows, weights = sorted(args[-2:], key=Tensor.dim)
         return Work(product_flops=2 * rows.numel() * weights.shape[-1], kernels=1), 0
     count = flop_registry.get(packet_of(func))

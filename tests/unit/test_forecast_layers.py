@@ -24,7 +24,14 @@ from megatrain.source.source import open_source
 from tests.parity.cases import Noting
 from tests.parity.test_tiles import TAKEN, model_of
 from tests.sweeps import few
-from tests.unit.forecast_cases import layer_call, small_machine, tiny_config, wide_config, wide_spec
+from tests.unit.forecast_cases import (
+    experts_config,
+    layer_call,
+    small_machine,
+    tiny_config,
+    wide_config,
+    wide_spec,
+)
 from tests.unit.test_forecast import forecasts
 
 TOKENS, ROWS, WIDTH = 512, 2, 256
@@ -252,3 +259,16 @@ def test_what_lies_where_an_uncounted_tensor_ended_is_counted():
         with counter:
             kept = [torch.empty(1) for _ in range(100)]
     assert counter.total_bytes == len(kept) * 256
+
+
+def test_the_backward_of_a_kept_graph_computes_products_of_experts_again():
+    """torch's partitioner does not count them as heavy, so a kept graph does not hold them.
+
+    On an H200 a layer's graph of 12 x 4,096 tokens takes 0.84 GB in gpt-oss-120B (LoRA of attention
+    and experts); 0.88 are foretold, and 3.58 were while it was foretold to hold them.
+    """
+    profile = Profile(spec(open_source(experts_config()).model), torch.bfloat16, 512, compiled=True)
+    work, rows = profile.layer(0, 4), 4 * 512 * 2  # a token has two experts
+    products = 2 * rows * 256 * (2 * 256 + 256)
+    assert work.kept_backward.product_flops - work.backward.product_flops == products
+    assert work.keeping.kept_bytes < work.again.kept_bytes / 4
