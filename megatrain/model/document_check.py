@@ -25,16 +25,20 @@ from megatrain.base.units import gib
 from megatrain.compat.transformers import attention_of
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.loss import IGNORED
+from megatrain.model.capture import Rows
 from megatrain.model.documents import (
     BY_LENGTHS,
     BY_MASKS,
     document_edges,
     document_starts,
     is_packed,
+    packed_positions,
     unpacked,
 )
 from megatrain.model.media import of_media
+from megatrain.model.micro_batch import MicroBatch
 from megatrain.model.program import ModelProgram
+from megatrain.model.spec import ModelSpec
 from megatrain.parallel.distributed import ALONE, Ranks
 
 _log = logging.getLogger(__name__)
@@ -186,6 +190,35 @@ class DocumentCheck:
         apart = alone_NL.cpu()[alone["attention_mask"].bool()]
         limit = TOLERANCE if self._dtype == torch.float32 else MOST_NOISE[self._dtype]
         return change_of(losses_BT.flatten(), apart) <= limit
+
+
+def check_documents(spec: ModelSpec) -> None:
+    """Refuse a model whose own masks let a document see the one before it.
+
+    This needs no data. `DocumentCheck` still tries models that pass, in their steps.
+
+    Raises InputError: it is such a model.
+    """
+    program = ModelProgram(spec, torch.device("cpu"), torch.float32)
+    if program.may_attend_by_lengths or not spec.capture.accepts("position_ids"):
+        return
+    shapes = {name: p.shape for name, p in spec.capture.model.named_parameters()}
+    tables = {n: torch.zeros(1, *shapes[n][1:], requires_grad=True) for n in spec.gathered}
+    weights = {name: torch.zeros(shapes[name], requires_grad=True) for name in spec.prologue}
+    first, size = 6, 13  # tokens; numbers that are no usual width of a head
+    ids = torch.zeros(1, size, dtype=torch.long)
+    positions = torch.cat([torch.arange(first), torch.arange(size - first)])[None]
+    rows = Rows(ids, ids, tables, ids[0, :1])
+    inputs = {"input_ids": ids, "position_ids": positions}
+    positions = packed_positions(spec.capture.model, inputs)
+    micro = MicroBatch(inputs | {"position_ids": positions}, ids, rows)
+    with torch.enable_grad():
+        program.prologue(weights, micro)
+    leaves = [leaf for call in micro.calls for leaf in call.leaves if isinstance(leaf, Tensor)]
+    masks = [leaf for leaf in leaves if leaf.ndim > 2 and leaf.shape[-2:] == (size, size)]
+    across = [mask[..., first:, :first] for mask in masks]
+    if any(bool((part if part.dtype == torch.bool else part > -1).any()) for part in across):
+        raise InputError(_MIXED.format(spec.capture.model.config.model_type))
 
 
 @dataclass(frozen=True)

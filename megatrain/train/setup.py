@@ -27,6 +27,7 @@ from megatrain.errors import DoesNotFit, InputError, explained
 from megatrain.forecast.workload import Workload, usual_micro_batch
 from megatrain.model.adapters import adapted
 from megatrain.model.companions import add_ends, tokenizer_files
+from megatrain.model.document_check import check_documents
 from megatrain.model.float8 import require_float8
 from megatrain.model.sizes import check_sequence_length
 from megatrain.model.trained import Trained
@@ -304,6 +305,8 @@ def _structure(config: Config, begun: ResolvedModel, written: PreTrainedConfig) 
     opened = open_structure(source, rule, ALONE, config.engine.precision, saveable=True)
     if isinstance(placement := config.engine.placement_value(), Placement):
         resting(placement, opened.layouts)
+    if config.data.packing and config.loss.kind is None:
+        check_documents(opened.spec)
     if opened.spec.label_shift == 0 and config.loss.head is None:
         raise InputError(
             f"the loss of {source.model.config.model_type} compares logits with the labels of the "
