@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache
-from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -99,30 +97,8 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-@cache
-def _count_grouped_products() -> None:
-    """Let torch's partitioner weigh grouped products: to it they cost nothing to compute again."""
-    from torch._functorch import partitioners
-    from torch.utils.flop_counter import flop_registry, register_flop_formula
-
-    grouped, listed = torch.ops.aten._grouped_mm, partitioners.get_default_op_list
-
-    def with_grouped() -> Any:
-        kinds = listed()
-        kinds.compute_intensive_ops.add(grouped)
-        return kinds
-
-    def flops(left: torch.Size, right: torch.Size, *_: Any, **__: Any) -> int:
-        return 2 * prod(left) * right[-1]
-
-    partitioners.get_default_op_list = with_grouped
-    if grouped not in flop_registry:
-        register_flop_formula(grouped)(flops)
-
-
 def recomputing(share: float) -> AbstractContextManager[None]:
     """A reusable context; functions compiled within keep `share` of their activations."""
-    _count_grouped_products()
     return torch._functorch.config.patch(activation_memory_budget=share)
 
 

@@ -20,7 +20,7 @@ from megatrain import AdamW, DoesNotFit, Engine, Placement
 from megatrain.base.seeds import derived_seed
 from megatrain.base.units import GIB
 from megatrain.cli.models import qwen2_config
-from megatrain.compat.torch import num_compilations, recomputing
+from megatrain.compat.torch import num_compilations
 from megatrain.engine.head import Head
 from megatrain.loss import cross_entropy_sum
 from megatrain.model import init
@@ -349,20 +349,3 @@ def test_bf16_logits_are_summed_in_fp32():
         torch.set_default_dtype(torch.float32)
     assert in_chunks.dtype == torch.float32
     torch.testing.assert_close(in_chunks.double(), wanted, rtol=1e-5, atol=0)
-
-
-def test_grouped_products_are_no_cheap_work_to_compute_again():
-    """torch's partitioner does not know them: of a kept graph it would compute all again."""
-    narrow, wide = torch.randn(4, 64, 128).bfloat16(), torch.randn(4, 128, 512).bfloat16()
-    ends, saved = torch.tensor([64, 100, 200, 256], dtype=torch.int32), []
-    x = torch.randn(256, 64, dtype=torch.bfloat16, requires_grad=True)
-
-    def experts(x):
-        rows = torch._grouped_mm(x, narrow, offs=ends)
-        rows = torch._grouped_mm(torch.nn.functional.silu(rows) * rows, wide, offs=ends)
-        return rows * rows.sigmoid()
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, id)
-    with recomputing(0.3), torch._inductor.config.patch(force_disable_caches=True), hooks:
-        torch.compile(experts)(x)
-    assert (256, 128) in saved and (256, 512) not in saved
