@@ -190,7 +190,7 @@ class LossSection(NamedSection):
         pairs = "make pairs of a better and a worse reply and take dpo (docs/losses.md)"
         instead = {"simpo": "take dpo with loss_type: sigmoid_norm", "orpo": "take dpo"}
         instead |= {"kto": pairs, "rloo": "take grpo"}
-        if name in instead:
+        if isinstance(name, str) and name in instead:
             raise ValueError(f"{name} has been given up; {instead[name]}")
         return name
 

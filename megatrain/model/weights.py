@@ -16,6 +16,7 @@ from functools import cache, partial
 from itertools import chain
 from operator import methodcaller
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import torch
@@ -191,10 +192,16 @@ def read_weights(
     if packing := unpacked_format(read_json(folder / "config.json")):
         text = "%s: unpacked from %s to %s; exports are unpacked, without quantization_config"
         log.info(text, folder, packing, str(source_dtype(folder)).removeprefix("torch."))
+    failed = Event()
 
     def deliver(recipe: Recipe) -> None:
-        for name, tensor in plan.build(recipe, packed).items():
-            write(name, tensor)
+        try:
+            if not failed.is_set():
+                for name, tensor in plan.build(recipe, packed).items():
+                    write(name, tensor)
+        except BaseException:
+            failed.set()
+            raise
 
     reads: dict[Future[None], int] = {}
     with ThreadPoolExecutor(threads, thread_name_prefix="read-weights") as pool:
@@ -208,7 +215,7 @@ def read_weights(
             while reads:
                 _end(reads)
         except BaseException:  # Ctrl-C included
-            pool.shutdown(cancel_futures=True)
+            failed.set()
             raise
     return left_out
 

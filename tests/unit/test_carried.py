@@ -121,7 +121,7 @@ def test_merged_adapters_are_exported_with_everything(folder, tmp_path):
     [
         ("bert", "BertForMaskedLM", "names BertForMaskedLM"),
         ("llama", "LlamaModel", "names LlamaModel"),
-        ("llama", "LlamaForTokenClassification", "names LlamaForTokenClassification"),
+        ("llama", "LlamaForQuestionAnswering", "names LlamaForQuestionAnswering"),
         ("bart", "BartForConditionalGeneration", "names BartForConditionalGeneration"),
         ("qwen3_5", "Qwen3_5ForCausalLM", "let architectures in config.json name Qwen3_5ForCond"),
         ("qwen3_5", None, "let architectures in config.json name Qwen3_5ForConditionalGeneration"),

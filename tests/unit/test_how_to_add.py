@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from megatrain import AdamW, Engine
+from megatrain import AdamW, Engine, Placement
 from megatrain.device import CpuDevice
 from megatrain.loss import GRPO, Loss
 from megatrain.optim import NO_DECAY, Rule
@@ -58,7 +58,7 @@ def test_the_loss_counts_likely_labels_less(shown):
 
 def test_the_device_counts_weights_and_gradients(shown):
     device = shown["CountingDevice"]()
-    with make_engine(llama(), device=device) as engine:
+    with make_engine(llama(), device=device, placement=Placement()) as engine:
         engine.step(STEP)
         assert device.copied_bytes > 4 * engine.num_parameters
 

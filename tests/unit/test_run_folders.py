@@ -155,7 +155,7 @@ Rows = Sequence[dict[str, Tensor]]
 class Scale:
     """An engine whose loss of a labelled position is its label."""
 
-    batch_ranks = ALONE
+    batch_ranks, label_shift = ALONE, 1
 
     def __init__(self):
         self.sizes: list[int] = []
