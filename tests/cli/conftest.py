@@ -96,6 +96,27 @@ def base(tmp_path_factory, tokenizer_folder):
     return folder / "run" / "model"
 
 
+@pytest.fixture
+def file_of_rows(run_file, base):
+    """Writes a run file that trains the base model on these rows, with this loss."""
+
+    def made(rows, loss, lr, **training):
+        data = run_file.parent / "rows.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        tree = yaml.safe_load(run_file.read_text())
+        tree["model"] = {"path": str(base)}
+        tree["data"] |= {"kind": "auto", "path": str(data), "sequence_length": 48}
+        tree["data"] |= {"eval_fraction": 0.2}
+        tree["training"] |= {"micro_batch_size": 3} | training
+        tree["optimizer"] = {"lr": lr}
+        tree["schedule"] = {"name": "constant"}
+        tree["loss"] = loss
+        run_file.write_text(yaml.safe_dump(tree))
+        return run_file
+
+    return made
+
+
 @pytest.fixture(scope="session")
 def talker(base, tmp_path_factory):
     """The folder of a run that trained it on one talk."""

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, pipeline
 
@@ -34,26 +33,14 @@ def rows_of(kind):
 
 
 @pytest.fixture
-def class_file(run_file, base, tmp_path):
-    def made(kind, **changes):
-        tree = yaml.safe_load(run_file.read_text())
-        data = tmp_path / "rows.jsonl"
-        data.write_text(
-            "".join(json.dumps(row) + "\n" for row in changes.get("rows", rows_of(kind)))
-        )
-        tree["model"] = {"path": str(base)}
-        tree["data"] |= {"kind": "auto", "path": str(data), "sequence_length": 48}
-        tree["data"] |= {"eval_fraction": 0.2}
-        tree["training"] |= {"steps": 12, "batch_size": 8, "micro_batch_size": 3, "eval_every": 6}
-        tree["optimizer"] = {"lr": 0.005}
-        tree["schedule"] = {"name": "constant"}
+def class_file(file_of_rows):
+    def made(kind, rows=None, loss=None):
         name = "sequence_classification" if kind == "several" else kind
-        tree["loss"] = {"name": name, "labels": [*WORDS]}
+        chosen = {"name": name, "labels": [*WORDS]}
         if kind == "several":
-            tree["loss"]["problem_type"] = "multi_label_classification"
-        tree["loss"] |= changes.get("loss", {})
-        run_file.write_text(yaml.safe_dump(tree))
-        return run_file
+            chosen["problem_type"] = "multi_label_classification"
+        times = {"steps": 12, "batch_size": 8, "eval_every": 6}
+        return file_of_rows(rows or rows_of(kind), chosen | (loss or {}), 0.005, **times)
 
     return made
 

@@ -40,20 +40,9 @@ def pair(number):
 
 
 @pytest.fixture
-def preference_file(run_file, base, tmp_path):
+def preference_file(file_of_rows):
     def made(rows, **loss):
-        tree = yaml.safe_load(run_file.read_text())
-        data = tmp_path / "replies.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        tree["model"] = {"path": str(base)}
-        tree["data"] |= {"kind": "auto", "path": str(data), "sequence_length": 48}
-        tree["data"] |= {"eval_fraction": 0.2}
-        tree["training"] |= {"steps": 6, "batch_size": 4, "micro_batch_size": 3, "eval_every": 3}
-        tree["optimizer"] = {"lr": 0.003}
-        tree["schedule"] = {"name": "constant"}
-        tree["loss"] = loss
-        run_file.write_text(yaml.safe_dump(tree))
-        return run_file
+        return file_of_rows(rows, loss, 0.003, steps=6, batch_size=4, eval_every=3)
 
     return made
 
