@@ -6,6 +6,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 
@@ -15,7 +16,7 @@ def end() -> None:
 
 
 def start(work: Callable[[], Any]) -> int:
-    """The process id of a child that does `work` and ends with 0; with 1 if that raises."""
+    """The process id of a child that does `work` and ends with 0, as it exits, or with 1."""
     child = os.fork()
     if child:
         return child
@@ -24,11 +25,14 @@ def start(work: Callable[[], Any]) -> int:
     try:
         work()
         code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError, AttributeError):  # a full disk, or closed
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 

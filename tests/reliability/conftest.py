@@ -1,33 +1,26 @@
-"""One process to fork runs from, and runs."""
+"""Runs in processes of their own."""
 
 import pytest
 
-from tests.reliability.cases import Zygote, toy_run
-
-
-@pytest.fixture(scope="session")
-def zygote():
-    started = Zygote()
-    yield started
-    started.close()
+from tests.reliability.cases import start_run, toy_run
 
 
 @pytest.fixture(scope="module")
-def whole(request, tmp_path_factory, tokenizer_folder, zygote):
+def whole(request, tmp_path_factory, tokenizer_folder):
     """The folder of a run that nothing happened to, with the module's CHOICES."""
     folder = tmp_path_factory.mktemp("whole")
     run = toy_run(folder, tokenizer_folder, **request.module.CHOICES)
-    zygote.start("train", run, log=folder / "log").finish()
+    start_run("train", run, log=folder / "log").finish()
     return folder / "run"
 
 
 @pytest.fixture
-def start(zygote, run, tmp_path):
+def start(run, tmp_path):
     """Starts the run after some Python, with more arguments."""
 
     def begin(before: str = "", *arguments: object):
         log = tmp_path / f"log-{len(list(tmp_path.glob('log-*')))}"
-        return zygote.start("train", run, *arguments, log=log, before=before)
+        return start_run("train", run, *arguments, log=log, before=before)
 
     return begin
 

@@ -22,7 +22,14 @@ import psutil
 from megatrain.data import train_bpe_tokenizer
 from megatrain.telemetry.metrics import read_metrics
 from tests.cli.cases import SENTENCES, sets
-from tests.reliability.cases import Run, Zygote, checkpoint_steps, logged, model_bytes, toy_run
+from tests.reliability.cases import (
+    Run,
+    checkpoint_steps,
+    logged,
+    model_bytes,
+    start_run,
+    toy_run,
+)
 
 PER_PROCESS = (25, 250)  # steps, about: short ones resume often, long ones show what grows
 MIB = 1 << 20
@@ -115,7 +122,7 @@ def check_flat(seen: list[dict[str, int]], more: dict[str, int]) -> None:
         assert after <= before + more[name], f"{name} grew from {before} to {after}"
 
 
-def soak(folder: Path, zygote: Zygote, steps: int, seed: int) -> None:
+def soak(folder: Path, steps: int, seed: int) -> None:
     """Raises AssertionError where the promise does not hold."""
     choice, rule = random.Random(seed), RULES[seed % len(RULES)]
     learned = learning(choice, rule)
@@ -128,7 +135,7 @@ def soak(folder: Path, zygote: Zygote, steps: int, seed: int) -> None:
     for name in ("whole", "soaked"):
         toy_run(folder / name, tokenizer, **choices, checkpoint__keep=2, output__log_every=100)
     started = time.monotonic()
-    zygote.start("train", folder / "whole" / "run.yaml", log=folder / "log").finish()
+    start_run("train", folder / "whole" / "run.yaml", log=folder / "log").finish()
     print(f"uninterrupted: {time.monotonic() - started:.0f} s", flush=True)
     run_file, log = folder / "soaked" / "run.yaml", folder / "soaked" / "run" / "metrics.jsonl"
     processes = 0
@@ -137,7 +144,7 @@ def soak(folder: Path, zygote: Zygote, steps: int, seed: int) -> None:
         place = placement(choice)
         engine = sets(engine__placement=place, engine__disk=str(folder))
         arguments = ["train", run_file, "--resume", *engine]
-        run = zygote.start(*arguments, log=folder / f"log-{processes}")
+        run = start_run(*arguments, log=folder / f"log-{processes}")
         about = choice.choice(PER_PROCESS)
         seen = watch(run, log, newest + choice.randint(about // 2, about * 3 // 2))
         deed = choice.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -158,12 +165,10 @@ def soak(folder: Path, zygote: Zygote, steps: int, seed: int) -> None:
 
 def main() -> None:
     steps, *seeds = [int(argument) for argument in sys.argv[1:]] or [600]
-    zygote = Zygote()
     for seed in seeds or range(len(RULES)):
         folder = Path(tempfile.mkdtemp(prefix=f"megatrain-soak-{seed}-"))
-        soak(folder, zygote, steps, seed)
+        soak(folder, steps, seed)
         shutil.rmtree(folder)
-    zygote.close()
 
 
 if __name__ == "__main__":

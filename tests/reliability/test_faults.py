@@ -14,7 +14,7 @@ import pytest
 from megatrain.checkpoint import verify
 from megatrain.telemetry.metrics import read_metrics
 from tests.cli.cases import sets
-from tests.reliability.cases import AT_STEP, logged, model_bytes, toy_run
+from tests.reliability.cases import AT_STEP, logged, model_bytes, start_run, toy_run
 
 SLOW = pytest.mark.exhaustive
 CHOICES = {"training__steps": 8, "training__eval_every": 4, "checkpoint__every": 3}
@@ -77,15 +77,15 @@ loop.prepare = both
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @SLOW
-def test_a_full_disk_under_the_output_does_not_end_the_run(zygote, run, whole, tmp_path):
+def test_a_full_disk_under_the_output_does_not_end_the_run(run, whole, tmp_path):
     log = tmp_path / "log"
     log.symlink_to("/dev/full")
-    assert zygote.start("train", run, log=log).wait() == 0
+    assert start_run("train", run, log=log).wait() == 0
     assert model_bytes(tmp_path / "run") == model_bytes(whole)
 
 
 @SLOW
-def test_closed_descriptors_do_not_end_the_run(zygote, run, whole, tmp_path):
+def test_closed_descriptors_do_not_end_the_run(run, whole, tmp_path):
     """No file of the run takes the place of the output, into which libraries write."""
     fault = (
         AT_STEP
@@ -97,7 +97,7 @@ sys.stdin = sys.stdout = sys.stderr = None
 at = lambda step: os.write(2, b"a warning of a library")
 """
     )
-    assert zygote.start("train", run, log=tmp_path / "log", before=fault).wait() == 0
+    assert start_run("train", run, log=tmp_path / "log", before=fault).wait() == 0
     assert logged(tmp_path / "run") == logged(whole)
     assert model_bytes(tmp_path / "run") == model_bytes(whole)
 
@@ -335,13 +335,13 @@ def test_a_disk_without_room_is_told_before_anything_is_written(start, spilled, 
 
 @pytest.mark.exhaustive
 def test_a_kill_leaves_nothing_and_two_runs_share_a_folder(
-    start, goes_on, spilled, zygote, whole, tokenizer_folder, tmp_path
+    start, goes_on, spilled, whole, tokenizer_folder, tmp_path
 ):
     at = "\nimport time\nat = lambda step: step == 5 and time.sleep(60)"
     first = start(AT_STEP + at, *spilled)
     first.until("step 4/8")
     other = toy_run(tmp_path / "other", tokenizer_folder, **CHOICES)
-    zygote.start("train", other, *spilled, log=tmp_path / "log-other").finish()
+    start_run("train", other, *spilled, log=tmp_path / "log-other").finish()
     assert model_bytes(tmp_path / "other" / "run") == model_bytes(whole)
     first.send(signal.SIGKILL)
     first.wait()

@@ -21,8 +21,9 @@ from tests.checkpoint.cases import add_code, engine_of
 from tests.checkpoint.test_damage import change
 from tests.cli.cases import sets, tiny_llama
 from tests.families.tiny import tiny_config
-from tests.reliability.cases import ROOT, toy_run
+from tests.reliability.cases import start_run, toy_run
 from tests.reliability.readers import feed, fuzz, readers
+from tests.structure.source_tree import ROOT
 
 READERS = (
     "run file", "manifest", "run state", "shard", "index", "text", "chat", "json", "csv",
@@ -105,16 +106,16 @@ def with_code(tmp_path, tokenizer_folder):
     return run, mark
 
 
-def test_code_of_a_model_runs_only_if_asked_for(with_code, tmp_path, zygote):
+def test_code_of_a_model_runs_only_if_asked_for(with_code, tmp_path):
     run, mark = with_code
-    refused = zygote.start("train", run, log=tmp_path / "1", HF_HOME=str(tmp_path / "hf"))
+    refused = start_run("train", run, log=tmp_path / "1", HF_HOME=str(tmp_path / "hf"))
     assert refused.wait() == 2, refused.output
     assert not mark.exists()
     for option in (["--resume"], []):
-        assert zygote.start("train", run, *option, log=tmp_path / "2").wait() == 2
+        assert start_run("train", run, *option, log=tmp_path / "2").wait() == 2
     assert not mark.exists()
     asked = [*sets(model__trust_remote_code=True)]
-    zygote.start("train", run, *asked, log=tmp_path / "3", HF_HOME=str(tmp_path / "hf")).wait()
+    start_run("train", run, *asked, log=tmp_path / "3", HF_HOME=str(tmp_path / "hf")).wait()
     assert mark.exists()
 
 
@@ -140,7 +141,7 @@ ENDLESS = {
 
 @pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="needs /dev/zero")
 @pytest.mark.parametrize("place", ENDLESS)
-def test_endless_files_are_not_read(with_code, tmp_path, zygote, place):
+def test_endless_files_are_not_read(with_code, tmp_path, place):
     """A link to a device has no end."""
     run, _ = with_code
     config = tmp_path / "model" / "config.json"
@@ -150,13 +151,13 @@ def test_endless_files_are_not_read(with_code, tmp_path, zygote, place):
     path.unlink(missing_ok=True)
     path.symlink_to("/dev/zero")
     before = "import resource; resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))"
-    process = zygote.start("train", run, log=tmp_path / "1", before=before)
+    process = start_run("train", run, log=tmp_path / "1", before=before)
     assert process.wait() == 2, process.output[-500:]
     assert ENDLESS[place] in process.output
 
 
-def test_an_endless_run_file_is_not_read(zygote, tmp_path):
-    process = zygote.start("train", "/dev/zero", log=tmp_path / "1")
+def test_an_endless_run_file_is_not_read(tmp_path):
+    process = start_run("train", "/dev/zero", log=tmp_path / "1")
     assert process.wait() == 2
     assert "larger than" in process.output
 

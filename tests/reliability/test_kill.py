@@ -17,6 +17,7 @@ from tests.reliability.cases import (
     checkpoint_steps,
     logged,
     model_bytes,
+    start_run,
     toy_run,
 )
 
@@ -27,7 +28,7 @@ def checkpoint(run, step):
     return run / "checkpoints" / f"step-{step:08d}"
 
 
-def kill_and_go_on(zygote, tokenizer_folder, folder, *, kills, steps):
+def kill_and_go_on(tokenizer_folder, folder, *, kills, steps):
     """Returns the steps that the run was resumed from."""
     choices = CHOICES | {"training__steps": steps}
     for name, every, keep in (("whole", 1, 10**6), ("killed", 2, 2)):
@@ -35,12 +36,12 @@ def kill_and_go_on(zygote, tokenizer_folder, folder, *, kills, steps):
         toy_run(folder / name, tokenizer_folder, **choices, **saves)
     whole, killed = folder / "whole" / "run", folder / "killed" / "run"
     reference = folder / "whole" / "run.yaml"
-    zygote.start("train", reference, log=folder / "log").finish()
+    start_run("train", reference, log=folder / "log").finish()
     moments = random.Random(kills)
     came_to = []
     for count in range(kills):
         log = folder / f"log-{count}"
-        run = zygote.start("train", folder / "killed" / "run.yaml", "--resume", log=log)
+        run = start_run("train", folder / "killed" / "run.yaml", "--resume", log=log)
         last = count == kills - 1  # it comes when the save of step 2 has made place for the next
         if moments.random() < 0.9 or last:  # else before the first step
             run.until(f"step {(came_to or [0])[-1] + moments.randint(5 if last else 1, 7)}/")
@@ -55,7 +56,7 @@ def kill_and_go_on(zygote, tokenizer_folder, folder, *, kills, steps):
         if newest:
             assert_same_state(checkpoint(killed, newest), checkpoint(whole, newest))
     log = folder / "last"
-    out = zygote.start("train", folder / "killed" / "run.yaml", "--resume", log=log).finish()
+    out = start_run("train", folder / "killed" / "run.yaml", "--resume", log=log).finish()
     assert "not resumed from" not in out
     assert logged(killed) == logged(whole)
     assert model_bytes(killed) == model_bytes(whole)
@@ -64,13 +65,13 @@ def kill_and_go_on(zygote, tokenizer_folder, folder, *, kills, steps):
     return came_to
 
 
-def test_a_run_survives_kills(zygote, tokenizer_folder, tmp_path):
-    came_to = kill_and_go_on(zygote, tokenizer_folder, tmp_path, kills=3, steps=18)
+def test_a_run_survives_kills(tokenizer_folder, tmp_path):
+    came_to = kill_and_go_on(tokenizer_folder, tmp_path, kills=3, steps=18)
     assert max(came_to) > 0
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-def test_a_run_survives_a_hundred_kills(zygote, tokenizer_folder, tmp_path):
-    came_to = kill_and_go_on(zygote, tokenizer_folder, tmp_path, kills=100, steps=700)
+def test_a_run_survives_a_hundred_kills(tokenizer_folder, tmp_path):
+    came_to = kill_and_go_on(tokenizer_folder, tmp_path, kills=100, steps=700)
     assert len(came_to) == 100 and len(set(came_to)) > 30

@@ -9,7 +9,7 @@ import yaml
 from megatrain.telemetry.metrics import read_metrics
 from tests.checkpoint.cases import flip
 from tests.cli.cases import sets
-from tests.reliability.cases import checkpoint_steps, logged, model_bytes, toy_run
+from tests.reliability.cases import checkpoint_steps, logged, model_bytes, start_run, toy_run
 
 SLOW = pytest.mark.exhaustive
 STEPS = 12
@@ -23,11 +23,11 @@ LONG = {
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, tokenizer_folder, zygote):
+def whole(tmp_path_factory, tokenizer_folder):
     """A run that nothing has interrupted, with a checkpoint every 4 steps."""
     folder = tmp_path_factory.mktemp("whole")
     run = toy_run(folder, tokenizer_folder, **LONG)
-    zygote.start("train", run, log=folder / "log").finish()
+    start_run("train", run, log=folder / "log").finish()
     return folder
 
 
@@ -45,7 +45,7 @@ def cut(whole, tmp_path):
 
 
 @pytest.mark.parametrize("evaluated", [True, False])
-def test_a_resumed_run_equals_one_that_was_not_interrupted(whole, cut, zygote, evaluated):
+def test_a_resumed_run_equals_one_that_was_not_interrupted(whole, cut, evaluated):
     """Whether or not the kill came before the evaluation after the step that was saved."""
     log = cut / "run" / "metrics.jsonl"
     if evaluated:
@@ -54,12 +54,12 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(whole, cut, zygote, e
         lines = log.read_text().splitlines(keepends=True)
         (place,) = (at for at, line in enumerate(lines) if '"step": 8, "eval_loss"' in line)
         log.write_text("".join(lines[:place]))
-    out = zygote.start("train", cut / "run.yaml", "--resume", log=cut / "log2").finish()
+    out = start_run("train", cut / "run.yaml", "--resume", log=cut / "log2").finish()
     assert "going on after step 8 in" in out
     assert logged(cut / "run") == logged(whole / "run")
     assert model_bytes(cut / "run") == model_bytes(whole / "run")
     assert checkpoint_steps(cut / "run") == [4, 8, 12]
-    again = zygote.start("train", cut / "run.yaml", "--resume", log=cut / "log3").finish()
+    again = start_run("train", cut / "run.yaml", "--resume", log=cut / "log3").finish()
     assert f"{STEPS} steps done; the model is in" in again  # and nothing is done twice
     assert "step" not in again.splitlines()[0] or "going on" not in again
 
@@ -74,9 +74,9 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(whole, cut, zygote, e
     ],
     ids=lambda changes: "-".join(changes),
 )
-def test_what_may_change_on_resume(whole, cut, zygote, changes):
+def test_what_may_change_on_resume(whole, cut, changes):
     arguments = ["train", cut / "run.yaml", "--resume", *sets(**changes)]
-    zygote.start(*arguments, log=cut / "log2").finish()
+    start_run(*arguments, log=cut / "log2").finish()
     ours, others = logged(cut / "run"), logged(whole / "run")
     assert [record["step"] for record in ours] == [record["step"] for record in others]
     if "training__micro_batch_size" in changes:  # the order of sums differs
@@ -87,11 +87,11 @@ def test_what_may_change_on_resume(whole, cut, zygote, changes):
         assert model_bytes(cut / "run") == model_bytes(whole / "run")
 
 
-def test_another_learning_rate_is_taken_on_resume(whole, cut, zygote):
+def test_another_learning_rate_is_taken_on_resume(whole, cut):
     """At the place in the schedule that the run has come to."""
     change = sets(optimizer__lr=0.001)  # it was 0.01
     arguments = ["train", cut / "run.yaml", "--resume", *change]
-    out = zygote.start(*arguments, log=cut / "log2").finish()
+    out = start_run(*arguments, log=cut / "log2").finish()
     rates, before = ([r["lr"] for r in logged(run / "run") if "lr" in r] for run in (cut, whole))
     assert rates[:8] == before[:8]
     assert rates[8:] == pytest.approx([rate / 10 for rate in before[8:]])
@@ -112,26 +112,26 @@ def test_another_learning_rate_is_taken_on_resume(whole, cut, zygote):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_may_not_change_is_refused_by_name(cut, zygote, change, name):
+def test_what_may_not_change_is_refused_by_name(cut, change, name):
     before = (cut / "run" / "metrics.jsonl").read_bytes()
-    run = zygote.start("train", cut / "run.yaml", "--resume", *sets(**change), log=cut / "log2")
+    run = start_run("train", cut / "run.yaml", "--resume", *sets(**change), log=cut / "log2")
     assert run.wait() == 2
     assert name in run.output
     assert (cut / "run" / "metrics.jsonl").read_bytes() == before
 
 
-def test_other_data_is_refused(cut, zygote):
+def test_other_data_is_refused(cut):
     rows = cut / "rows.jsonl"
     rows.write_text(rows.read_text() + json.dumps({"text": "one more"}) + "\n")
     tree = yaml.safe_load((cut / "run.yaml").read_text())
     tree["data"] |= {"path": str(rows), "cache_dir": str(cut / "other")}
     (cut / "run.yaml").write_text(yaml.safe_dump(tree))
-    run = zygote.start("train", cut / "run.yaml", "--resume", log=cut / "log2")
+    run = start_run("train", cut / "run.yaml", "--resume", log=cut / "log2")
     assert run.wait() == 2
     assert "the data or its settings are not those of the saved run" in run.output
 
 
-def test_a_finished_run_can_be_made_longer(whole, tmp_path, tokenizer_folder, zygote):
+def test_a_finished_run_can_be_made_longer(whole, tmp_path, tokenizer_folder):
     """With a schedule that does not depend on the length, it is the longer run."""
     runs = []
     for steps in ((10,), (6, 10)):
@@ -139,7 +139,7 @@ def test_a_finished_run_can_be_made_longer(whole, tmp_path, tokenizer_folder, zy
         run = toy_run(folder, tokenizer_folder, schedule__name="constant_with_warmup")
         for number in steps:
             arguments = ["train", run, "--resume", *sets(training__steps=number)]
-            out = zygote.start(*arguments, log=folder / "log").finish()
+            out = start_run(*arguments, log=folder / "log").finish()
         runs.append(folder / "run")
     assert "going on after step 6" in out
     assert model_bytes(runs[0]) == model_bytes(runs[1])
@@ -148,42 +148,40 @@ def test_a_finished_run_can_be_made_longer(whole, tmp_path, tokenizer_folder, zy
     ]
 
 
-def test_a_run_goes_on_without_the_model_that_it_began_from(
-    whole, tmp_path, tokenizer_folder, zygote
-):
+def test_a_run_goes_on_without_the_model_that_it_began_from(whole, tmp_path, tokenizer_folder):
     base = tmp_path / "base"
     shutil.copytree(whole / "run" / "model", base)
     run = toy_run(tmp_path, tokenizer_folder, model__config=None, model__path=str(base))
-    zygote.start("train", run, *sets(training__steps=3), log=tmp_path / "1").finish()
+    start_run("train", run, *sets(training__steps=3), log=tmp_path / "1").finish()
     shutil.rmtree(base)
-    out = zygote.start("train", run, "--resume", log=tmp_path / "2").finish()
+    out = start_run("train", run, "--resume", log=tmp_path / "2").finish()
     assert "going on after step 3" in out and "6 steps done" in out
 
 
-def test_a_folder_or_the_newest_run_of_a_name_is_resumed(tmp_path, tokenizer_folder, zygote):
+def test_a_folder_or_the_newest_run_of_a_name_is_resumed(tmp_path, tokenizer_folder):
     tmp_path = tmp_path / 'a "folder" of Zoë\'s \N{SLIGHTLY SMILING FACE}'
     run = toy_run(tmp_path, tokenizer_folder, output__folder=None, training__steps=4)
     before = f"import os; os.chdir({str(tmp_path)!r})"
-    first = zygote.start("train", run, "--resume", log=tmp_path / "1", before=before).finish()
+    first = start_run("train", run, "--resume", log=tmp_path / "1", before=before).finish()
     assert "no earlier run of that name" in first
     (folder,) = (tmp_path / "runs").iterdir()
     (tmp_path / "runs" / "run-20000101-000000").mkdir()
     (tmp_path / "runs" / "run-2-29990101-000000").mkdir()
     more = sets(training__steps=5)
-    out = zygote.start("train", run, "--resume", *more, log=tmp_path / "2", before=before).finish()
+    out = start_run("train", run, "--resume", *more, log=tmp_path / "2", before=before).finish()
     assert f"going on after step 4 in runs/{folder.name}" in out
     more = sets(training__steps=6)
     arguments = ["train", folder, "--resume", *more]
-    out = zygote.start(*arguments, log=tmp_path / "3", before=before).finish()
+    out = start_run(*arguments, log=tmp_path / "3", before=before).finish()
     assert f"going on after step 5 in {folder}" in out
-    inside = zygote.start("train", folder / "checkpoints", "--resume", log=tmp_path / "5")
+    inside = start_run("train", folder / "checkpoints", "--resume", log=tmp_path / "5")
     assert inside.wait() == 2 and "no run there (no config.yaml)" in inside.output
-    refused = zygote.start("train", folder, log=tmp_path / "4")
+    refused = start_run("train", folder, log=tmp_path / "4")
     assert refused.wait() == 2 and "--resume to go on with it" in refused.output
 
 
 @pytest.mark.parametrize("damage", ["flipped", pytest.param("renamed", marks=SLOW)])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(whole, cut, zygote, damage):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(whole, cut, damage):
     """Each kind of damage is in `checkpoint/test_damage.py`."""
     newest = cut / "run" / "checkpoints" / "step-00000008"
     if damage == "flipped":
@@ -193,32 +191,32 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(whole, cut, z
         shutil.rmtree(newest)
         victim = newest.with_name("step-00000099")
         shutil.copytree(newest.with_name("step-00000004"), victim)
-    out = zygote.start("train", cut / "run.yaml", "--resume", log=cut / "log2").finish()
+    out = start_run("train", cut / "run.yaml", "--resume", log=cut / "log2").finish()
     assert f"not resumed from: {victim}" in out.replace("\n", " ")
     assert "going on after step 4 in" in out
     assert logged(cut / "run") == logged(whole / "run")
     assert model_bytes(cut / "run") == model_bytes(whole / "run")
 
 
-def test_a_run_is_not_begun_anew_where_its_checkpoints_are_out_of_reach(cut, zygote):
+def test_a_run_is_not_begun_anew_where_its_checkpoints_are_out_of_reach(cut):
     """They may lie on another disk, which has not been mounted."""
     (cut / "run" / "checkpoints").rename(cut / "elsewhere")
     (cut / "run" / "checkpoints").symlink_to(cut / "elsewhere")
     (cut / "elsewhere").rename(cut / "unmounted")
     before = logged(cut / "run")
-    run = zygote.start("train", cut / "run.yaml", "--resume", log=cut / "log2")
+    run = start_run("train", cut / "run.yaml", "--resume", log=cut / "log2")
     assert run.wait() == 2
     assert "checkpoints: no folder, or a link to none; is the disk there" in run.output
     assert logged(cut / "run") == before
     (cut / "unmounted").rename(cut / "elsewhere")
-    out = zygote.start("train", cut / "run.yaml", "--resume", log=cut / "log3").finish()
+    out = start_run("train", cut / "run.yaml", "--resume", log=cut / "log3").finish()
     assert "going on after step 8" in out
 
 
-def test_nothing_is_begun_anew_where_all_checkpoints_are_damaged(cut, zygote):
+def test_nothing_is_begun_anew_where_all_checkpoints_are_damaged(cut):
     for checkpoint in (cut / "run" / "checkpoints").iterdir():
         (checkpoint / "manifest.json").write_text("{}")
-    run = zygote.start("train", cut / "run.yaml", "--resume", log=cut / "log2")
+    run = start_run("train", cut / "run.yaml", "--resume", log=cut / "log2")
     assert run.wait() == 2
     assert "none of its checkpoints is whole" in run.output
     assert logged(cut / "run")
