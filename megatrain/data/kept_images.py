@@ -1,13 +1,18 @@
-"""The images of kept tokens: for each document a line of JSON, and bytes that no file holds."""
+"""The images of kept tokens: for each document a line of JSON, and bytes that no file holds.
+
+`image_places.bin` has where each line begins, and the checksums of the lines' blocks; bytes have
+digests in their lines.
+"""
 
 import json
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from megatrain.data.images import Medium
-from megatrain.data.kept_file import KeptFile
+from megatrain.data.kept_file import BlockSums, KeptFile
 
 _LINES, PLACES_FILE, _BYTES = "images.jsonl", "image_places.bin", "image_bytes.bin"
 
@@ -16,7 +21,7 @@ class ImageWriter:
     """Writes the images of documents, one document after the other; no files if there are none."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._sums = folder, BlockSums()
         self._ends, self._num_bytes = [0], 0
 
     def add(self, images: Sequence[Medium], end: int) -> bytes:
@@ -31,23 +36,31 @@ class ImageWriter:
             for name, content in ((_LINES, line), (_BYTES, data)):
                 with (self._folder / name).open("ab") as file:
                     file.write(content)
+        self._sums.add(line)
         self._num_bytes += len(data)
         self._ends.append(self._ends[-1] + len(line))
         return "".join(image.digest for image in images).encode()
 
-    def finish(self) -> None:
-        """Write where each document's line begins, if any has images."""
-        if self._ends[-1]:
-            np.array(self._ends, "<i8").tofile(self._folder / PLACES_FILE)
+    def finish(self) -> dict[str, int]:
+        """Write where each document's line begins; returns `images`: that file's checksum."""
+        if not self._ends[-1]:
+            return {}
+        places = np.array(self._ends, "<i8").tobytes() + self._sums.to_bytes()
+        (self._folder / PLACES_FILE).write_bytes(places)
+        return {"images": zlib.crc32(places)}
 
 
 class KeptImages:
     """Reads the images of documents."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises OSError: the files cannot be read."""
-        self._ends = np.fromfile(folder / PLACES_FILE, "<i8")
-        self._lines, self._bytes = (KeptFile(folder / name) for name in (_LINES, _BYTES))
+    def __init__(self, folder: Path, num_documents: int, checksum: int) -> None:
+        """Args: `checksum`: of `ImageWriter.finish`. Raises OSError, ValueError: damaged."""
+        places = (folder / PLACES_FILE).read_bytes()
+        if zlib.crc32(places) != checksum:
+            raise ValueError(f"{PLACES_FILE} is not as it was written")
+        self._ends = np.frombuffer(places, "<i8", num_documents + 1)
+        self._lines = KeptFile(folder / _LINES, BlockSums(places[self._ends.nbytes :]))
+        self._bytes = KeptFile(folder / _BYTES)
 
     def end(self, document: int) -> int:
         """Tokens of a document up to, with, the last one of its last image; 0: it has none."""

@@ -5,8 +5,8 @@ predict is stored as it is, one that is only read as its bitwise complement (a n
 behind a document with classes those.
 `documents.bin`: one record per document. `sums.bin`: checksums of the blocks of both. `meta.json`:
 the names of the sources, what was found in them, the counts, size and time of both files, a digest
-of them, and a checksum of itself. Flat files rather than Arrow tables because rows cut documents
-anywhere, and so that nothing but numpy is needed to train.
+of them, and checksums of itself and of the images' places. Flat files rather than Arrow tables
+because rows cut documents anywhere, and so that nothing but numpy is needed to train.
 """
 
 import hashlib
@@ -158,6 +158,8 @@ def _load(folder: Path) -> TokenStore | None:
             KeptFile(folder / name, BlockSums(part))
             for name, part in zip(_FILES, (sums[:border], sums[border:]), strict=True)
         )
+        # Without a checksum of them in `meta`, as in earlier versions, they are made again.
+        pictured = "images" in meta or (folder / PLACES_FILE).exists()
         if [list(file.identity) for file in (tokens, records)] == meta["files"]:
             store = TokenStore(
                 meta["names"],
@@ -166,7 +168,7 @@ def _load(folder: Path) -> TokenStore | None:
                 meta["num_documents"],
                 tokens.read,
                 records.read,
-                KeptImages(folder) if (folder / PLACES_FILE).is_file() else None,
+                KeptImages(folder, meta["num_documents"], meta["images"]) if pictured else None,
             )
             for start in range(0, records.identity[0], 32 * MIB):  # damage is repaired at once
                 records.read(start, min(32 * MIB, records.identity[0] - start))
@@ -220,7 +222,7 @@ def _write(part: Path, documents: Iterable[Document], progress: Progress | None)
             num_documents, num_tokens = num_documents + 1, num_tokens + len(stored)
             if progress is not None:
                 progress(num_documents, num_tokens)
-    images.finish()
+    of_images = images.finish()
     of_tokens, of_records = token_sums.to_bytes(), record_sums.to_bytes()
     (part / "sums.bin").write_bytes(of_tokens + of_records)
     return {
@@ -228,7 +230,7 @@ def _write(part: Path, documents: Iterable[Document], progress: Progress | None)
         "num_tokens": num_tokens,
         "digest": digest.hexdigest(),
         "sums": [len(of_tokens), zlib.crc32(of_tokens + of_records)],
-    }
+    } | of_images
 
 
 def _crc32(meta: dict[str, Any]) -> int:

@@ -9,12 +9,15 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import megatrain as package
 from megatrain.config import RolloutSection, load, step_loss
+from megatrain.data import load_tokenizer
+from megatrain.data.prompts import prompt_ids
 from megatrain.errors import RunFailed
 from megatrain.train.rollouts import Rewards
-from tests.cli.cases import SENTENCES, sets
+from tests.cli.cases import SENTENCES, sets, tiny_llama
 from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, two_then_three
 from tests.parity.ranks import run_ranks
 from tests.structure.source_tree import ROOT
@@ -108,6 +111,10 @@ def rollout_file(run_file, base, tmp_path):
     return made
 
 
+def load_model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 def read(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -143,6 +150,49 @@ def test_a_run_learns_from_replies_and_goes_on_exactly(megatrain, rollout_file, 
         assert max(abs(record.get("kl", 0)) for record in others) > 1e-4
     if "num_iterations" in loss:
         assert ["reward" in record for record in others] == [False, True, False]
+
+
+def test_a_step_is_that_of_plain_torch_with_the_same_replies(
+    megatrain, rollout_file, base, tmp_path
+):
+    """Replies of several lengths: prompts are learnt by none, each has its own advantage."""
+    file = rollout_file({"name": "grpo"}, ["note", "short", "even"], weights=[1, 2, 3],
+                        temperature=0.6)  # fmt: skip
+    with (tmp_path / "rewards.py").open("a") as module:
+        module.write(NOTE)
+    plain = {"optimizer": {"name": "sgd", "lr": 1.0, "momentum": 0}, "training__steps": 1}
+    megatrain.done("train", file, *sets(**plain, training__max_grad_norm=None))
+    prompts, replies = json.loads((tmp_path / "noted").read_text())
+    assert len({len(ids) for ids in replies}) > 1
+    tokenizer, model = load_tokenizer(str(base)), load_model(base)
+    rewards = [-len(ids) / 4 + 3 * sum(i % 2 == 0 for i in ids) / len(ids) for ids in replies]
+    groups = torch.tensor(rewards).view(-1, 3)
+    advantages = (groups - groups.mean(1, True)) / (groups.std(1, keepdim=True) + 1e-4)
+    loss = torch.zeros(())
+    for prompt, ids, advantage in zip(prompts, replies, advantages.flatten(), strict=True):
+        asked, _ = prompt_ids(tokenizer, prompt, None, "")
+        logits = model(torch.tensor([asked + ids])).logits[0, len(asked) - 1 : -1] / 0.6
+        log_probs = logits.log_softmax(-1)[range(len(ids)), ids]
+        loss = loss - advantage * (log_probs - log_probs.detach()).exp().sum()
+    (loss / sum(map(len, replies))).backward()
+    trained = load_model(tmp_path / "run" / "model")
+    for (name, ours), before in zip(trained.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(before - ours, before.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+OF_BEGUN: dict[str, dict] = {
+    "drawn": {"training__seed": 1},
+    "packed": {"adapter__method": "lora", "model__base": "nf4", "engine__precision": "bf16"},
+}
+
+
+@pytest.mark.parametrize("changes", OF_BEGUN.values(), ids=OF_BEGUN)
+def test_the_reference_is_the_model_as_the_run_begins(megatrain, rollout_file, base, changes):
+    file = rollout_file(LOSSES["grpo"])
+    model = {"model": {"config": tiny_llama(), "tokenizer": str(base)}}
+    model = model if "training__seed" in changes else {}
+    megatrain.done("train", file, *sets(**model, **changes, training__steps=1))
+    assert read(file.parent / "run")[0]["kl"] == pytest.approx(0, abs=1e-9)
 
 
 def test_the_loss_has_the_temperature_that_replies_are_drawn_at(rollout_file):
@@ -201,6 +251,12 @@ def test_held_out_prompts_are_rewarded(megatrain, rollout_file, tmp_path):
     assert "evaluation reward" in result.output
     megatrain.done("report", tmp_path / "run")
     assert (tmp_path / "run" / "report.html").is_file()
+    log = tmp_path / "run" / "metrics.jsonl"  # as if a kill had prevented the last evaluation
+    log.write_text("".join(log.read_text().splitlines(True)[:-1]))
+    early["training__steps"] = 3
+    megatrain.done("train", file, "--resume", *sets(**held, **early))
+    again = [record for record in read(tmp_path / "run") if "eval_seconds" in record]
+    assert [(each["step"], each["eval_seen"]) for each in again] == [(1, 1), (2, 2), (3, 3)]
 
 
 def test_other_prompts_and_replies_come_each_step(megatrain, rollout_file, tmp_path):
@@ -226,6 +282,9 @@ def test_other_prompts_and_replies_come_each_step(megatrain, rollout_file, tmp_p
     lines = (tmp_path / "noted").read_text().splitlines()[-2:]
     (asked, first), (same, second) = map(json.loads, lines)
     assert asked == same and first != second  # of one prompt, by one model
+    other = {"output__folder": str(tmp_path / "other"), "training__seed": 1}
+    megatrain.done("train", file, *sets(**one, **still | {"training__steps": 1} | other))
+    assert json.loads((tmp_path / "noted").read_text().splitlines()[-1])[1] not in (first, second)
     assert not {str(p) for p in steps[0][0]} & {str(p) for p in steps[1][0]}
 
 
@@ -295,12 +354,14 @@ def test_steps_that_learn_nothing_of_rewards_are_said(megatrain, rollout_file, c
     megatrain.done("train", file, *sets(training__steps=3))
     assert words in caplog.text and "step 3: " in caplog.text
     assert ("step 2: " in caplog.text) == ("no reply has ended" in words)
+    alike = [record["frac_reward_zero_std"] for record in read(file.parent / "run")]
+    assert alike == [1, 0, 1]
 
 
 DRAWS = {"temperature": 0.01}, {"top_p": 1e-6}, {"top_k": 1, "repetition_penalty": 1e9}
 
 
-@pytest.mark.parametrize("settings", few(DRAWS, 1, 2), ids=str)
+@pytest.mark.parametrize("settings", DRAWS, ids=str)
 def test_replies_are_drawn_as_the_run_file_says(megatrain, rollout_file, tmp_path, settings):
     """The likeliest token each time; of the last ones, none twice."""
     file = rollout_file({"name": "grpo"}, ["note"], **settings)

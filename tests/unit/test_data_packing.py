@@ -1,5 +1,6 @@
 """Rows hold every token once, and nothing is predicted from another document."""
 
+import hashlib
 import logging
 import os
 import random
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from megatrain.data import open_dataset, readers
 from megatrain.data.encoders import Document, Encoder
+from megatrain.data.images import Medium
 from megatrain.data.row_packing import Segments, fill_rows, fit_rows, shuffled, split_rows
 from megatrain.data.token_store import open_store
 from megatrain.errors import InputError, RunFailed
@@ -235,6 +237,31 @@ def test_each_flipped_bit_of_kept_tokens_is_found_before_it_is_trained_on(tmp_pa
                 assert re.search(rf"tokens.bin: block \d .* at byte .* delete {folder}", str(error))
                 path.write_bytes(good)
                 os.utime(path, ns=times)
+
+
+def test_each_flipped_bit_of_kept_images_is_found(tmp_path):
+    ids, folder, data = np.arange(4, dtype=np.int32), tmp_path / "tokens", b"pixels"
+    image = Medium("", hashlib.blake2b(data, digest_size=16).hexdigest(), (2, 3), (), data)
+    rows = [Document(0, n, ids, ids > 0, images=[image] * (n % 2), images_end=3) for n in range(4)]
+
+    def kept():
+        images = open_store(folder, ["a"], lambda: rows, {}).images
+        return images and [[images.of(n) for n in range(4)], [images.end(n) for n in range(4)]]
+
+    wanted, read = kept(), open_store(folder, ["a"], lambda: rows, {}).images
+    for name, places in (("images.jsonl", 29), ("image_places.bin", 44)):
+        path = folder / name
+        for place in range(places):
+            good = path.read_bytes()
+            flipped = good[place] ^ 1 << place % 8
+            path.write_bytes(good[:place] + bytes([flipped]) + good[place + 1 :])
+            if name == "images.jsonl":
+                with pytest.raises(RunFailed, match="images.jsonl: block 0 .* is not as it was"):
+                    read.of(1)
+            assert kept() == wanted and path.read_bytes() == good
+            read = open_store(folder, ["a"], lambda: rows, {}).images
+        path.unlink()
+        assert kept() == wanted and path.read_bytes() == good
 
 
 @pytest.mark.parametrize("kind", ["text", "chat"])
