@@ -2,13 +2,19 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from megatrain import AdamW, Placement
+from megatrain.config import load
+from megatrain.loss import LabelSmoothing
+from megatrain.model.trained import Trained
 from megatrain.telemetry.metrics import read_metrics
+from megatrain.train import data, second_model, setup
 from tests.cli.cases import assert_refused, sets
 
 
@@ -115,6 +121,61 @@ def test_export_casts_and_generate_reads_a_run(megatrain, trained, tmp_path):
     assert texts[0].exit_code == 0, texts[0].output
     assert texts[0].stdout.startswith("the cat")
     assert texts[0].stdout == texts[1].stdout
+
+
+# Keys of run files that the engine, the rows or a second model get as they are, and what they get.
+FOR_ENGINE = {
+    "training.max_grad_norm=0.3": {"max_grad_norm": 0.3},
+    "training.seed=7": {"seed": 7},
+    "training.batch_size=6": {"tokens_per_step": 6 * 32},
+    "training.micro_batch_size=3": {"micro_batch": 3},
+    "engine.verify=step": {"verify": "step"},
+    "engine.host_memory=9GiB": {"host_memory": 9 << 30},
+    "engine.precision=bf16": {"precision": "bf16"},
+    "engine.placement.slots=3": {"placement": Placement(slots=3)},
+    "model.freeze=[norm]": {"trained": Trained(["norm"])},
+    "model.attn_implementation=eager": {"attn_implementation": "eager"},
+    "model.trust_remote_code=true": {"trust_remote_code": True},
+    "optimizer.weight_decay=0.7": {"optimizer": AdamW(lr=0.01, weight_decay=0.7)},
+    "loss.label_smoothing=0.2": {"loss": LabelSmoothing(0.2)},
+}
+OF_SECOND = ("precision", "host_memory", "trust_remote_code", "attn_implementation", "seed")
+FOR_DATA = {
+    "kind": "chat", "sequence_length": 24, "packing": False, "fields": {"text": "body"},
+    "bad_rows": "skip", "overlong": "drop", "hub_config": "one", "hub_split": "test",
+    "cache_dir": "kept", "path": ["a", "b"], "weights": [1, 3], "repeat": True, "eval_path": "c",
+}  # fmt: skip
+
+
+def test_each_key_of_a_run_file_reaches_whom_it_is_for(run_file, monkeypatch):
+    class Reached(Exception):
+        pass
+
+    def engine(source, **options):
+        raise Reached(options)
+
+    monkeypatch.setattr(setup, "Engine", engine)
+    monkeypatch.setattr(second_model, "Engine", engine)
+    of_data = [f"data.{key}={json.dumps(value)}" for key, value in FOR_DATA.items()]
+    config = load(run_file, [*FOR_ENGINE, *of_data, "data.eval_fraction=0"])
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "open_dataset", lambda path, **options: {"path": path} | options)
+        training, evaluation = data.open_data(config, "tokenizer", 9)
+    wanted = {name: value for name, value in FOR_DATA.items() if name != "eval_path"}
+    wanted |= {"seed": 7, "vocab_size": 9, "tokenizer": "tokenizer"}
+    assert {name: training[name] for name in wanted} == wanted
+    del wanted["weights"], wanted["repeat"]
+    assert {name: evaluation[""][name] for name in wanted} == wanted | {"path": "c"}
+    wanted = {name: value for each in FOR_ENGINE.values() for name, value in each.items()}
+    with pytest.raises(Reached) as reached:
+        setup.prepare(load(run_file, [*FOR_ENGINE]))
+    [options] = reached.value.args
+    assert {name: options[name] for name in wanted} == wanted
+    with pytest.raises(Reached) as reached:
+        second_model.begun_model(config, SimpleNamespace(taken=str), "tokenizer")
+    [options] = reached.value.args
+    wanted = {name: wanted[name] for name in OF_SECOND} | {"host_memory": "9GiB"}
+    assert {name: options[name] for name in wanted} == wanted
 
 
 # Which parameters a run trains.
