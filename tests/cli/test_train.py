@@ -3,11 +3,12 @@
 import json
 import math
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megatrain import AdamW, Placement
 from megatrain.config import load
@@ -97,8 +98,11 @@ def test_the_model_folder_is_one_that_transformers_loads(trained):
 def test_epochs_are_passes_over_all_rows_and_nothing_need_be_evaluated(
     megatrain, run_file, tmp_path
 ):
-    none = {"data__eval_fraction": 0, "training__eval_every": None}
+    none = {"data__eval_fraction": 0, "training__eval_every": None, "model__eos_token": "a"}
     megatrain.done("train", run_file, *sets(training__steps=None, training__epochs=2, **none))
+    written = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    ends = GenerationConfig.from_pretrained(tmp_path / "run" / "model").eos_token_id
+    assert (written.eos_token, written.eos_token_id) == ("a", ends)
     records = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert [record["step"] for record in records] == [*range(1, 20)]  # 38 rows, 4 a step, twice
     assert records[0]["epoch"] == pytest.approx(2 / 19, abs=1e-4) and records[-1]["epoch"] == 2
@@ -154,6 +158,8 @@ def test_each_key_of_a_run_file_reaches_whom_it_is_for(run_file, monkeypatch):
     def engine(source, **options):
         raise Reached(options)
 
+    loader = mock.Mock(wraps=setup.StepLoader)
+    monkeypatch.setattr(setup, "StepLoader", loader)
     monkeypatch.setattr(setup, "Engine", engine)
     monkeypatch.setattr(second_model, "Engine", engine)
     of_data = [f"data.{key}={json.dumps(value)}" for key, value in FOR_DATA.items()]
@@ -171,6 +177,7 @@ def test_each_key_of_a_run_file_reaches_whom_it_is_for(run_file, monkeypatch):
         setup.prepare(load(run_file, [*FOR_ENGINE]))
     [options] = reached.value.args
     assert {name: options[name] for name in wanted} == wanted
+    assert (loader.call_args.kwargs["seed"], loader.call_args.kwargs["rows_per_step"]) == (7, 6)
     with pytest.raises(Reached) as reached:
         second_model.begun_model(config, SimpleNamespace(taken=str), "tokenizer")
     [options] = reached.value.args
