@@ -103,6 +103,9 @@ class PackedDataset:
 
     Attributes:
         store: the tokens. documents: numbers of the documents to learn from.
+        kind: text, chat (completions included), pairs, or classes.
+        sequence_length: the most tokens in a row.
+        packing: True if rows may hold several documents (and all have the same length).
         image_processor: of the model, for rows with images.
         pad: the model's padding token, for heads that score rows.
     """
@@ -113,8 +116,9 @@ class PackedDataset:
     def __init__(self, store: TokenStore, documents: Segments, layout: Layout, part: str) -> None:
         self.store = store
         self.documents = documents
-        self._layout = layout
-        self._part = part
+        self._layout, self._part = layout, part
+        self.kind, self.packing = layout.kind, layout.packing
+        self.sequence_length = layout.sequence_length
         self._rows = layout.arrange(documents)
         if len(self._rows) == 0:
             raise InputError(
@@ -124,21 +128,6 @@ class PackedDataset:
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    @property
-    def kind(self) -> DataKind:
-        """The kind of the data: text, chat (completions included), pairs, or classes."""
-        return self._layout.kind
-
-    @property
-    def sequence_length(self) -> int:
-        """The most tokens in a row."""
-        return self._layout.sequence_length
-
-    @property
-    def packing(self) -> bool:
-        """True if rows may hold several documents (and all have the same length)."""
-        return self._layout.packing
 
     @cached_property
     def fingerprint(self) -> str:
@@ -201,19 +190,19 @@ class PackedDataset:
     @property
     def has_images(self) -> bool:
         """True if some document has images; then `with_images` completes micro-batches."""
-        return self.store.images is not None
+        return self.store.has_images
 
     def images(self, row: int, lines: slice, *, whole: bool = True) -> list[Medium]:
         """The images of some documents in a row; not `whole`: without bytes that no file holds."""
-        kept, documents = self.store.images, self._segments(row).document[lines].tolist()
-        return [image for at in documents if kept for image in kept.of(at, whole=whole)]
+        documents = self._segments(row).document[lines].tolist() if self.has_images else ()
+        return [image for at in documents for image in self.store.images_of(at, whole=whole)[1]]
 
     def most_images(self) -> MicroBatch | None:
         """A row of blank images, of the sizes of those that take the most tokens; None: no images.
 
         Raises InputError: the model's processor cannot be used.
         """
-        if self.store.images is None:
+        if not self.has_images:
             return None
         processor, lines = self.image_processor, slice(None if self.packing else 1)
         rows = (self.images(row, lines, whole=False) for row in range(len(self)))
@@ -246,19 +235,15 @@ class PackedDataset:
 
     def places(self, row: int) -> list[str]:
         """`file:line` of each segment of a row, and the token where a piece begins."""
-        segments = self._segments(row)
         return [
             self.store.place(document) + (f" (from token {begin})" if begin else "")
-            for document, begin in zip(segments.document, segments.begin, strict=True)
+            for document, begin, _ in self._segments(row)
         ]
 
     def pieces(self, row: int) -> Iterator[tuple[Ints, Ints]]:
         """Ids and labels (-100: not predicted) of each segment of a row."""
-        segments = self._segments(row)
-        columns = segments.document, segments.begin, segments.end
-        for document, begin, end in zip(*(column.tolist() for column in columns), strict=True):
-            origin = self.store.begin(document)
-            yield self.store.read(origin + begin, origin + end)
+        for segment in self._segments(row):
+            yield self.store.read(*segment)
 
     def _piece(self, documents: Segments, part: str) -> Self:
         piece = type(self)(self.store, documents, self._layout, f"{self._part}, {part}")
@@ -299,7 +284,7 @@ def _shorten(
     overlong = np.flatnonzero(learnable & (lengths > limit))
     if len(overlong) == 0:
         return lengths
-    of_images = [n for n in overlong.tolist() if store.images and store.images.end(n) > limit]
+    of_images = [n for n in overlong.tolist() if store.images_of(n, whole=False)[0] > limit]
     example = f"{store.place(overlong[0])} has {lengths[overlong[0]]}"
     if layout.overlong == "error":
         raise InputError(

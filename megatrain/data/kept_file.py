@@ -8,6 +8,7 @@ save what it has learnt. The open file also stays readable when its name is dele
 import os
 import zlib
 from array import array
+from functools import partial
 from pathlib import Path
 
 from megatrain.base.units import KIB
@@ -18,32 +19,10 @@ from megatrain.errors import RunFailed, explained
 BLOCK_BYTES = 32 * KIB
 
 
-class BlockSums:
+def block_sums(path: Path) -> bytes:
     """CRC-32 of each block of a file's bytes. It detects every flip of up to three bits."""
-
-    def __init__(self, sums: bytes = b"") -> None:
-        """Args: `sums`: the result of `to_bytes` for a whole file."""
-        self._sums = array("I", sums)
-        self._num_bytes = 0
-
-    def add(self, data: bytes) -> None:
-        """Count bytes that are appended to the file."""
-        part = memoryview(data)
-        while part:
-            if self._num_bytes % BLOCK_BYTES == 0:
-                self._sums.append(0)
-            piece = part[: BLOCK_BYTES - self._num_bytes % BLOCK_BYTES]
-            self._sums[-1] = zlib.crc32(piece, self._sums[-1])
-            self._num_bytes += len(piece)
-            part = part[len(piece) :]
-
-    def fits(self, block: int, data: memoryview) -> bool:
-        """True if these are the bytes of a block as they were written."""
-        return zlib.crc32(data) == self._sums[block]
-
-    def to_bytes(self) -> bytes:
-        """All sums as bytes."""
-        return self._sums.tobytes()
+    with path.open("rb") as file:
+        return array("I", map(zlib.crc32, iter(partial(file.read, BLOCK_BYTES), b""))).tobytes()
 
 
 class KeptFile:
@@ -53,12 +32,12 @@ class KeptFile:
         identity: its size, and when it was written (ns).
     """
 
-    def __init__(self, path: Path, sums: BlockSums | None = None) -> None:
+    def __init__(self, path: Path, sums: bytes | None = None) -> None:
         """Open the file. Raises OSError.
 
-        Args: `sums`: of its blocks; None: the reader has checksums of its own.
+        Args: `sums`: its `block_sums`; None: the reader has checksums of its own.
         """
-        self._path, self._sums = path, sums
+        self._path, self._sums = path, None if sums is None else array("I", sums)
         self._file = path.open("rb", buffering=0)
         status = os.fstat(self._file.fileno())
         self.identity = status.st_size, status.st_mtime_ns
@@ -75,12 +54,11 @@ class KeptFile:
         stop = min(-(-(offset + num_bytes) // BLOCK_BYTES) * BLOCK_BYTES, self.identity[0])
         data = self._read(start, max(stop, offset + num_bytes) - start)
         for block, at in enumerate(range(0, len(data), BLOCK_BYTES), first):
-            if not self._sums.fits(block, data[at : at + BLOCK_BYTES]):
-                raise self.damage(f"block {block}", start + at, BLOCK_BYTES)
+            if zlib.crc32(data[at : at + BLOCK_BYTES]) != self._sums[block]:
+                raise self._damage(f"block {block}", start + at, BLOCK_BYTES)
         return data[offset - start :][:num_bytes]
 
-    def damage(self, what: str, offset: int, num_bytes: int) -> RunFailed:
-        """The error for a part whose bytes are not as they were written."""
+    def _damage(self, what: str, offset: int, num_bytes: int) -> RunFailed:
         return RunFailed(
             f"{self._path}: {what} ({num_bytes:,} bytes at byte {offset:,}) is not as it was "
             "written: the disk or memory is faulty, or another program has changed it; delete "
@@ -92,6 +70,6 @@ class KeptFile:
         problem = f"{self._path}: cannot be read any more"
         with explained(problem, of=(OSError, EOFError), into=RunFailed):
             if os.fstat(descriptor).st_size != self.identity[0]:
-                raise self.damage("its size", 0, self.identity[0])
+                raise self._damage("its size", 0, self.identity[0])
             fill(data, descriptor, offset)
         return data

@@ -31,7 +31,8 @@ class StepLoader:
     Args:
         dataset: the rows.
         rows_per_step: rows of one optimizer step.
-        rows_per_micro_batch: rows that pass a layer together; a step's last may have fewer.
+        rows_per_micro_batch: rows that pass a layer together; a step's last may have fewer. The
+            attribute may be set before the first step is taken.
         seed: of the order of rows.
         workers: steps prepared ahead, each by a thread; 0 prepares a step when it is asked for.
         finish: what a thread makes of a step, such as adding images; None: it stays as it is.
@@ -57,7 +58,7 @@ class StepLoader:
         self.dataset = dataset
         self._num_rows = len(dataset)
         self._rows_per_step = rows_per_step
-        self._rows_per_micro_batch = rows_per_micro_batch
+        self.rows_per_micro_batch = rows_per_micro_batch
         self._seed = seed
         self._resumed_at = (0, 0)  # (steps, rows) taken when rows_per_step was last set
         self._steps = 0
@@ -91,16 +92,6 @@ class StepLoader:
         """Number of steps for so many epochs; the last step may begin another epoch."""
         return math.ceil(round(epochs * self._num_rows / self._rows_per_step, 6))
 
-    @property
-    def rows_per_micro_batch(self) -> int:
-        """Rows that pass a layer together. May be set between steps."""
-        return self._rows_per_micro_batch
-
-    @rows_per_micro_batch.setter
-    def rows_per_micro_batch(self, rows: int) -> None:
-        self._drop_ahead()
-        self._rows_per_micro_batch = rows
-
     def state_dict(self) -> dict[str, Any]:
         """The position after the last step returned, and the loader's settings, for JSON."""
         return {
@@ -108,7 +99,7 @@ class StepLoader:
             "rows": self._first_row(self._steps),
             "seed": self._seed,
             "fingerprint": self.dataset.fingerprint,
-            "rows_per_micro_batch": self._rows_per_micro_batch,
+            "rows_per_micro_batch": self.rows_per_micro_batch,
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -172,7 +163,7 @@ class StepLoader:
         if not self.dataset.packing:
             # Rows of like length together need less padding; the step's mean loss is the same.
             rows.sort(key=lambda row: -self.dataset.row_lengths[row])
-        size = self._rows_per_micro_batch
+        size = self.rows_per_micro_batch
         return [rows[i : i + size] for i in range(0, len(rows), size)]
 
     def _first_row(self, step: int) -> int:

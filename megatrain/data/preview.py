@@ -13,7 +13,7 @@ import numpy as np
 
 from megatrain.data.dataset import PackedDataset
 from megatrain.data.images import Medium
-from megatrain.data.row_packing import Ints, Segments
+from megatrain.data.row_packing import Ints
 
 _REPEATED = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])\1{3,}")  # an image's tokens
 _SOURCES = 20  # that are listed
@@ -75,19 +75,16 @@ def _warnings(data: PackedDataset, what: str, *, is_chat: bool) -> Iterator[str]
     if num_bad := store.notes["num_bad"]:
         yield f"{num_bad:,} bad rows are left out"
     seen: dict[bytes, int] = {}
-    pairs = [(n, seen.setdefault(digest, n)) for n, digest in _digests(data, documents)]
-    if repeated := [pair for pair in pairs if pair[0] != pair[1]]:
+    repeated: list[tuple[int, int]] = []
+    for segment in documents:
+        ids, _ = store.read(*segment)
+        digest = hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+        if (first_seen := seen.setdefault(digest, segment[0])) != segment[0]:
+            repeated.append((segment[0], first_seen))
+    if repeated:
         first, earlier = (store.place(n).removeprefix(folder) for n in repeated[0])
         repeats = "repeats" if len(repeated) == 1 else "repeat"
         yield f"{len(repeated):,} of the {what} {repeats} another: {first} is {earlier}"
-
-
-def _digests(data: PackedDataset, documents: Segments) -> Iterator[tuple[int, bytes]]:
-    columns = documents.document, documents.begin, documents.end
-    for document, begin, end in zip(*(column.tolist() for column in columns), strict=True):
-        first = data.store.begin(document)
-        ids, _ = data.store.read(first + begin, first + end)
-        yield document, hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
 
 
 def _by_source(data: PackedDataset, what: str) -> Iterator[str]:

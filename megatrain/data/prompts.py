@@ -236,9 +236,7 @@ def _prompt_row(
 ) -> PromptRow:
     theirs = {name for name in fields.values() if name is not None}
     values = {n: v for n, v in row.items() if n not in theirs and n not in fields}
-    for ours, name in fields.items():
-        if name is not None and name in row:
-            values[ours] = row[name]
+    values |= {ours: row[name] for ours, name in fields.items() if name is not None and name in row}
     if "prompt" not in values:
         names = ", ".join(map(repr, row))
         raise InputError(

@@ -5,7 +5,7 @@ another: positions restart at each, and the first token of each is not predicted
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,10 @@ class Segments:
 
     def __len__(self) -> int:
         return len(self.document)
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        columns = (self.document, self.begin, self.end)
+        return zip(*(column.tolist() for column in columns), strict=True)
 
     def __getitem__(self, index: slice | Ints | NDArray[np.bool_]) -> "Segments":
         return Segments(self.document[index], self.begin[index], self.end[index])

@@ -103,13 +103,8 @@ def of_completion(row: DataRow, where: str) -> Conversation | Completion:
     return _completed(row, prompt, completion, where)
 
 
-def of_pair_with_margin(row: DataRow, where: str) -> Pair:
-    """A pair of replies, and the margin of the better one."""
-    return of_pair(row, where)._replace(margin=number(row["margin"], "margin", where))
-
-
 def of_pair(row: DataRow, where: str) -> Pair:
-    """A pair: a better reply to a prompt, and a worse one."""
+    """A pair: a better reply to a prompt, and a worse one; its margin, if the row has one."""
     names = ("chosen", "rejected")
     replies: list[Any] = [text_or_messages(row[name], name, where) for name in names]
     prompt = text_or_messages(row.get("prompt"), "prompt", where)
@@ -132,7 +127,8 @@ def of_pair(row: DataRow, where: str) -> Pair:
         )
     else:
         prompt, replies = _taken_apart(replies, prompt, where)
-    return Pair([_completed(row, prompt, reply, where) for reply in replies])
+    margin = number(row.get("margin", 0.0), "margin", where)
+    return Pair([_completed(row, prompt, reply, where) for reply in replies], margin)
 
 
 def _is_said(question: str, messages: Any) -> bool:
@@ -199,18 +195,10 @@ def _completed(row: DataRow, prompt: Any, completion: Any, where: str) -> Conver
     return _conversation(asked + replied, [False] * len(asked) + learnt, row, where)
 
 
-def of_instruction(row: DataRow, where: str) -> Conversation:
-    """An instruction with its input, and the output."""
-    texts = (row.get(name) or "" for name in ("instruction", "input"))
-    return _turns(row, "\n".join(filter(None, texts)), row["output"], where)
-
-
 def of_question(row: DataRow, where: str) -> Conversation:
-    """A question and its answer."""
-    return _turns(row, row["question"], row["answer"], where)
-
-
-def _turns(row: DataRow, question: str, answer: str, where: str) -> Conversation:
+    """A question, or an instruction with its input, and the answer."""
+    asked = (row.get(name) for name in ("question", "instruction", "input"))
+    question, answer = "\n".join(filter(None, asked)), row.get("answer", row.get("output"))
     turns = [*_history(row, where), question, answer]
     if not question:
         raise InputError(f"{where}: it asks nothing: fill its question in, or leave the row out")
@@ -318,7 +306,7 @@ FORMATS = (
         {"instruction": ("instruction",), "output": ("output", "response")},
         {"input": ("input", "context"), "history": ("history",),
          **_SYSTEM, **_REASONING, **_OF_MEDIA},
-        of_instruction,
+        of_question,
     ),
     Format(
         "questions and answers", "chat",
@@ -332,7 +320,7 @@ PAIRS = Format(
     "preferences", "pairs", {"chosen": ("chosen",), "rejected": ("rejected",)},
     {"prompt": ("prompt",), **_PROMPTED, **_OF_MEDIA}, of_pair,
 )  # fmt: skip
-MARGINS = replace(PAIRS, needs={**PAIRS.needs, "margin": ("margin",)}, read=of_pair_with_margin)
+MARGINS = replace(PAIRS, needs={**PAIRS.needs, "margin": ("margin",)})
 _OF_TEXT = {"text": ("text", "sentence", "content"), "label": ("label", "labels")}
 _CLASSES = Format("texts with classes", "classes", _OF_TEXT, {}, of_classes)
 _TAGS = Format(

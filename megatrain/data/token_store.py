@@ -1,12 +1,13 @@
 """Tokenised documents on disk: written once, then read row by row, so that memory stays flat.
 
-A store is a folder of four files. `tokens.bin`: int32, all documents end to end; a token to
+A store is a folder of five files. `tokens.bin`: int32, all documents end to end; a token to
 predict is stored as it is, one that is only read as its bitwise complement (a negative number);
-behind a document with classes those.
-`documents.bin`: one record per document. `sums.bin`: checksums of the blocks of both. `meta.json`:
-the names of the sources, what was found in them, the counts, size and time of both files, a digest
-of them, and checksums of itself and of the images' places. Flat files rather than Arrow tables
-because rows cut documents anywhere, and so that nothing but numpy is needed to train.
+behind a document with classes those. `images.bin`: for each document with images their names in
+JSON, then bytes that no file holds. `documents.bin`: one record per document. `sums.bin`: checksums
+of the blocks of all three. `meta.json`: the names of the sources, what was found in them, the
+counts, sizes and times of the files, a digest of them, and a checksum of itself. Flat files rather
+than Arrow tables because rows cut documents anywhere, and so that nothing but numpy is needed to
+train.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ import json
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,21 +23,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain.base.units import MIB
 from megatrain.base.whole_files import whole_folder
 from megatrain.data.encoders import Document
-from megatrain.data.kept_file import BlockSums, KeptFile
-from megatrain.data.kept_images import PLACES_FILE, ImageWriter, KeptImages
+from megatrain.data.images import Medium
+from megatrain.data.kept_file import KeptFile, block_sums
 from megatrain.errors import InputError, RunFailed, explained
 
 Progress = Callable[[int, int], None]
 _log = logging.getLogger("megatrain.data")
-_FILES = ("tokens.bin", "documents.bin")
+_FILES = ("tokens.bin", "documents.bin", "images.bin")
 _TOKEN = np.dtype("<i4")
 # first_target: place in the document of the first token to predict, -1 if there is none
+# images: place in their file of the JSON that names them, of images_size bytes
 _RECORD = np.dtype([("begin", "<i8"), ("end", "<i8"), ("first_target", "<i8"),
                     ("line", "<i8"), ("source", "<i4"), ("good", "<i4"),
-                    ("margin", "<f8"), ("labels", "<i8")])  # fmt: skip
+                    ("margin", "<f8"), ("labels", "<i8"),
+                    ("images", "<i8"), ("images_size", "<i8")])  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,9 @@ class TokenStore:
         names: of the sources.
         notes: findings about them, as JSON.
         digest: of all tokens and records.
-        tokens, records: read some bytes from an offset on, or raise RunFailed: the file is not
-            as it was written.
-        images: of documents; None: none has any.
+        tokens, records, images: read some bytes from an offset on, or raise RunFailed: the file is
+            not as it was written.
+        has_images: some document has images.
     """
 
     names: list[str]
@@ -58,23 +60,22 @@ class TokenStore:
     num_documents: int
     tokens: Callable[[int, int], memoryview]
     records: Callable[[int, int], memoryview]
-    images: KeptImages | None = None
+    images: Callable[[int, int], memoryview]
+    has_images: bool
 
     def documents(self) -> NDArray[Any]:
         """The records of all documents; large, so use it only once, at the start."""
         return np.frombuffer(self.records(0, self.num_documents * _RECORD.itemsize), _RECORD)
 
-    def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Ids and labels (-100 where there is nothing to predict) of a range of tokens, copied."""
-        size = _TOKEN.itemsize
-        raw = self.tokens(begin * size, (end - begin) * size)
+    def read(
+        self, document: int, begin: int, end: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Ids and labels (-100: nothing to predict) of some tokens of a document, copied."""
+        size, first = _TOKEN.itemsize, int(self._record(document)["begin"])
+        raw = self.tokens((first + begin) * size, (end - begin) * size)
         tokens = np.frombuffer(raw, _TOKEN).astype(np.int64)
         only_read = tokens < 0
         return np.where(only_read, ~tokens, tokens), np.where(only_read, -100, tokens)
-
-    def begin(self, document: int) -> int:
-        """The number of the first token of a document."""
-        return int(self._record(document)["begin"])
 
     def margin(self, document: int) -> float:
         """By how much the better reply of a document's pair is preferred."""
@@ -85,6 +86,23 @@ class TokenStore:
         record, size = self._record(document), _TOKEN.itemsize
         raw = self.tokens(int(record["end"]) * size, int(record["labels"]) * size)
         return np.frombuffer(raw, _TOKEN).astype(np.int64)
+
+    def images_of(self, document: int, *, whole: bool = True) -> tuple[int, list[Medium]]:
+        """The end of the tokens of a document's last image, and its images.
+
+        Not `whole`: without bytes that no file holds.
+        """
+        record, images = self._record(document), list[Medium]()
+        at, size = int(record["images"]), int(record["images_size"])
+        if not size:
+            return 0, images
+        end, entries = json.loads(bytes(self.images(at, size)))
+        at += size
+        for path, digest, dimensions, state, length, kind in entries:
+            data = bytes(self.images(at, length)) if whole and length else b""
+            images.append(Medium(path, digest, (*dimensions,), (*state,), data, kind))
+            at += length
+        return end, images
 
     def place(self, document: int) -> str:
         """`file:line` of a document."""
@@ -151,16 +169,15 @@ def _load(folder: Path) -> TokenStore | None:
         if meta.pop("crc32") != _crc32(meta):
             raise ValueError("meta.json is not as it was written")
         sums = (folder / "sums.bin").read_bytes()
-        border, checksum = meta["sums"]
+        *sizes, checksum = meta["sums"]
         if zlib.crc32(sums) != checksum:
             raise ValueError("sums.bin is not as it was written")
-        tokens, records = (
-            KeptFile(folder / name, BlockSums(part))
-            for name, part in zip(_FILES, (sums[:border], sums[border:]), strict=True)
-        )
-        # Without a checksum of them in `meta`, as in earlier versions, they are made again.
-        pictured = "images" in meta or (folder / PLACES_FILE).exists()
-        if [list(file.identity) for file in (tokens, records)] == meta["files"]:
+        ends = np.cumsum([0, *sizes])
+        tokens, records, images = files = [
+            KeptFile(folder / name, sums[begin:end])
+            for name, begin, end in zip(_FILES, ends, ends[1:], strict=False)
+        ]
+        if [list(file.identity) for file in files] == meta["files"]:
             store = TokenStore(
                 meta["names"],
                 meta["notes"],
@@ -168,12 +185,13 @@ def _load(folder: Path) -> TokenStore | None:
                 meta["num_documents"],
                 tokens.read,
                 records.read,
-                KeptImages(folder, meta["num_documents"], meta["images"]) if pictured else None,
+                images.read,
+                images.identity[0] > 0,
             )
-            for start in range(0, records.identity[0], 32 * MIB):  # damage is repaired at once
-                records.read(start, min(32 * MIB, records.identity[0] - start))
-            path = store.images and store.images.changed()
-            if not path:
+            of_images = store.documents()["images_size"]  # damage is repaired at once
+            with_images = np.flatnonzero(of_images).tolist()
+            media = (m for n in with_images for m in store.images_of(n, whole=False)[1])
+            if (path := next((m.path for m in media if m.changed()), None)) is None:
                 return store
             _log.info("%s has changed: tokens are made again", path)
             return None
@@ -200,6 +218,9 @@ def _build(
                 f"{', '.join(names[:4])}: none of the {meta['num_documents']} rows has text, or a "
                 "reply of the assistant whose weight is not 0, to learn from"
             )
+        sums = [block_sums(part / name) for name in _FILES]
+        (part / "sums.bin").write_bytes(b"".join(sums))
+        meta["sums"] = *map(len, sums), zlib.crc32(b"".join(sums))
         meta["files"] = [KeptFile(part / name).identity for name in _FILES]
         (part / "meta.json").write_text(json.dumps(meta | {"crc32": _crc32(meta)}))
 
@@ -207,30 +228,28 @@ def _build(
 def _write(part: Path, documents: Iterable[Document], progress: Progress | None) -> dict[str, Any]:
     digest = hashlib.blake2b(digest_size=16)
     num_documents = num_tokens = 0
-    token_sums, record_sums = BlockSums(), BlockSums()
-    images = ImageWriter(part)
-    with (part / _FILES[0]).open("wb") as tokens, (part / _FILES[1]).open("wb") as index:
+    with ExitStack() as stack:
+        tokens, index, images = (stack.enter_context((part / name).open("wb")) for name in _FILES)
         for document in documents:
             stored, record = _encoded(document, num_tokens)
-            for file, sums, array in ((tokens, token_sums, stored), (index, record_sums, record)):
-                file.write(array.tobytes())
-                sums.add(array.tobytes())
             # Without the last fields if they are 0, as in old runs.
-            end = None if len(document.labels) else -8 if document.margin else -16
+            end = -16 if len(document.labels) else -24 if document.margin else -32
             digest.update(stored.tobytes() + record.tobytes()[:end])
-            digest.update(images.add(document.images, document.images_end))
+            digest.update("".join(image.digest for image in document.images).encode())
+            entries = [[*m[:4], len(m.data), m.kind] for m in document.images]
+            names = json.dumps([document.images_end, entries]).encode() if entries else b""
+            record["images"], record["images_size"] = images.tell(), len(names)
+            images.write(names + b"".join(image.data for image in document.images))
+            tokens.write(stored.tobytes())
+            index.write(record.tobytes())
             num_documents, num_tokens = num_documents + 1, num_tokens + len(stored)
             if progress is not None:
                 progress(num_documents, num_tokens)
-    of_images = images.finish()
-    of_tokens, of_records = token_sums.to_bytes(), record_sums.to_bytes()
-    (part / "sums.bin").write_bytes(of_tokens + of_records)
     return {
         "num_documents": num_documents,
         "num_tokens": num_tokens,
         "digest": digest.hexdigest(),
-        "sums": [len(of_tokens), zlib.crc32(of_tokens + of_records)],
-    } | of_images
+    }
 
 
 def _crc32(meta: dict[str, Any]) -> int:
@@ -242,7 +261,7 @@ def _encoded(document: Document, begin: int) -> tuple[NDArray[np.int32], NDArray
     ids, targets = document.ids, document.targets.copy()
     targets[:1] = False  # no token before it predicts it
     first = int(targets.argmax()) if targets.any() else -1
-    of_row = document.line, document.source, document.good, document.margin
-    record = np.array([(begin, begin + len(ids), first, *of_row, len(document.labels))], _RECORD)
+    of_row = document.line, document.source, document.good, document.margin, len(document.labels)
+    record = np.array([(begin, begin + len(ids), first, *of_row, 0, 0)], _RECORD)
     stored = np.concatenate([np.where(targets, ids, ~ids), document.labels])
     return stored.astype(_TOKEN), record

@@ -26,7 +26,7 @@ from megatrain.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 15  # of kept tokens: raise it when the same input gives other tokens
+_FORMAT = 16  # of kept tokens: raise it when the same input gives other tokens
 _log = logging.getLogger("megatrain.data")
 
 
@@ -106,7 +106,7 @@ def open_dataset(
         of_source = np.array(groups, np.int64)[store.documents()["source"]]
         documents = mixed(documents, of_source, weights, repeat, seed)
         part += f", weights {list(weights)}{' with repetition' * repeat}"
-    if store.images is not None:
+    if store.has_images:
         images.load()
         part += f", images {images.digest}"
     cls = ReplyDataset if kind in REPLIES else ClassDataset if kind in CLASSES else PackedDataset

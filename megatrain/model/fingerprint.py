@@ -62,14 +62,10 @@ class Reader:
             by_identity: also an equal object in another's place counts as a difference.
         """
         self._left_out, self._by_identity = _of_every_module().union(left_out), by_identity
-        self._root = root
+        self._own = {id(parameter) for parameter in root.parameters()}
         self._seen: dict[int, tuple[int, Any]] = {}
         self.strays: list[Tensor] = []
         self.reads_dictionaries = False
-
-    @functools.cached_property
-    def _own(self) -> set[int]:
-        return {id(p) for p in self._root.parameters()}
 
     def of(self, value: Any) -> Any:
         """The value to compare for an object."""

@@ -12,7 +12,7 @@ forward with a shorter table gives the logits of some tokens, by which the head 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -216,23 +216,17 @@ def _on_random_states(
     output = with_hidden(spec.trunk, hidden)
     if routed:
         output["router_logits"], inputs["output_router_logits"] = routed, True
+    # Padding of the table may exceed the vocabulary: transformers' losses would take the logits of
+    # several tokens for those of one.
+    config = capture.model.config
+    parts = [config, config.get_text_config(decoder=True), capture.model]
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),
-        _vocabulary(spec),
+        changed(parts, vocab_size=spec.num_logits),
         ZeroProducts(weights.values(), _RANDOM),
     ):
         yield weights, output, inputs
-
-
-def _vocabulary(spec: ModelSpec) -> AbstractContextManager[None]:
-    """Set the vocabulary size to the number of logits, which padding of the table may exceed.
-
-    transformers' losses would take the logits of several tokens for those of one.
-    """
-    model = spec.capture.model
-    parts = [model.config, model.config.get_text_config(decoder=True), model]
-    return changed(parts, vocab_size=spec.num_logits)
 
 
 def _cross_entropy(logits_BTV: Tensor, labels_BT: Tensor, shift: int) -> float:

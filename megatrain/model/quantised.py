@@ -1,14 +1,25 @@
-"""Weights that a folder stores quantised: NF4 of bitsandbytes, float8 of torchao.
+"""Weights that a folder stores packed for inference, unpacked as they are read, or kept so.
 
-Several tensors of a file are one weight; they become the bytes in which a tile keeps it, and no
-value changes. https://github.com/bitsandbytes-foundation/bitsandbytes (QuantState.as_dict),
+Their values are those of transformers' own dequantisation, bit for bit: mxfp4 (gpt-oss), float8
+in blocks (DeepSeek-V3, Kimi K2, Qwen3, MiniMax), float8, int8 and int4 of compressed-tensors, and
+integers of GPTQ and AWQ, in the dtype of their scales. NF4 of bitsandbytes and float8 of torchao
+become the bytes in which a tile keeps them, and no value changes.
+https://github.com/huggingface/transformers (integrations: mxfp4.py, finegrained_fp8.py),
+https://github.com/vllm-project/compressed-tensors (compressors),
+https://github.com/AutoGPTQ/AutoGPTQ (qlinear_cuda_old.py),
+https://github.com/casper-hansen/AutoAWQ (utils/packing_utils.py),
+https://github.com/bitsandbytes-foundation/bitsandbytes (QuantState.as_dict),
 https://github.com/pytorch/ao (prototype/safetensors).
+
+Legend: E experts, O outputs, I inputs, G groups of inputs that share a scale.
 """
 
-from collections.abc import Mapping, Sequence
-from math import prod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil, prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import torch
 from torch import Tensor
@@ -16,12 +27,24 @@ from torch import Tensor
 from megatrain.base.json_yaml import DAMAGED, parse_object, read_json
 from megatrain.errors import InputError
 from megatrain.model.safetensors_io import Stored
-from megatrain.model.unpacked import Packed, unpacked, unpacked_from, untaken
 from megatrain.tile.formats import BLOCKS, FP8, MXFP4, NF4, NF4_WIDE, SIDE, WeightFormat, is_nf4
 
+Settings = Mapping[str, Any]
+Block = Sequence[int | None]  # how many rows and columns share a scale; None: all
+
+_CODES = {
+    "pack-quantized": torch.int32,
+    "int-quantized": torch.int8,
+    "float-quantized": torch.float8_e4m3fn,
+}
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 _QDATA, _SCALE = "._weight_qdata", "._weight_scale"
+# What a packed forward needs, or what is read otherwise.
+_UNUSED = (
+    *(".activation_scale", ".input_scale", ".weight_shape"),
+    *(f"{_STATE}nf4", ".quant_map", ".nested_quant_map"),
+)
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _REMEDY = "take the unquantised model, with `base: nf4` or `base: fp8` it is packed as it is read"
 
@@ -37,7 +60,12 @@ def unpacked_format(config: Mapping[str, Any]) -> str | None:
 
     Args: `config`: the content of its config.json.
     """
-    return unpacked_from(_settings(config))
+    settings = _settings(config)
+    method = str(settings.get("quant_method"))
+    if method not in _FINDERS or any(_untaken(settings)):
+        return None
+    formats = ", ".join(sorted({scheme["format"] for scheme in _schemes(settings)}))
+    return f"{method} ({formats})" if formats else method
 
 
 def kept_format(config: Mapping[str, Any]) -> WeightFormat | None:
@@ -60,7 +88,7 @@ def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8
     """
     settings = _settings(config)
     method = settings.get("quant_method")
-    if not settings or unpacked_from(settings):
+    if not settings or unpacked_format(config):
         return None
     if method == "bitsandbytes" and settings.get("load_in_4bit"):
         if settings.get("bnb_4bit_quant_type") == "nf4":
@@ -75,8 +103,9 @@ def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8
         method = f"torchao ({str(kind)[:80]})"
     elif method == "bitsandbytes":
         method = "bitsandbytes in 8 bits"
-    elif setting := untaken(settings):
-        method = f"{method} with {setting} (quantization_config)"
+    elif unlike := next(_untaken(settings), None):
+        key, value = unlike
+        method = f"{method} with {key} {str(value)[:80]} (quantization_config)"
     raise InputError(
         f"{where}: its weights are quantised by {str(method)[:120]}; only NF4 of bitsandbytes and "
         "float8 of torchao (Float8WeightOnlyConfig) are taken as they are, and mxfp4, fp8, GPTQ, "
@@ -84,39 +113,307 @@ def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Packed(Stored):
+    """A weight of several stored parts; its dtype and shape are those of its values.
+
+    Attributes:
+        parts: the scales first.
+        packing: the format in which a tile can keep the weight; None: it keeps the values.
+        unpack: the parts' tensors to the values; with a `packing` to those that are its bytes.
+    """
+
+    parts: tuple[Stored, ...]
+    unpack: Callable[..., Any]
+    packing: WeightFormat | None = None
+
+    def read(self) -> Tensor:
+        """The values, unpacked. Raises InputError: a scale is not a finite number."""
+        if self.packing is None:
+            values: Tensor = self.unpack(*self._tensors())
+            return values
+        out = torch.empty(self.shape, dtype=self.packing.computed)
+        self.packing.unpack(joined(self.kept()), out)
+        return out.to(self.dtype)
+
+    def kept(self) -> Sequence[Tensor]:
+        """The tensors whose bytes are those of `packing`. Raises InputError: as `read`."""
+        tensors: Sequence[Tensor] = self.unpack(*self._tensors())
+        return tensors
+
+    def _tensors(self) -> list[Tensor]:
+        tensors = [part.read() for part in self.parts]
+        exponents = tensors[0].dtype == torch.uint8
+        if not (tensors[0] != 255 if exponents else tensors[0].float().isfinite()).all():
+            raise _refused(self.parts[0], "holds a scale that is NaN or infinite")
+        return tensors
+
+    def kept_open(self, opened: Callable[[Path], BinaryIO]) -> "Packed":
+        """The same weight, of parts in files that stay open."""
+        return replace(self, parts=tuple(part.kept_open(opened) for part in self.parts))
+
+
+def joined(tensors: Iterable[Tensor]) -> Tensor:
+    """The bytes of tensors, one after the other."""
+    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+
+
+def _untaken(settings: Settings) -> Iterator[tuple[str, Any]]:
+    schemes, compressed = _schemes(settings), settings.get("quant_method") == "compressed-tensors"
+    if settings.get("weight_block_size") and not _is_block(settings["weight_block_size"]):
+        yield "weight_block_size", settings["weight_block_size"]
+    for key in ("sparsity_config", "transform_config"):
+        if compressed and settings.get(key):
+            yield key, settings[key]
+    for key, right in _OF_INTEGERS.get(str(settings.get("quant_method")), {}).items():
+        if settings.get(key, right[0]) not in right:
+            yield key, settings[key]
+    if compressed and not schemes:
+        yield "config_groups", settings.get("config_groups")
+    sizes: dict[str, Any] = {}
+    for scheme in schemes:
+        form, size = scheme["format"], scheme.get("group_size")
+        taken = {"format": form in _CODES, "strategy": _is_block(_block(scheme))}
+        if form == "pack-quantized":
+            taken["num_bits"] = scheme.get("num_bits") == 4
+            taken["type"] = scheme.get("type", "int") == "int"
+        if form == "pack-quantized" or size not in (None, -1):  # shapes alone do not tell which
+            taken["group_size"] = size == sizes.setdefault(form, size)
+        yield from ((key, scheme.get(key)) for key, right in taken.items() if not right)
+
+
+def _is_block(block: Any) -> bool:
+    sizes = block if isinstance(block, list | tuple) else ()
+    return len(sizes) == 2 and all(
+        size is None or (type(size) is int and size > 0) for size in sizes
+    )
+
+
+def _block(scheme: Settings) -> Any:
+    """How many rows and columns share a scale by a compressed scheme; None: it does not say."""
+    size, block = scheme.get("group_size"), scheme.get("block_structure")
+    usual = "block" if block else "tensor" if size is None else "group"
+    usual = "channel" if size == -1 else usual
+    blocks = {
+        "tensor": (None, None), "channel": (1, None), "group": (1, size or 0), "block": block,
+    }  # fmt: skip
+    return blocks.get(str(scheme.get("strategy") or usual))
+
+
 def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """The tensors of a folder, each quantised weight as one in place of its parts.
 
     Raises:
-        InputError: they are quantised otherwise than `quantised_base` says, or parts are damaged.
+        InputError: they are quantised otherwise than config.json says, or parts are missing,
+            damaged, or do not belong together.
     """
     config = read_json(folder / "config.json")
-    base = quantised_base(config, folder)
-    if base is not None:
-        quantised, parts = (_nf4_weights if base == "nf4" else _fp8_weights)(stored)
-    elif unpacked_format(config):
-        quantised, parts = unpacked(stored, _settings(config))
-    else:
+    base, settings = quantised_base(config, folder), _settings(config)
+    if base is None and not unpacked_format(config):
         return dict(stored)
-    return {name: tensor for name, tensor in stored.items() if name not in parts} | quantised
+    method = str(settings["quant_method"])
+    find = _nf4_weights if base == "nf4" else _fp8_rows if base == "fp8" else _FINDERS[method]
+    weights = {weight.name: weight for weight in find(stored, settings)}
+    parts = {part.name for weight in weights.values() for part in weight.parts}
+    rest = {n: t for n, t in stored.items() if n not in parts and not n.endswith(_UNUSED)}
+    for name, tensor in sorted(rest.items()):
+        if name in weights:
+            raise _refused(tensor, f"is stored beside its packed {weights[name].parts[1].name!r}")
+        if name.endswith(".weight_packed") or tensor.dtype == torch.float8_e4m3fn:
+            scale = "_scale_inv" if method == "fp8" else "_scale"
+            raise _refused(tensor, f"lacks its {name.removesuffix('_packed') + scale!r}")
+    return rest | weights
 
 
-def _nf4_weights(stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], set[str]]:
-    weights, parts = dict[str, Stored](), set[str]()
+def _mxfp4(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Packed]:
+    """Weights `[E, I, O]` of two 4-bit values a byte `[E, O, G, 16]`, exponents `[E, O, G]`."""
+    for name in [name for name in stored if name.endswith("_blocks")]:
+        weight, blocks = name.removesuffix("_blocks"), stored[name]
+        scales = stored.get(f"{weight}_scales", blocks)
+        fit = len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16)
+        if not fit or {blocks.dtype, scales.dtype} != {torch.uint8}:
+            what = f"{blocks.dtype} {[*blocks.shape]} lacks its '{weight}_scales'"
+            raise _refused(blocks, f"of {what} of uint8, one for 32 values")
+        experts, outputs, groups = scales.shape
+        shape = experts, 32 * groups, outputs
+        yield _weight(weight, torch.bfloat16, shape, _turned, scales, blocks, packing=MXFP4)
+
+
+def _turned(scales: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Exponents and bytes in the order of the weight's inputs."""
+    return scales.transpose(1, 2), blocks.flatten(2).transpose(1, 2)
+
+
+def _fp8(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Packed]:
+    """Weights `[..., O, I]` of float8 values, with a scale for each block of rows and columns."""
+    size = settings.get("weight_block_size", [128, 128])
+    block = size or (None, None)
+    for name in [name for name in stored if name.endswith("_scale_inv")]:
+        weight, scales = name.removesuffix("_scale_inv"), stored[name]
+        codes = stored.get(weight)
+        if codes is None or codes.dtype != torch.float8_e4m3fn or len(codes.shape) < 2:
+            raise _refused(scales, f"has no matrix {weight!r} of float8 (e4m3) to scale")
+        if not _fits(codes.shape, scales, block):
+            raise _unlike(codes, scales, f"weight_block_size {size}")
+        packing = BLOCKS if [*block] == [SIDE, SIDE] and BLOCKS.takes(codes.shape) else None
+        unpack = _with_fp32 if packing else partial(_scaled, block, torch.bfloat16)
+        parts = scales, codes
+        yield _weight(weight, torch.bfloat16, codes.shape, unpack, *parts, packing=packing)
+
+
+def _with_fp32(scales: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    return _wide(scales), codes.view(torch.uint8)
+
+
+def _wide(scales: Tensor) -> Tensor:
+    """Scales, or exponents of two, in fp32."""
+    return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
+
+
+def _compressed(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Packed]:
+    """Weights `[O, I]` of float8 or integers, with scales for groups, rows or blocks."""
+    schemes = _schemes(settings)
+    for name in [name for name in stored if name.endswith(".weight_scale")]:
+        weight, scales = name.removesuffix("_scale"), stored[name]
+        packed, zeros = stored.get(f"{weight}_packed"), stored.get(f"{weight}_zero_point")
+        codes = packed or stored.get(weight)
+        alike = [each for each in schemes if codes and _CODES[each["format"]] == codes.dtype]
+        if codes is None or not alike or len(codes.shape) != 2:
+            raise _refused(scales, f"has no matrix {weight!r} of the dtype of its format to scale")
+        fitting = [each for each in alike if _shape(codes, scales, _block(each))]
+        if not fitting:
+            keys = ("strategy", "group_size", "block_structure")
+            how = ", ".join(f"{key} {alike[0][key]}" for key in keys if alike[0].get(key))
+            raise _unlike(codes, scales, how)
+        symmetric = [each.get("symmetric", True) for each in fitting]
+        if (zeros is None) not in symmetric:
+            kind = "no zero points" if zeros is None else "zero points"
+            raise _refused(codes, f"has {kind}, but symmetric is {symmetric[0]}")
+        block = _block(fitting[symmetric.index(zeros is None)])
+        shape = _shape(codes, scales, block)
+        of_zeros = (ceil(scales.shape[0] / 8), *scales.shape[1:]) if packed else scales.shape
+        if zeros and zeros.shape != of_zeros:
+            raise _unlike(zeros, scales, "its zero points")
+        unpack: Callable[..., Tensor] = partial(_scaled, block, scales.dtype)
+        parts = [scales, codes, *((zeros,) if zeros else ())]
+        if packed:
+            of_values = stored.get(f"{weight}_shape")
+            parts += [of_values] if of_values else []
+            unpack = partial(_of_int4, unpack, shape, of_values)
+        yield _weight(weight, scales.dtype, shape, unpack, *parts)
+
+
+def _shape(codes: Stored, scales: Stored, block: Block) -> tuple[int, ...]:
+    """The shape of the values of codes `[O, I]` or packed; empty: such blocks have other scales."""
+    (rows, columns), (_, along) = codes.shape, block
+    if codes.dtype == torch.int32:  # rows are padded to whole words; groups tell where they end
+        columns = min(8 * columns, prod(scales.shape[-1:]) * (along or 8 * columns))
+        if ceil(columns / 8) != codes.shape[1]:
+            return ()
+    return (rows, columns) if _fits((rows, columns), scales, block) else ()
+
+
+def _schemes(settings: Settings) -> list[dict[str, Any]]:
+    """How each group of a compressed model has its weights, with the format."""
+    groups, usual = settings.get("config_groups"), settings.get("format")
+    of_groups = [*groups.values()] if isinstance(groups, dict) else []
+    if not all(isinstance(g, dict) and isinstance(g.get("weights"), dict) for g in of_groups):
+        return []
+    return [{**g["weights"], "format": str(g.get("format") or usual)} for g in of_groups]
+
+
+def _of_int4(
+    unpack: Callable[..., Tensor],
+    shape: tuple[int, ...],
+    of_values: Stored | None,
+    scales: Tensor,
+    packed: Tensor,
+    *zeros: Tensor,
+) -> Tensor:
+    """Eight values of 4 bits in each int32 of a row; of zeros, in each of a column."""
+    if of_values:
+        zeros, stored_shape = zeros[:-1], zeros[-1]
+        if stored_shape.tolist() != [*shape]:
+            raise _refused(of_values, f"is not {[*shape]}, the shape of the packed values")
+    centred = (_nibbles(each.T.contiguous()).T[: len(packed)] for each in zeros)
+    return unpack(scales, _nibbles(packed)[:, : shape[1]], *centred)
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    codes = packed.view(torch.uint8)
+    return torch.stack((codes & 15, codes >> 4), -1).view(torch.int8).flatten(-2) - 8
+
+
+def _integers(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Packed]:
+    """Weights `[O, I]` of GPTQ and AWQ: integers in int32, scales `[G, O]` and zero points.
+
+    GPTQ packs inputs, and may name each one's group (g_idx); AWQ packs outputs, in another order.
+    """
+    awq, per = settings["quant_method"] == "awq", 32 // settings["bits"]
+    for name in [name for name in stored if name.endswith(".qweight")]:
+        stem, codes = name.removesuffix("qweight"), stored[name]
+        scales, zeros = stored.get(f"{stem}scales"), stored.get(f"{stem}qzeros")
+        if scales is None or zeros is None:
+            raise _refused(codes, f"lacks its '{stem}{'qzeros' if scales else 'scales'}'")
+        index = None if awq else stored.get(f"{stem}g_idx")
+        inputs, outputs = (n * (per if along == awq else 1) for along, n in enumerate(codes.shape))
+        size = settings.get("group_size") or -1
+        groups = 1 if size == -1 else ceil(inputs / size)
+        shapes = (groups, outputs), (groups, outputs // per), (inputs,)
+        if (scales.shape, zeros.shape, index.shape if index else (inputs,)) != shapes:
+            raise _unlike(codes, scales, f"group_size {size}, or others of zero points and g_idx")
+        if {codes.dtype, zeros.dtype} != {torch.int32}:
+            raise _refused(codes, f"has {codes.dtype} and {zeros.dtype}, not int32")
+        of = inputs if size == -1 else size
+        unpack = partial(_from_awq, of) if awq else partial(_from_gptq, settings, of)
+        parts = [scales, codes, zeros, *([index] if index else [])]
+        yield _weight(f"{stem}weight", scales.dtype, (outputs, inputs), unpack, *parts)
+
+
+def _from_awq(size: int, scales: Tensor, codes: Tensor, zeros: Tensor) -> Tensor:
+    order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of eight outputs in an int32
+    values, offsets = (
+        _fields(each, 4).unflatten(1, (-1, 8))[..., order].flatten(1) for each in (codes, zeros)
+    )
+    return _of_groups(scales, values.T, offsets, torch.arange(len(codes)) // size)
+
+
+def _from_gptq(
+    settings: Settings, size: int, scales: Tensor, codes: Tensor, zeros: Tensor, *index: Tensor
+) -> Tensor:
+    bits, offsets = settings["bits"], _fields(zeros, settings["bits"])
+    if settings.get("checkpoint_format") != "gptq_v2":  # which keeps them less one
+        offsets = offsets + 1 & 2**bits - 1
+    values = _fields(codes.T.contiguous(), bits)
+    groups = index[0].long() if index else torch.arange(values.shape[1]) // size
+    return _of_groups(scales, values, offsets, groups)
+
+
+def _of_groups(scales: Tensor, values: Tensor, offsets: Tensor, groups: Tensor) -> Tensor:
+    """Values `[O, I]` less the offsets `[G, O]` of their groups `[I]`, times the scales."""
+    centred = (values - offsets.T[:, groups]).float()
+    return centred.mul_(scales.float().T[:, groups]).to(scales.dtype)
+
+
+def _fields(packed: Tensor, bits: int) -> Tensor:
+    """Integers of so many bits `[R, C * 32 / bits]` of int32 `[R, C]`, the lowest first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return (packed[..., None] >> shifts & 2**bits - 1).flatten(1)
+
+
+def _nf4_weights(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Packed]:
+    """Weights of bitsandbytes, whose state is a tensor of JSON."""
     for name, state in stored.items():
         weight, mark, _ = name.partition(_STATE)
-        if not mark:
-            continue
-        settings = parse_object(state.read().numpy().tobytes(), state.file)
-        pieces = {part: stored[weight + part] for part in _PARTS if weight + part in stored}
-        weights[weight] = _nf4(weight, state.file, settings, pieces)
-        parts |= {name, *(weight + part for part in pieces)}
-    return weights, parts
+        if mark:
+            values = parse_object(state.read().numpy().tobytes(), state.file)
+            pieces = {part: stored[weight + part] for part in _PARTS if weight + part in stored}
+            yield _nf4(weight, state.file, values, pieces)
 
 
 def _nf4(
     name: str, file: Path, settings: Mapping[str, Any], pieces: Mapping[str, Stored]
-) -> Stored:
+) -> Packed:
     nested, offset = ".nested_absmax" in pieces, settings.get("nested_offset")
     dtype, sizes = _DTYPES.get(str(settings.get("dtype"))), settings.get("shape")
     shape: tuple[int, ...] = ()  # unless of two complete numbers
@@ -143,35 +440,90 @@ def _nf4(
     def unpack(*parts: Tensor) -> Sequence[Tensor]:
         return mean, *parts
 
-    parts = tuple(pieces[part] for part in order)
-    return Packed(name, file, dtype, shape, 0, size, parts=parts, unpack=unpack, packing=packing)
+    return _weight(name, dtype, shape, unpack, *(pieces[part] for part in order), packing=packing)
 
 
-def _fp8_weights(stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], set[str]]:
-    weights, parts = dict[str, Stored](), set[str]()
-    for name, data in stored.items():
-        if not name.endswith(_QDATA):
-            continue
-        weight = f"{name.removesuffix(_QDATA)}.weight"
-        scale = stored.get(name.removesuffix(_QDATA) + _SCALE)
-        rows = data.shape[:1]
-        if (
-            scale is None
-            or len(data.shape) != 2
-            or (data.dtype, scale.dtype) != (torch.float8_e4m3fn, torch.float32)
-            or scale.shape != (*rows, 1)
-            or prod(data.shape) % 64
-        ):
+def _fp8_rows(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Packed]:
+    """Weights `[O, I]` of torchao: float8 values, with a scale for each row."""
+    for name in [name for name in stored if name.endswith(_QDATA)]:
+        stem, codes = name.removesuffix(_QDATA), stored[name]
+        scales = stored.get(stem + _SCALE, codes)
+        types, sizes = (codes.dtype, scales.dtype), (*codes.shape[:1], 1)
+        fits = len(codes.shape) == 2 and scales.shape == sizes and prod(codes.shape) % 64 == 0
+        if types != (torch.float8_e4m3fn, torch.float32) or not fits:
             raise InputError(
-                f"{data.file}: {weight!r} has no float8 (e4m3) values with an fp32 scale for each "
-                f"row; {_REMEDY}"
+                f"{codes.file}: {stem + '.weight'!r} has no float8 (e4m3) values with an fp32 "
+                f"scale for each row; {_REMEDY}"
             )
-        size = data.num_bytes + scale.num_bytes
-        place = weight, data.file, torch.bfloat16, data.shape, 0, size
-        weights[weight] = Packed(*place, parts=(scale, data), unpack=_as_stored, packing=FP8)
-        parts |= {name, scale.name}
-    return weights, parts
+        parts = scales, codes
+        yield _weight(
+            f"{stem}.weight", torch.bfloat16, codes.shape, _with_fp32, *parts, packing=FP8
+        )
 
 
-def _as_stored(*parts: Tensor) -> Sequence[Tensor]:
-    return parts
+def _scales_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
+    """The shape `[..., O, I]` of the scales of a weight `[..., O, I]` for each block of it."""
+    *matrices, rows, columns = shape
+    return (*matrices, ceil(rows / (block[0] or rows)), ceil(columns / (block[1] or columns)))
+
+
+def _fits(shape: Sequence[int], scales: Stored, block: Block) -> bool:
+    wanted = _scales_shape(shape, block)
+    return scales.shape == wanted or (block[1] is None and prod(scales.shape) == prod(wanted))
+
+
+def _scaled(
+    block: Block, dtype: torch.dtype, scales: Tensor, codes: Tensor, *zeros: Tensor
+) -> Tensor:
+    """The values of codes `[..., O, I]` that share scales in blocks, computed in fp32."""
+    rows, columns = codes.shape[-2:]
+    down, along = block[0] or rows, block[1] or columns
+    grid = _scales_shape((rows, columns), block)
+
+    def spread(each: Tensor) -> Tensor:
+        whole_rows = each.view(grid).repeat_interleave(down, 0)[:rows]
+        return whole_rows.repeat_interleave(along, 1)[:, :columns]
+
+    scales, out = _wide(scales), torch.empty(codes.shape, dtype=dtype)
+    each = out.view(-1, rows, columns), codes.view(-1, rows, columns), scales.view(-1, *grid)
+    for whole, values, scale in zip(*each, strict=True):
+        values = values.float()
+        for zero in zeros:
+            values -= spread(zero.float())
+        whole.copy_(values.mul_(spread(scale)))
+    return out
+
+
+def _weight(
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    unpack: Callable[..., Any],
+    *parts: Stored,
+    packing: WeightFormat | None = None,
+) -> Packed:
+    num_bytes = prod(shape) * dtype.itemsize + sum(part.num_bytes for part in parts)
+    place = name, parts[1].file, dtype, shape, 0, num_bytes
+    return Packed(*place, parts=parts, unpack=unpack, packing=packing)
+
+
+def _unlike(codes: Stored, scales: Stored, how: str) -> InputError:
+    shapes = f"of {[*codes.shape]} has {scales.name!r} of {[*scales.shape]}"
+    return _refused(codes, f"{shapes}, which are not the scales of {how}")
+
+
+def _refused(part: Stored, why: str) -> InputError:
+    return InputError(
+        f"{part.file}: {part.name!r} {why}; it does not belong to config.json's "
+        "quantization_config, or the download is incomplete: download both again"
+    )
+
+
+_FINDERS = {
+    "mxfp4": _mxfp4, "fp8": _fp8, "compressed-tensors": _compressed, "gptq": _integers,
+    "awq": _integers,
+}  # fmt: skip
+_OF_INTEGERS: dict[str, dict[str, tuple[Any, ...]]] = {  # settings that are taken, the usual first
+    "gptq": {"bits": (4, 2, 8), "checkpoint_format": ("gptq", "gptq_v2"), "dynamic": (None, {})},
+    "awq": {"bits": (4,), "version": ("gemm", "GEMM"), "zero_point": (True,)},
+}

@@ -42,9 +42,8 @@ from megatrain.compat.transformers import (
     set_conversions,
 )
 from megatrain.errors import InputError, explained
-from megatrain.model.quantised import gathered, unpacked_format
+from megatrain.model.quantised import Packed, gathered, joined, unpacked_format
 from megatrain.model.safetensors_io import Stored, has_pickle_weights, has_weights, stored_tensors
-from megatrain.model.unpacked import Packed, joined
 from megatrain.tile.formats import BLOCKS, SIDE, WeightFormat
 
 log = logging.getLogger(__name__)

@@ -481,10 +481,9 @@ def describe_run(job: Job, devices: Sequence[tuple[str, bool]]) -> None:
         "computing": job.engine.computing,
         "placement": job.engine.placement.as_dict(),
         "disk_bytes": job.engine.memory()["disk_bytes"],
-        "data": job.kind,
+        "data": (data := job.loader.dataset).kind,
     }
     write_file(job.folder / layout.ENVIRONMENT, json.dumps(record, indent=2) + "\n")
-    data = job.loader.dataset
     if isinstance(data, PackedDataset) and data.has_images:
         content = {"samples": samples(data, job.tokenizer)}
         write_file(job.folder / layout.SAMPLES, json.dumps(content) + "\n")

@@ -61,9 +61,7 @@ class Job:
 
     Attributes:
         folder: of the run, once it is made.
-        own_tokenizer: True if the tokenizer is not the one in the model's folder.
         ends: tokens that end what is taught, which the model may not know yet.
-        kind: texts, chats, or the kind of replies that are trained.
         evaluation: micro-batches of each evaluation set, or its prompts.
         references: the record of a second model, where the loss asks for one.
         rollouts: makes the rows of steps, where the data are prompts.
@@ -74,11 +72,9 @@ class Job:
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
-    own_tokenizer: bool
     ends: list[int]
     engine: Engine
     loader: StepLoader
-    kind: str
     evaluation: dict[str, Step | Prompts]
     references: References | None
     schedule: LRScheduler
@@ -97,8 +93,9 @@ class Job:
         The tokenizer of the model's source is there already, byte for byte.
         """
         add_ends(folder, self.ends)
-        files = list(tokenizer_files(folder))
-        if files and not self.own_tokenizer:
+        files, model = list(tokenizer_files(folder)), self.config.model
+        own = model.chat_template is not None or model.eos_token is not None
+        if files and not own and model.tokenizer in (None, str(model.path)):
             return
         for path in files:
             path.unlink()
@@ -185,13 +182,9 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     return Job(
         config=config,
         tokenizer=tokenizer,
-        own_tokenizer=config.model.chat_template is not None
-        or config.model.eos_token is not None
-        or config.model.tokenizer not in (None, str(config.model.path)),
         ends=run_ends(config.model, tokenizer, training),
         engine=engine,
         loader=loader,
-        kind=training.kind,
         evaluation=_batches(evaluation, rows, teacher, ranks),
         data=evaluation,
         references=references,
