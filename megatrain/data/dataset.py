@@ -26,12 +26,15 @@ from megatrain.data.row_packing import (
 from megatrain.data.sources import DataKind
 from megatrain.data.token_store import TokenStore
 from megatrain.errors import InputError
+from megatrain.loss import IGNORED
 
 MicroBatch = dict[str, torch.Tensor]
 Overlong = Literal["truncate", "drop", "error"]
 
 ROWS = "image_rows"
 """The tensor `[lines, 2]` by which micro-batches name their rows and lines, until `with_images`."""
+CLASSES = ("classes", "class_sets", "tags")
+"""Kinds of data with classes: one of a text, several, or one of each word."""
 _WIDTH_MULTIPLE = 8  # of tokens in unpacked batches, for matrix units
 _MAX_PLACES = 8  # named in one description
 
@@ -252,6 +255,47 @@ class PackedDataset:
 
     def _segments(self, row: int) -> Segments:
         return self._rows.segments[slice(self._rows.first[row], self._rows.first[row + 1])]
+
+
+class ClassDataset(PackedDataset):
+    """Texts, each a row."""
+
+    def pieces(self, row: int) -> Iterator[tuple[Ints, Ints]]:
+        [(ids, labels)] = super().pieces(row)
+        labels[:-1] = IGNORED  # a text's classes are those of its last token
+        if self.kind == "tags":
+            labels[:] = self._labels(row)[: len(ids)]
+        yield ids, labels
+
+    def batch(self, rows: Sequence[int]) -> MicroBatch:
+        batch, own = super().batch(rows), [self._labels(row) for row in rows]
+        if self.kind == "tags":  # also of a row's first token, which texts do not learn
+            batch["labels"][:, 0] = torch.tensor([int(labels[0]) for labels in own])
+            return batch
+        labels = scored(batch["input_ids"], batch.get("attention_mask"), self.pad)
+        if self.kind == "classes":
+            labels = labels.where(labels < 0, torch.tensor(np.stack(own)))
+        else:
+            count = self._layout.num_classes
+            shape, truths = (*labels.shape, count), torch.zeros(len(rows), count)
+            for truth, classes in zip(truths, own, strict=True):
+                truth[torch.from_numpy(classes)] = 1
+            batch["classes"] = torch.arange(count).expand(shape).contiguous()
+            batch["truths"] = truths[:, None].expand(shape).contiguous()
+        return batch | {"labels": labels}
+
+    def _labels(self, row: int) -> Ints:
+        return self.store.labels(int(self._segments(row).document[0]))
+
+
+def scored(ids: torch.Tensor, mask: torch.Tensor | None, pad: int) -> torch.Tensor:
+    """`[B, T]`: 0 at the token where transformers' models score a row, -100 elsewhere.
+
+    This is the last token that is neither `pad` nor masked by `mask`.
+    """
+    present = (ids != pad) if mask is None else (ids != pad) & (mask == 1)
+    last = (torch.arange(ids.shape[1]) * present).argmax(1, keepdim=True)
+    return torch.full_like(ids, IGNORED).scatter(1, last, 0)
 
 
 _log = logging.getLogger("megatrain.data")

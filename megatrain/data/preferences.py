@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatrain.data.dataset import ROWS, MicroBatch, PackedDataset
+from megatrain.data.dataset import ROWS, MicroBatch, PackedDataset, scored
 from megatrain.loss import DPO, IGNORED, Distillation, PairLoss, Reward
 
 REPLIES = ("pairs", "margins")
@@ -76,16 +76,6 @@ class ReplyDataset(PackedDataset):
         if isinstance(self._loss, Reward):
             batch["labels"] = scored(ids, batch.get("attention_mask"), self.pad)
         return batch
-
-
-def scored(ids: Tensor, mask: Tensor | None, pad: int) -> Tensor:
-    """`[B, T]`: 0 at the token where transformers' models score a row, -100 elsewhere.
-
-    This is the last token that is neither `pad` nor masked by `mask`.
-    """
-    present = (ids != pad) if mask is None else (ids != pad) & (mask == 1)
-    last = (torch.arange(ids.shape[1]) * present).argmax(1, keepdim=True)
-    return torch.full_like(ids, IGNORED).scatter(1, last, 0)
 
 
 def at_first_label(sums: Tensor, labels: Tensor) -> Tensor:

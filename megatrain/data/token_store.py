@@ -8,25 +8,32 @@ of the blocks of all three. `meta.json`: the names of the sources, what was foun
 counts, sizes and times of the files, a digest of them, and a checksum of itself. Flat files rather
 than Arrow tables because rows cut documents anywhere, and so that nothing but numpy is needed to
 train.
+
+Nothing is memory-mapped. A mapped file that somebody cuts short kills the process with SIGBUS, and
+a page that was right when it was mapped need not stay so; a read fails in one line, and the run can
+save what it has learnt. The open file also stays readable when its name is deleted.
 """
 
 import hashlib
 import json
 import logging
+import os
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain.base.whole_files import whole_folder
+from megatrain.base.units import KIB
+from megatrain.base.whole_files import fill, whole_folder
 from megatrain.data.encoders import Document
 from megatrain.data.images import Medium
-from megatrain.data.kept_file import KeptFile, block_sums
 from megatrain.errors import InputError, RunFailed, explained
 
 Progress = Callable[[int, int], None]
@@ -39,6 +46,9 @@ _RECORD = np.dtype([("begin", "<i8"), ("end", "<i8"), ("first_target", "<i8"),
                     ("line", "<i8"), ("source", "<i4"), ("good", "<i4"),
                     ("margin", "<f8"), ("labels", "<i8"),
                     ("images", "<i8"), ("images_size", "<i8")])  # fmt: skip
+
+# Bytes for one checksum: a row of 4,096 tokens touches two blocks at most, sums take 0.01 %.
+_BLOCK_BYTES = 32 * KIB
 
 
 @dataclass(frozen=True)
@@ -157,6 +167,62 @@ def alone(path: Path, doing: str) -> Iterator[None]:
         lock.release()
 
 
+def _block_sums(path: Path) -> bytes:
+    """CRC-32 of each block of a file's bytes. It detects every flip of up to three bits."""
+    with path.open("rb") as file:
+        return array("I", map(zlib.crc32, iter(partial(file.read, _BLOCK_BYTES), b""))).tobytes()
+
+
+class _KeptFile:
+    """A file to read, whose bytes must be as they were written.
+
+    Attributes:
+        identity: its size, and when it was written (ns).
+    """
+
+    def __init__(self, path: Path, sums: bytes | None = None) -> None:
+        """Open the file. Raises OSError.
+
+        Args: `sums`: its `_block_sums`; None: the reader has checksums of its own.
+        """
+        self._path, self._sums = path, None if sums is None else array("I", sums)
+        self._file = path.open("rb", buffering=0)
+        status = os.fstat(self._file.fileno())
+        self.identity = status.st_size, status.st_mtime_ns
+
+    def read(self, offset: int, num_bytes: int) -> memoryview:
+        """Read exactly these bytes; any thread may call it.
+
+        Raises RunFailed: they cannot be read, or a block that has some of them is not as written.
+        """
+        if self._sums is None:
+            return self._read(offset, num_bytes)
+        first = offset // _BLOCK_BYTES
+        start = first * _BLOCK_BYTES
+        stop = min(-(-(offset + num_bytes) // _BLOCK_BYTES) * _BLOCK_BYTES, self.identity[0])
+        data = self._read(start, max(stop, offset + num_bytes) - start)
+        for block, at in enumerate(range(0, len(data), _BLOCK_BYTES), first):
+            if zlib.crc32(data[at : at + _BLOCK_BYTES]) != self._sums[block]:
+                raise self._damage(f"block {block}", start + at, _BLOCK_BYTES)
+        return data[offset - start :][:num_bytes]
+
+    def _damage(self, what: str, offset: int, num_bytes: int) -> RunFailed:
+        return RunFailed(
+            f"{self._path}: {what} ({num_bytes:,} bytes at byte {offset:,}) is not as it was "
+            "written: the disk or memory is faulty, or another program has changed it; delete "
+            f"{self._path.parent}, and the next start makes it again"
+        )
+
+    def _read(self, offset: int, num_bytes: int) -> memoryview:
+        data, descriptor = memoryview(bytearray(num_bytes)), self._file.fileno()
+        problem = f"{self._path}: cannot be read any more"
+        with explained(problem, of=(OSError, EOFError), into=RunFailed):
+            if os.fstat(descriptor).st_size != self.identity[0]:
+                raise self._damage("its size", 0, self.identity[0])
+            fill(data, descriptor, offset)
+        return data
+
+
 def _load(folder: Path) -> TokenStore | None:
     """The store in `folder`; None if it is missing or incomplete."""
     if not folder.exists():
@@ -174,7 +240,7 @@ def _load(folder: Path) -> TokenStore | None:
             raise ValueError("sums.bin is not as it was written")
         ends = np.cumsum([0, *sizes])
         tokens, records, images = files = [
-            KeptFile(folder / name, sums[begin:end])
+            _KeptFile(folder / name, sums[begin:end])
             for name, begin, end in zip(_FILES, ends, ends[1:], strict=False)
         ]
         if [list(file.identity) for file in files] == meta["files"]:
@@ -218,10 +284,10 @@ def _build(
                 f"{', '.join(names[:4])}: none of the {meta['num_documents']} rows has text, or a "
                 "reply of the assistant whose weight is not 0, to learn from"
             )
-        sums = [block_sums(part / name) for name in _FILES]
+        sums = [_block_sums(part / name) for name in _FILES]
         (part / "sums.bin").write_bytes(b"".join(sums))
         meta["sums"] = *map(len, sums), zlib.crc32(b"".join(sums))
-        meta["files"] = [KeptFile(part / name).identity for name in _FILES]
+        meta["files"] = [_KeptFile(part / name).identity for name in _FILES]
         (part / "meta.json").write_text(json.dumps(meta | {"crc32": _crc32(meta)}))
 
 

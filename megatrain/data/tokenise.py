@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.data.classes import CLASSES, ClassDataset
-from megatrain.data.dataset import Layout, Overlong, PackedDataset, choose
+from megatrain.data.dataset import CLASSES, ClassDataset, Layout, Overlong, PackedDataset, choose
 from megatrain.data.encoders import Encoder
 from megatrain.data.examples import BadRows, Examples, say_left_out
 from megatrain.data.images import ImageProcessor

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from megatrain import loss as losses
 from megatrain.api import Engine
-from megatrain.data.preferences import scored
+from megatrain.data.dataset import scored
 from megatrain.errors import InputError
 from megatrain.integrations.heeded import refuse
 

@@ -7,7 +7,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from megatrain import AdamW, Engine, InputError, Placement
-from megatrain.data.preferences import scored
+from megatrain.data.dataset import scored
 from megatrain.errors import Unsupported
 from megatrain.loss import CROSS_ENTROPY, MultiLabel
 from tests.families.tiny import tiny_config

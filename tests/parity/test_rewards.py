@@ -10,7 +10,7 @@ from transformers import (
 )
 
 from megatrain import Engine, InputError, Placement
-from megatrain.data.preferences import scored
+from megatrain.data.dataset import scored
 from megatrain.loss import CROSS_ENTROPY, DPO, SCORE, Reward
 from tests.families.tiny import tiny_config
 from tests.parity.cases import (
