@@ -80,9 +80,11 @@ def write_file(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
         flush(partial)
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             partial.unlink()
+        if isinstance(error, OSError):  # a full disk names no file
+            error.filename = error.filename or str(path)
         raise
 
 

@@ -172,6 +172,14 @@ def test_each_key_of_a_run_file_reaches_whom_it_is_for(run_file, monkeypatch):
     assert {name: training[name] for name in wanted} == wanted
     del wanted["weights"], wanted["repeat"]
     assert {name: evaluation[""][name] for name in wanted} == wanted | {"path": "c"}
+    grpo = ["loss={name: grpo, max_completion_length: 8}", "rollout.rewards=[a:b]", "data.weights="]
+    grpo += ["data.repeat=false"]
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "open_prompts", lambda path, **options: {"path": path} | options)
+        some = load(run_file, [*of_data, "data.eval_fraction=0", *grpo])
+        training, _ = data.open_data(some, "tokenizer", 9)
+    wanted = {"longest": 16, "drop": True, "chat": True, "hub_split": "test", "bad_rows": "skip"}
+    assert {name: training[name] for name in wanted} == wanted
     wanted = {name: value for each in FOR_ENGINE.values() for name, value in each.items()}
     with pytest.raises(Reached) as reached:
         setup.prepare(load(run_file, [*FOR_ENGINE]))

@@ -187,6 +187,7 @@ def test_overlong_conversations_are_truncated_dropped_or_refused(tmp_path, caplo
         assert (data.batch([row])["labels"] != -100).any()
     dropped = dataset(tmp_path, tokenizer, rows, overlong="drop", **settings)
     assert len(dropped) == 1 and "chat.jsonl:1" in dropped.describe(0)
+    assert dropped.fingerprint != data.fingerprint
     with pytest.raises(InputError, match=r"2 conversations are longer.*chat.jsonl:2 has \d+"):
         dataset(tmp_path, tokenizer, rows, overlong="error", **settings)
 

@@ -8,6 +8,7 @@ import torch
 
 from megatrain.data import StepLoader, open_dataset, open_prompts
 from megatrain.data.encoders import Document
+from megatrain.data.preferences import scored
 from megatrain.data.token_store import open_store
 from megatrain.errors import InputError
 from megatrain.loss import DPO
@@ -256,3 +257,47 @@ def test_prompts_are_held_out_of_all_sources_by_the_seed(tmp_path):
     assert parts(0) == [train, held] and parts(1)[1] != held
     with pytest.raises(InputError, match="leaves no prompt to train on"):
         prompts(write_jsonl(tmp_path / "one.jsonl", [{"prompt": "a"}])).hold_out(0.5)
+
+
+def test_prompts_are_as_long_as_may_be_and_known_with_their_answers(tmp_path):
+    rows = [{"prompt": "It is", "answer": 1}, {"prompt": "It is 42 and it is 42", "answer": 1}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    short, long = prompts(path).row_lengths
+    assert prompts(path, longest=long).row_lengths == [short, long]
+    assert prompts(path, longest=long - 1, drop=True).row_lengths == [short]
+    with pytest.raises(
+        InputError, match=rf"a\.jsonl:2: the prompt has {long} tokens, .*{long - 1}:"
+    ):
+        prompts(path, longest=long - 1)
+    rows[1]["answer"] = 2
+    other = prompts(write_jsonl(tmp_path / "b.jsonl", rows))
+    assert other.row_lengths == [short, long] and other.fingerprint != prompts(path).fingerprint
+
+
+# Rows with classes.
+
+CLASSED = {
+    "tags": {"tokens": ["It", "is", "sunny"], "tags": [1, -100, 0]},
+    "classes": {"text": "It is sunny", "label": 1},
+    "class_sets": {"text": "It is sunny", "label": [1]},
+}
+
+
+@pytest.mark.parametrize("kind", CLASSED)
+def test_classes_are_labels_where_they_are_scored(tmp_path, kind):
+    path, text = write_jsonl(tmp_path / "a.jsonl", [CLASSED[kind]]), "It is sunny"
+    options = {"sequence_length": 32, "cache_dir": tmp_path / "cache", "labels": ("a", "b")}
+    batch = open_dataset(path, tokenizer=QWEN, kind=kind, **options).batch([0])
+    encoded, labels = QWEN(text), batch["labels"][0]
+    assert batch["input_ids"][0, : len(encoded["input_ids"])].tolist() == encoded["input_ids"]
+    places = {len(encoded["input_ids"]) - 1: int(kind == "classes")}
+    if kind == "tags":
+        places = {encoded.char_to_token(0): 1, encoded.char_to_token(text.index("sunny")): 0}
+    assert {at: label for at, label in enumerate(labels.tolist()) if label != -100} == places
+    if kind == "class_sets":
+        assert batch["truths"][0, 0].tolist() == [0, 1]
+
+
+def test_a_row_is_scored_before_padding_whether_its_mask_or_its_token_tells():
+    ids, mask = torch.tensor([[5, 6, 9, 5], [5, 6, 7, 8]]), torch.tensor([[1, 1, 1, 0], [1] * 4])
+    assert scored(ids, mask, 9).argmax(1).tolist() == [1, 3]

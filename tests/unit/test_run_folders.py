@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.base.whole_files import whole_folder
+from megatrain.base.whole_files import whole_folder, write_file
 from megatrain.config import TrainingSection
 from megatrain.config.learning import LossSection
-from megatrain.errors import InputError, RunFailed, StepRefused
+from megatrain.errors import InputError, RunFailed, StepRefused, os_reason
 from megatrain.loss import IGNORED
 from megatrain.parallel.distributed import ALONE
 from megatrain.run_folder.layout import locked, make_run_folder, new_run_folder, run_to_resume
@@ -43,6 +43,15 @@ def test_a_folder_appears_only_when_its_content_is_complete(tmp_path):
     with whole_folder(empty) as folder:
         (folder / "a").write_text("1")
     assert {path.name for path in target.parent.iterdir()} == {"model", "empty"}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_told_with_the_file(tmp_path):
+    (tmp_path / ".a.html.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space") as full:
+        write_file(tmp_path / "a.html", "much")
+    assert os_reason(full.value) == f"{tmp_path}/a.html: No space left on device"
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_folder_that_is_replaced_stays_until_the_new_one_is_whole(tmp_path):
