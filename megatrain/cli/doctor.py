@@ -33,11 +33,7 @@ def shared(diagnosis: Diagnosis) -> dict[str, Any]:
         "memory_gib": round(facts.memory_bytes / GIB),
         "kernels": facts.kernels,
         "gpu": gpu
-        and {
-            "name": gpu.name,
-            "driver": gpu.driver,
-            "pcie": [gpu.pcie_generation, gpu.pcie_lanes],
-        },
+        and {"name": gpu.name, "driver": gpu.driver, "pcie": [gpu.pcie_generation, gpu.pcie_lanes]},
         "measured": {each.label: [each.value, each.unit] for each in diagnosis.measurements},
         "rates": {name: machine.as_dict() for name, machine in diagnosis.machines.items()},
     }

@@ -98,11 +98,7 @@ def lora_adapter(rank: int) -> dict[str, Any] | None:
 
 
 def model_of_run(
-    name: str,
-    section: "ModelSection",
-    adapter: dict[str, Any] | None = None,
-    *,
-    head: Any = None,
+    name: str, section: "ModelSection", adapter: dict[str, Any] | None = None, *, head: Any = None
 ) -> NamedModel:
     """The model of a run file, and its adapter; `head`: a ClassHead to put on it, or None."""
     from megatrain.data import load_tokenizer

@@ -23,12 +23,7 @@ from megatrain.data.refused_fields import OF_CALLS, empty
 from megatrain.data.reply_spans import ReplySpans
 from megatrain.data.rows import Completion, Labelled, Pair
 from megatrain.data.template import REASONING, SAID, Template
-from megatrain.data.tokenizer import (
-    first_token,
-    placed_tokens,
-    token_ids,
-    tokenising,
-)
+from megatrain.data.tokenizer import first_token, placed_tokens, token_ids, tokenising
 from megatrain.errors import InputError
 
 _NO_PLACE = "use a template that has, or leave it out"

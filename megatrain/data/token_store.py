@@ -311,11 +311,7 @@ def _write(part: Path, documents: Iterable[Document], progress: Progress | None)
             num_documents, num_tokens = num_documents + 1, num_tokens + len(stored)
             if progress is not None:
                 progress(num_documents, num_tokens)
-    return {
-        "num_documents": num_documents,
-        "num_tokens": num_tokens,
-        "digest": digest.hexdigest(),
-    }
+    return {"num_documents": num_documents, "num_tokens": num_tokens, "digest": digest.hexdigest()}
 
 
 def _crc32(meta: dict[str, Any]) -> int:

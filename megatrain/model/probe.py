@@ -5,7 +5,7 @@ of tokens: only structure is learned from it, so it needs no weights and costs n
 forward computes from what is read off the autograd graph.
 """
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,12 +84,11 @@ def _spec(model: PreTrainedModel, routers: RouterLoss | None) -> ModelSpec:
         probe = _Probe(model, (name, stack), routers)
         try:
             return probe.run()
-        except NotCalled:
+        except BaseException as error:
+            probe.capture.restore()
+            if not isinstance(error, NotCalled):
+                raise
             not_called.append(name)
-            probe.capture.restore()
-        except BaseException:
-            probe.capture.restore()
-            raise
     raise Unsupported(
         f"{type(model).__name__} has no list of layers that its text forward calls one after the "
         f"other (looked at: {', '.join(not_called) or 'none'})"
@@ -119,15 +118,15 @@ def forget(model: PreTrainedModel, fresh: PreTrainedModel) -> None:
         if isinstance(value, Tensor) and vars(modules.get(path, module)).get(name, 0) is None
     ]
     for module, name, value in left:
-        alike, runs = False, list[list[Tensor]]()
+        runs = list[list[Tensor]]()
         with suppress(Exception):  # a forward may fail in any way on other values
             for other in (torch.zeros_like(value), value + 1000, None):
                 setattr(module, name, other)
                 runs.append(_first_arguments(model))
             pairs = zip(runs[0] + runs[1], 2 * runs[2], strict=True)
-            alike = all(torch.equal(*pair) for pair in pairs)
-        if not alike:
-            setattr(module, name, value)
+            if all(torch.equal(*pair) for pair in pairs):
+                continue
+        setattr(module, name, value)
 
 
 def _first_arguments(model: PreTrainedModel) -> list[Tensor]:
@@ -175,6 +174,9 @@ class _Probe:
         self.alive: list[Tensor] = []  # keeps those identities valid
         self.without_gradients: list[str] = []  # layers that are called so
         self.uses = Uses()
+        self.ids = torch.arange(PROBE_SHAPE[0] * PROBE_SHAPE[1]).remainder(4).view(PROBE_SHAPE)
+        self.inputs = self.capture.inputs({"input_ids": self.ids})
+        self.weights = {n: zero_pages(p.shape, requires_grad=True) for n, p in self.outer.items()}
 
     def _refuse_shared(self) -> None:
         seen: dict[int, str] = {id(p): name for name, p in self.outer.items()}
@@ -206,22 +208,19 @@ class _Probe:
         randomness = OtherRandomness()
         self._find_trunk()
         watch = Watch(self.model, "", [*self.stack])
-        weights = {name: zero_pages(p.shape, requires_grad=True) for name, p in self.outer.items()}
-        ids = torch.arange(PROBE_SHAPE[0] * PROBE_SHAPE[1]).remainder(4).view(PROBE_SHAPE)
-        inputs = self.capture.inputs({"input_ids": ids})
         with torch.enable_grad():
-            gathered, constants = self._tables(weights, ids, inputs)
-            rows = _probe_rows(ids, weights, gathered, constants)
+            gathered, constants = self._tables()
+            rows = self._rows(gathered, constants)
             with self.capture.stop_at_trunk():
-                output = self.capture.forward(self._record, weights, inputs, rows, self.uses)
+                output = self._forward(self._record, rows, self.uses)
             if any(map(has_gradient_hooks, self.alive)):
                 raise Unsupported(
                     "its forward registers a hook of an activation's gradient between layers, "
                     "which would not be run; let a layer do what it does"
                 )
-            structure = self._finish(weights, rows, constants, output, inputs)
+            structure = self._finish(rows, constants, output)
         self._refuse_mixing(structure)
-        refuse_state(watch, lambda: self._again(weights, output, inputs, rows))
+        refuse_state(watch, lambda: self._again(output, rows))
         if self.without_gradients:
             raise Unsupported(
                 f"{self.without_gradients[0]} is called under torch.no_grad(), and would be "
@@ -231,9 +230,17 @@ class _Probe:
             randomness.refuse()
         return structure
 
-    def _again(
-        self, weights: dict[str, Tensor], output: Any, inputs: Mapping, rows: Rows
-    ) -> list[Any]:
+    def _forward(self, handler: Any, rows: Rows | None = None, uses: Uses | None = None) -> Any:
+        return self.capture.forward(handler, self.weights, self.inputs, rows, uses)
+
+    def _rows(self, names: list[str], constants: Iterable[int]) -> Rows:
+        ids, more = self.ids, torch.tensor(sorted(constants), dtype=self.ids.dtype)
+        unique = torch.unique(torch.cat([ids.flatten(), more]))
+        widths = {name: self.weights[name].shape[1] for name in names}
+        tables = {n: torch.zeros(len(unique), w, requires_grad=True) for n, w in widths.items()}
+        return Rows(ids, torch.searchsorted(unique, ids), tables, unique)
+
+    def _again(self, output: Any, rows: Rows) -> list[Any]:
         """The layers' arguments in another run, and the results computed from their outputs."""
         seen: list[Any] = []
         visits = iter(self.layers)
@@ -244,8 +251,8 @@ class _Probe:
             return pytree.tree_unflatten(list(kind.example), kind.output_spec)
 
         with torch.no_grad(), self.capture.stop_at_trunk():
-            seen.append(last_hidden(self.capture.forward(replay, weights, inputs, rows)))
-        return [*seen, self._logits(weights, output, inputs)]
+            seen.append(last_hidden(self._forward(replay, rows)))
+        return [*seen, self._logits(output)]
 
     def _find_trunk(self) -> None:
         """Find the module around the layers, in the runs that settle the model."""
@@ -268,29 +275,26 @@ class _Probe:
             )
         self.capture.trunk = called[0]
 
-    def _tables(
-        self, weights: dict[str, Tensor], ids: Tensor, inputs: Mapping[str, Any]
-    ) -> tuple[list[str], list[int]]:
+    def _tables(self) -> tuple[list[str], list[int]]:
         """Tables from which the prologue takes rows and no more: of the batch's ids, or fixed."""
-        uses = Uses()
+        uses, weights = Uses(), self.weights
         arguments: list[Any] = []
 
         def first(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
             arguments.extend(pytree.tree_leaves((args, kwargs)))
             raise Reached(None)
 
-        self.capture.forward(first, weights, inputs, None, uses)
+        self._forward(first, None, uses)
         names = {id(w): name for name, w in weights.items()}
         looked_up = [(names[id(w)], used) for w, used in uses.lookups if id(w) in names]
-        of_ids = ids.flatten().sort().values  # a lookup may have the batch's ids in any order
+        of_ids = self.ids.flatten().sort().values  # a lookup may have the batch's ids in any order
         others = {
             n for n, used in looked_up if not torch.equal(used.flatten().sort().values, of_ids)
         }
         mine = sorted({name for name, _ in looked_up} - others)
         constants = {row for table, row in uses.constants if row >= 0 and names.get(table) in mine}
-        rows = _probe_rows(ids, weights, mine, constants)
         arguments.clear()
-        self.capture.forward(first, weights, inputs, rows)
+        self._forward(first, self._rows(mine, constants))
         dense = uses.read | reach(a for a in arguments if isinstance(a, Tensor)).leaves
         return [name for name in mine if id(weights[name]) not in dense], sorted(constants)
 
@@ -372,15 +376,9 @@ class _Probe:
             tap(template, path, self.model, loss)
         return LayerTemplate(template)
 
-    def _finish(
-        self,
-        weights: dict[str, Tensor],
-        rows: Rows,
-        constants: list[int],
-        output: Any,
-        inputs: Mapping[str, Any],
-    ) -> ModelSpec:
+    def _finish(self, rows: Rows, constants: list[int], output: Any) -> ModelSpec:
         """The spec, from the trunk's output and from one run of the head on it."""
+        weights = self.weights
         names = {id(w): name for name, w in weights.items()}
         end = reach([last_hidden(output)])
         if not end.refs:
@@ -388,7 +386,7 @@ class _Probe:
                 f"what {self.stack_name} gives cannot be traced back to its layers (they run "
                 "inside an autograd function of their own)"
             )
-        logits = self._logits(weights, output, inputs)
+        logits = self._logits(output)
         in_head = reach([logits]).leaves
         after = end.leaves | in_head
         firsts = [leaf for leaf in self.alive if self.origin[identity(leaf)].visit == PROLOGUE]
@@ -435,13 +433,13 @@ class _Probe:
             router_loss=self.router_loss,
         )
 
-    def _logits(self, weights: dict[str, Tensor], output: Any, inputs: Mapping) -> Tensor:
+    def _logits(self, output: Any) -> Tensor:
         # Not the run's row count: a value pooled in the trunk has as many rows as the run.
         hidden = last_hidden(output).detach()[:1, :3].clone().requires_grad_()
-        few = {**inputs, "input_ids": inputs["input_ids"][:1, :3]}
+        few = {**self.inputs, "input_ids": self.ids[:1, :3]}
         try:
             with Lookups({}, None, self.uses):
-                logits = self.capture.head(weights, with_hidden(output, hidden), few)
+                logits = self.capture.head(self.weights, with_hidden(output, hidden), few)
         except RuntimeError as error:  # other states of the trunk have more rows and tokens
             raise Unsupported(_MORE_STATES) from error
         if not isinstance(logits, Tensor) or logits.shape[:2] != hidden.shape[:2]:
@@ -461,18 +459,6 @@ class _Probe:
                 "its head computes a token's logits from other tokens too, or from its place in "
                 "the row; such a head is not supported"
             )
-
-
-def _probe_rows(
-    ids: Tensor, weights: Mapping[str, Tensor], names: list[str], constants: Iterable[int]
-) -> Rows:
-    unique = torch.unique(
-        torch.cat([ids.flatten(), torch.tensor(sorted(constants), dtype=ids.dtype)])
-    )
-    tables = {
-        name: torch.zeros(len(unique), weights[name].shape[1], requires_grad=True) for name in names
-    }
-    return Rows(ids, torch.searchsorted(unique, ids), tables, unique)
 
 
 class _Tag(torch.autograd.Function):

@@ -220,9 +220,7 @@ def read_weights(
 
 
 def lazy_weights(
-    folder: Path,
-    model: PreTrainedModel,
-    packed: Mapping[str, WeightFormat] | None = None,
+    folder: Path, model: PreTrainedModel, packed: Mapping[str, WeightFormat] | None = None
 ) -> dict[str, Callable[[], Tensor]]:
     """For each parameter and buffer of `model`, by its first name, a function that reads it.
 

@@ -22,12 +22,7 @@ CONVERTER = "convert_hf_to_gguf.py"
 
 
 def export(
-    run: str,
-    out: Path,
-    dtype: str | None = None,
-    *,
-    merged: bool = False,
-    gguf: str | None = None,
+    run: str, out: Path, dtype: str | None = None, *, merged: bool = False, gguf: str | None = None
 ) -> None:
     """Write the model of `run` to `out`, whole or not at all.
 

@@ -70,7 +70,10 @@ class Checkpointing:
     _stays: bool = False  # the next checkpoint is never deleted
 
     def after(self, state: RunState, *, asked: bool, last: bool) -> None:
-        """After a step, start a checkpoint if one is due, once the one before it is written."""
+        """Start a checkpoint if one is due or asked for, once the one before it is written.
+
+        Nothing happens if that of this step is written or begun.
+        """
         every, step = self.job.config.checkpoint.every, state.step
         due = self.job.config.checkpoint.at_end if last else every is not None and step % every == 0
         tried_again = self._retry is not None and step >= self._retry
@@ -79,13 +82,6 @@ class Checkpointing:
         self.settle(wait=wanted or last)
         if wanted:
             self._stays |= due and self._is_marked(step)
-            self._begin(state)
-
-    def keep_best(self, state: RunState) -> None:
-        """Save the state, the best so far, unless its checkpoint is written or begun."""
-        if self._running is not None and self._running[0] != state.step:
-            self.settle(wait=True)
-        if self._running is None and self.saved != state.step:
             self._begin(state)
 
     def now(self, state: RunState) -> None:
@@ -440,7 +436,7 @@ class _Run:
         if record is None:
             return
         if self.watch.see(record) and self._config.checkpoint.best is not None:
-            self.checkpoints.keep_best(self.steps.state)
+            self.checkpoints.after(self.steps.state, asked=True, last=False)
         if self.watch.stop is not None:
             self.checkpoints.after(self.steps.state, asked=False, last=True)
 

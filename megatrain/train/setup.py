@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_scheduler
+from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from megatrain.api import Engine
 from megatrain.base.units import gib
@@ -136,7 +136,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     check_sequence_length(hf_config, config.data.sequence_length)
     text_config = hf_config.get_text_config(decoder=True)
     teacher = find_teacher(config, tokenizer, text_config)
-    source = _structure(config, begun(), hf_config) if start is None else None
+    source = _structure(config, begun().taken(tokenizer)) if start is None else None
     ranks.agree(lambda: check_disk(config, source or start, config.training.steps))
     training, evaluation = in_turn(
         ranks, lambda: open_data(config, tokenizer, text_config.vocab_size, run_images(section))
@@ -280,11 +280,11 @@ def _go_to(loader: StepLoader, start: Start | None, total_steps: int) -> int:
     return done
 
 
-def _structure(config: Config, begun: ResolvedModel, written: PreTrainedConfig) -> Source:
+def _structure(config: Config, model: Any) -> Source:
     """The model without weights, its trained part marked. Raises InputError: it cannot be used."""
     section = config.model
     source = open_source(
-        written if begun.source is None else begun.source,
+        model,
         config.adapter.keys,
         section.base,
         section.routers,
