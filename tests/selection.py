@@ -53,8 +53,8 @@ FORECASTS = (
 )
 LOSSES = (
     *("tests/parity/test_losses.py", "tests/parity/test_policy.py"),
-    *("tests/parity/test_preferences.py", "tests/parity/test_trl", "tests/cli/test_distill.py"),
-    *("tests/cli/test_preferences.py", "tests/unit/test_trainer"),
+    *("tests/parity/test_trl", "tests/cli/test_distill.py", "tests/cli/test_preferences.py"),
+    "tests/unit/test_trainer",
 )
 RUNS = ("tests/cli/", "tests/reliability/")
 RANKS = (

@@ -16,8 +16,7 @@ from tests.families.examine import NOT_TRAINED, PASSES, REFUSED, WRONG
 from tests.families.folders import export_failures
 from tests.families.media import UNTRIED, media_steps
 from tests.families.parity import Errors, compare
-from tests.families.plain import EPS, LR, Step
-from tests.families.roundtrip import go_on
+from tests.families.plain import EPS, LR, Step, go_on
 from tests.families.tiny import tiny_multimodal
 
 TEXT_ALONE, NOT_TRIED = "text alone", "not tried"

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamW, Engine
 from megatrain.errors import InputError
+from megatrain.train.export import export
 from tests.families.parity import LOSS_TOLERANCE, Errors, Reference, compare_steps, compare_updates
 from tests.families.plain import EPS, LR, accumulate, make_steps, shares
 from tests.families.tiny import tiny_model
@@ -96,11 +97,18 @@ def _compare(
         results = [engine.step(step) for step in steps]
         masters = dict(engine.named_masters())
         engine.save_pretrained(folder.with_name("exported"))
+        engine.save(folder.with_name("saved"))
         still = set(engine._opened.source.untrained.dtypes)
     reference = Reference(model, steps, 1.0)
     compare_steps(errors, results, reference)
     compare_updates(errors, masters, reference)
     _compare_export(errors, folder, still)
+    source = folder.rename(folder.with_name("moved"))  # a checkpoint needs it no more
+    export(str(folder.with_name("saved")), folder.with_name("again"))
+    source.rename(folder)
+    one, other = (tensors_of(folder.with_name(name)) for name in ("exported", "again"))
+    if one.keys() != other.keys() or not all(torch.equal(one[n], other[n]) for n in one):
+        errors.failures.append("export of the checkpoint is another one")
     found.loss = max(found.loss, errors.loss)
     found.failures += [f"{stored} folder: {failure}" for failure in errors.failures]
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.trainer_pt_utils import get_parameter_names
 
+from megatrain import Engine
 from megatrain.kernels.states import (
     decode_first,
     decode_second,
@@ -73,6 +74,15 @@ def _micro_batch(
     return {"input_ids": ids, "labels": labels, "attention_mask": (~padding).long()}
 
 
+Results = tuple[list[tuple[float, float]], dict[str, Tensor]]
+
+
+def go_on(engine: Engine, steps: list[Step]) -> Results:
+    """Losses and norms of an engine's steps, and the masters after them."""
+    results = [engine.step(step) for step in steps]
+    return [(r.loss, r.grad_norm) for r in results], dict(engine.named_masters())
+
+
 @dataclass
 class Trained:
     """What plain training gave.
@@ -105,10 +115,12 @@ def train_in_place(
     max_grad_norm: float | None = 1.0,
     schedule: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: None,
     change: Callable[[int, torch.optim.Optimizer], None] = lambda index, optimizer: None,
+    parts: Callable[[Any, Any], Iterator[Tensor]] | None = None,
 ) -> Trained:
     """As `plain_training`, of `model` itself: what a copy would lose is there.
 
-    Args: `schedule`: makes what sets rates after each step; `change`: is called before each step.
+    Args: `schedule`: makes what sets rates after each step; `change`: is called before each step;
+        `parts`: as `shares`, of another loss.
     """
     model.train()
     optimizer = _adamw(model, lr, betas, eps, weight_decay)
@@ -116,7 +128,7 @@ def train_in_place(
     losses, norms, gradients = [], [], {}
     for index, step in enumerate(steps):
         change(index, optimizer)
-        losses.append(accumulate(model, step))
+        losses.append(accumulate(model, step, parts))
         _zero_idle(model)
         if not gradients:
             gradients = {
@@ -154,10 +166,14 @@ def _layer(name: str) -> str | None:
     return match.group(1) if match else None
 
 
-def accumulate(model: PreTrainedModel, step: Step) -> float:
+def accumulate(
+    model: PreTrainedModel,
+    step: Step,
+    parts: Callable[[Any, Any], Iterator[Tensor]] | None = None,
+) -> float:
     """Gradients of the mean loss over all labelled tokens of the step; returns that loss."""
     total = 0.0
-    for loss in shares(model, step):
+    for loss in (parts or shares)(model, step):
         loss.backward()
         total += loss.item()
     return total

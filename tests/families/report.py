@@ -54,9 +54,14 @@ def put(text: str, name: str, lines: Sequence[str]) -> str:
 def find_all_media(names: list[str] | None = None) -> list[MediaDiagnostic]:
     """Findings of multimodal families, several at a time."""
     chosen = [family for family in media.families() if names is None or family in names]
+    return side_by_side(examine_media, chosen)
+
+
+def side_by_side(work: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
+    """The findings of `work` in several processes, each told as it comes."""
+    found = []
     with ProcessPoolExecutor(WORKERS, initializer=_start) as pool:
-        found = []
-        for finding in pool.map(examine_media, chosen):
+        for finding in pool.map(work, *arguments):
             print(finding.name, finding.result, finding.reason, file=sys.stderr, flush=True)
             found.append(finding)
     return found
@@ -87,17 +92,11 @@ def _media_row(f: MediaDiagnostic) -> str:
     return f"| {' | '.join([f.name, f.result, why, *cells])} |"
 
 
-def find_all(names: list[str] | None = None) -> list[Diagnostic]:
-    """Findings of families (all of them) and then of variants, several at a time."""
+def find_all() -> list[Diagnostic]:
+    """Findings of families and then of variants, several at a time."""
     wanted = [(f, None, f) for f in families()]
     wanted += [(family, changes, name) for name, (family, changes) in VARIANTS.items()]
-    chosen = [w for w in wanted if names is None or w[2] in names]
-    with ProcessPoolExecutor(WORKERS, initializer=_start) as pool:
-        found = []
-        for finding in pool.map(_try, *zip(*chosen, strict=True)):
-            print(finding.name, finding.result, finding.reason, file=sys.stderr, flush=True)
-            found.append(finding)
-    return found
+    return side_by_side(_try, *zip(*wanted, strict=True))
 
 
 def _try(family: str, changes: dict[str, Any] | None, name: str) -> Diagnostic:

@@ -13,18 +13,15 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain import AdamW, Engine
 from megatrain.errors import InputError
 from tests.families.examine import runs_in_bf16
-from tests.families.plain import LR, Step, make_steps
+from tests.families.plain import LR, Results, Step, go_on, make_steps
 
 EXACT, WRONG = "exact", "wrong"
 WAYS = ("module", "folder", "bf16 module", "bf16 folder", "cast module")
-
-Results = tuple[list[tuple[float, float]], dict[str, Tensor]]
 
 
 def round_trips(model: PreTrainedModel) -> dict[str, str]:
@@ -79,12 +76,6 @@ def _given(model: PreTrainedModel, way: str, folder: Path) -> Any:
         return given
     given.save_pretrained(folder)
     return type(model).from_pretrained(folder, dtype="auto") if "module" in way else folder
-
-
-def go_on(engine: Engine, steps: list[Step]) -> Results:
-    """Losses and norms of steps, and the masters after them."""
-    results = [engine.step(step) for step in steps]
-    return [(r.loss, r.grad_norm) for r in results], dict(engine.named_masters())
 
 
 def _load(folder: Path, steps: list[Step]) -> Results:

@@ -190,7 +190,6 @@ STATES: dict[str, Callable[[Any], Any]] = {
     "a partial": state(call, lambda v: functools.partial(float, v)),
     "a partial activation": state(lambda p: p.state(torch.tensor(-1.0)), leaky),
     "a tensor": state(read, lambda v: torch.full((1,), v)),
-    "a large tensor": state(lambda p: p.state[-1], lambda v: torch.full((1 << 15,), v)),
     "a buffer": buffer,
     "a number by getattr": state(
         lambda p: 1.5 if getattr(p, "layer_idx", None) == 1 else 1.0, lambda v: 0
@@ -284,24 +283,9 @@ def count_in_buffer(module):
     counting(module, step)
 
 
-def count_in_closure(module):
-    calls: list[int] = []
-    module.calls = lambda: [calls.append(1), len(calls)][1]
-    counting(module, lambda self: self.calls())
-
-
 def skipping(model):
     random.seed(0)
     extended(part(model), lambda self, output: output * (1 + (random.random() < 0.5)))
-
-
-def running_mean(module):
-    def forward(self, out):
-        self.mean.mul_(0.9).add_(0.1 * out.detach().mean())
-        return out - self.mean
-
-    module.register_buffer("mean", torch.zeros(1))
-    extended(module, forward)
 
 
 def mixing(module):
@@ -406,26 +390,17 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "a counter in a buffer": (
         lambda m: count_in_buffer(part(m)), "changes its buffer self_attn.q_proj.calls",
     ),
-    "a counter in a closure": (
-        lambda m: count_in_closure(part(m)), "changes model.layers.1.self_attn.q_proj.calls",
-    ),
     "Python's random numbers": (skipping, "random numbers from Python's"),
     "a hook of every module": (of_every_module, "a hook of every module"),
     "a hook after the head": (
         lambda m: after(head(m)), "lm_head has a hook, .* let a subclass of Linear do what it does",
     ),
     "a hook before the trunk": (lambda m: before_trunk(m.base_model), "model has a hook"),
-    "a hook of the table's gradient": (
-        lambda m: of_gradient(table(m)), "embed_tokens.weight has a hook of its gradient",
-    ),
     "a forward of the trunk's own": (
         lambda m: own_forward(m.base_model, first_field), "model has a forward of its own",
     ),
     "a counter in the embedding": (
         lambda m: counter(table(m)), "changes model.embed_tokens.calls",
-    ),
-    "a buffer that the embedding counts in": (
-        lambda m: count_in_buffer(table(m)), "changes model.embed_tokens.calls",
     ),
     "a buffer that the norm counts in": (
         lambda m: count_in_buffer(norm(m)), "changes model.norm.calls",
@@ -433,18 +408,8 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "a buffer that the head counts in": (
         lambda m: count_in_buffer(head(m)), "logits from other tokens",
     ),
-    "an object that the norm counts in": (
-        lambda m: count_in_object(norm(m)), "changes model.norm.calls",
-    ),
-    "a closure that the head counts in": (
-        lambda m: count_in_closure(head(m)), "logits from other tokens",
-    ),
-    "a running mean in the norm": (lambda m: running_mean(norm(m)), "changes model.norm.mean"),
     "a head that mixes tokens": (lambda m: mixing(head(m)), "logits from other tokens"),
     "a head that counts positions": (lambda m: by_place(head(m)), "or from its place"),
-    "a norm that mixes tokens": (
-        lambda m: extended(norm(m), lambda self, out: out.cumsum(1)), None,
-    ),
     "a norm that counts positions": (lambda m: by_place(norm(m)), None),
     "an embedding with max_norm": (table_with(max_norm=0.5), "max_norm=0.5"),
     "an embedding with scale_grad_by_freq": (
@@ -452,10 +417,6 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     ),
     "an embedding with sparse gradients": (table_with(sparse=True), "sparse=True"),
     "weight_norm of the head": (lambda m: parametrizations.weight_norm(head(m)), None),
-    "spectral_norm of the head": (
-        lambda m: parametrizations.spectral_norm(head(m)),
-        "changes lm_head.parametrizations.weight.0._u",
-    ),
     "gradient checkpointing": (lambda m: m.gradient_checkpointing_enable(), None),
     "gradient checkpointing of old": (checkpointed_the_old_way, None),
     "hidden states looked at before": (looked_at, None),
@@ -468,9 +429,17 @@ NEUTRAL = {
     "hidden states looked at before",
 }
 
-# With all that is refused; the rest is exhaustive. Each was trained to other numbers once. The
-# structure is found out with zeros, of which a norm of weights makes NaN.
-QUICK = {("llama", name) for name, (_, refusal) in CHANGES.items() if refusal}
+# With all that is refused but for twins; the rest is exhaustive. Each was trained to other numbers
+# once. The structure is found out with zeros, of which a norm of weights makes NaN.
+TWINS = {
+    "a hook before a part",
+    "a backward hook",
+    "a hook before the trunk",
+    "a counter in a buffer",
+}
+TWINS |= {"a counter in an object", "a buffer that the head counts in"}
+REFUSED = {name for name, (_, refusal) in CHANGES.items() if refusal}
+QUICK = {("llama", name) for name in REFUSED - TWINS}
 QUICK |= {("gpt2", "weight_norm"), ("llama", "an attribute of another type")}
 QUICK |= {("llama", "a method of another self"), ("llama", "a number by getattr")}
 QUICK |= {("llama", "a norm that counts positions"), ("llama", "gradient checkpointing")}
@@ -528,20 +497,12 @@ def test_a_change_is_trained_or_refused_by_name(family, name):
         assert (moved > VISIBLE) == (name not in NEUTRAL), moved
 
 
-ON_META = {
-    "an attribute": lambda m: setattr(m.model.layers[1].self_attn, "scaling", 2.0),
-    "a class": lambda m: extended(m.model.layers[1], lambda self, output: output),
-    "a head": lambda m: setattr(m, "lm_head", nn.Linear(32, 200, bias=False, device="meta")),
-}
-
-
-@pytest.mark.parametrize("change", ON_META.values(), ids=ON_META)
-def test_a_changed_model_without_memory_is_refused(change):
+def test_a_changed_model_without_memory_is_refused():
     """It is made anew of its configuration, which knows nothing of the change."""
     with torch.device("meta"):
         model = type(tiny_model("llama"))(tiny_config("llama"))
     emptied(model)
-    change(model)
+    model.model.layers[1].self_attn.scaling = 2.0
     with pytest.raises(InputError, match="not as LlamaForCausalLM makes it") as caught:
         emptied(model)
     assert "\n" not in str(caught.value)

@@ -5,15 +5,17 @@ from collections.abc import Callable, Sequence
 from tempfile import gettempdir
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config
 from transformers.models.qwen2 import Qwen2ForCausalLM
 
 from megatrain import Engine
 from megatrain.device import Buffer, CpuDevice
 from megatrain.loss import CROSS_ENTROPY
-from tests.families.plain import Step, accumulate
+from tests.families.plain import Results, Step, accumulate, go_on
 from tests.families.tiny import tiny_model
 from tests.inside import host_gradients, store_of
 from tests.rules import SWEPT
@@ -78,6 +80,22 @@ def make_batches(
     return [[micro_batch(shape) for shape in shapes] for _ in range(count)]
 
 
+def replies(loss: Any) -> Step:
+    """Six replies in uneven micro-batches, chosen and rejected in turn, with what `loss` takes."""
+    [step] = make_batches(1)
+    generator, number = torch.Generator().manual_seed(5), 0
+    for micro in step:
+        ids = micro["input_ids"]
+        numbers = torch.arange(number, number + len(ids))[:, None].expand(ids.shape)
+        number += len(ids)
+        micro["labels"] = micro["labels"].masked_fill(torch.arange(ids.shape[1]) < 2, -100)
+        micro |= {"chosen": (numbers < 3).float(), "pair": (numbers % 3).float()}
+        micro["reference_logp"] = -7 + torch.randn(ids.shape, generator=generator)
+        micro |= {"example": numbers.float(), "advantage": torch.ones(ids.shape)}
+        micro["old_logp"] = torch.full(ids.shape, -5.0)
+    return [{n: m[n] for n in ("input_ids", "labels", *loss.inputs)} for m in step]
+
+
 def padded(step: Step) -> Step:
     """The step with a mask that hides the end of its first rows, which have no labels there."""
     mask = torch.ones_like(step[0]["input_ids"])
@@ -107,6 +125,12 @@ def masters(engine: Engine) -> dict[str, Tensor]:
     return dict(engine.named_masters())
 
 
+def trained(model: Any, steps: list[Step], **options: Any) -> Results:
+    """Losses and norms of steps of an engine of its own, and the masters after them."""
+    with make_engine(model, **options) as engine:
+        return go_on(engine, steps)
+
+
 def moments(engine: Engine) -> list[Tensor]:
     return [m.values().clone() for tile in store_of(engine).tiles for m in tile.states.values()]
 
@@ -124,14 +148,13 @@ def gradients(engine: Engine) -> dict[str, Tensor]:
 def resumes(engine: Engine, folder: Any, steps: list[Step], loss: Any = CROSS_ENTROPY) -> None:
     """That an engine which is saved in `folder` now goes on there with `steps`, to the bit."""
 
-    def said(one: Engine) -> list[Any]:
-        results = [one.step(step, loss) for step in steps]
-        return [(result.loss, result.grad_norm, result.measures) for result in results]
-
     engine.save(folder)
-    wanted, trained = said(engine), masters(engine)
+    results, trained = [engine.step(step, loss) for step in steps], masters(engine)
     with Engine.load(folder, device="cpu") as again:
-        assert said(again) == wanted
+        for step, wanted in zip(steps, results, strict=True):
+            result = again.step(step, loss)
+            assert (result.loss, result.grad_norm) == (wanted.loss, wanted.grad_norm)
+            assert result.measures == wanted.measures
         assert same(masters(again), trained)
 
 
@@ -139,12 +162,43 @@ def plain_gradients(model: PreTrainedModel, step: Step) -> tuple[float, dict[str
     """Loss and gradients of plain torch; zero where none arrives."""
     model.train()
     model.zero_grad()
-    loss = accumulate(model, step)
-    return loss, {
+    return accumulate(model, step), slopes(model)
+
+
+def slopes(model: Any) -> dict[str, Tensor]:
+    """The gradients that plain torch has left in a model; zero where none has arrived."""
+    return {
         name: torch.zeros_like(p) if p.grad is None else p.grad
         for name, p in model.named_parameters()
         if p.requires_grad
     }
+
+
+def assert_step(
+    engine: Engine,
+    step: Step,
+    wanted: tuple[float, dict[str, Tensor]],
+    loss: Any = CROSS_ENTROPY,
+    error: float = 2e-6,
+) -> Any:
+    """That a step has the loss and gradients of plain torch; returns its result."""
+    result, got = engine.step(step, loss), gradients(engine)
+    assert result.loss == pytest.approx(wanted[0], rel=1e-6)
+    assert got.keys() == wanted[1].keys()
+    assert relative_error(got, wanted[1]) < error
+    return result
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operations of which `chosen(name, arguments)` holds."""
+
+    def __init__(self, chosen: Callable[[str, tuple[Any, ...]], bool]) -> None:
+        super().__init__()
+        self.chosen, self.count = chosen, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += self.chosen(str(func), args)
+        return func(*args, **(kwargs or {}))
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -3,14 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatrain.checkpoint import files
-from megatrain.engine import sink
 from tests.inside import sized
-
-
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slice's gradient leaves in several pieces."""
-    sized(monkeypatch, sink, PIECE=1000)
 
 
 @pytest.fixture(scope="package", autouse=True)

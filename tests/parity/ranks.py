@@ -8,11 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch._inductor.config as inductor
 import torch.distributed as dist
+from torch import Tensor
 
+from megatrain import Engine
+from megatrain.loss import Loss
+from tests.families.plain import Step
 from tests.forks import start
+from tests.parity.cases import masters
 
 Work = Callable[[Any], Any]
 
@@ -48,3 +54,41 @@ def _rank(rank: int, size: int, folder: Path, work: Work) -> None:
     except BaseException:
         (folder / f"error {rank}").write_text(f"rank {rank}: {traceback.format_exc()}")
         raise
+
+
+def training(engine: Engine, steps: list[Step], loss: Loss) -> dict[str, Tensor]:
+    """What steps of an engine say and leave, by name."""
+    said = [engine.step(step, loss) for step in steps]
+    plain = [{name: micro[name] for name in ("input_ids", "labels")} for micro in steps[-1]]
+    numbers = {
+        "losses": [each.loss for each in said],
+        "norms": [each.grad_norm for each in said],
+        "tokens": [float(each.tokens) for each in said],
+        "measures": [v for r in said for v in (*r.measures.values(), *r.experts.values())],
+        "evaluated": [engine.evaluate(steps[-1], loss), *engine.score(plain)],
+    }
+    return {name: torch.tensor(each) for name, each in numbers.items()} | masters(engine)
+
+
+def assert_as_one(
+    alone: dict[str, dict[str, Tensor]], ranks: list[dict[str, dict[str, Tensor]]]
+) -> None:
+    """Of each case the tensors of all ranks are those of one alone, to the order of sums."""
+    for found in ranks:
+        for name, tensors in alone.items():
+            assert found[name].keys() == tensors.keys()
+            for what, value in tensors.items():
+                # Logits of weights that may differ by 1e-6 differ by more.
+                bound = 1e-5 if what.startswith(("logits", "logprobs", "top ")) else 1e-6
+                mine = found[name][what]
+                close = mine.shape == value.shape and torch.allclose(
+                    mine, value, rtol=2 * bound, atol=bound
+                )
+                assert close, (name, what, mine, value)
+
+
+def refused(kind: type[Exception], wanted: str, call: Any, *given: Any, **options: Any) -> None:
+    """That `call` is refused in words that hold `wanted`."""
+    with pytest.raises(kind) as caught:
+        call(*given, **options)
+    assert wanted in str(caught.value) and "\n" not in str(caught.value), str(caught.value)

@@ -10,7 +10,7 @@ import torch
 from megatrain import Engine, InputError, Placement, RunFailed
 from megatrain.device import CpuDevice
 from tests.inside import host_gradients, store_of
-from tests.parity.cases import llama, make_batches, make_engine, masters, same
+from tests.parity.cases import llama, make_batches, make_engine, masters, same, trained
 from tests.parity.ranks import run_ranks
 from tests.rules import SWEPT
 from tests.sweeps import few, swept
@@ -47,13 +47,10 @@ def layer(engine):
 )
 def test_checksums_change_nothing(rule, place):
     options: dict = {"rule": rule, "precision": "bf16", "placement": PLACES[place]}
-    results = []
-    for verify in ("step", "off"):
-        with make_engine(llama(), verify=verify, **options) as engine:
-            for step in make_batches(3):
-                engine.step(step)
-            results.append(masters(engine))
-    assert same(*results)
+    runs = [
+        trained(llama(), make_batches(3), verify=verify, **options) for verify in ("step", "off")
+    ]
+    assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
 
 
 @swept(together=1, place=list(PLACES), rule=["adamw int8", "muon", "muon clipped"])
@@ -156,18 +153,6 @@ def test_a_flipped_bit_of_a_copy_on_the_device_ends_its_step(kind, visit):
         assert kind == "without clipping" or same(before, masters(engine))
 
 
-def test_a_flipped_bit_of_weights_on_the_host_ends_the_step_that_reads_it():
-    steps = make_batches(2)
-    with make_engine(llama(), verify="step") as engine:
-        engine.step(steps[0])
-        before = masters(engine)
-        flip(layer(engine).weights, 4)
-        with pytest.raises(RunFailed, match=r"layer 1: the plane of weights \(host\) " + ONE_BIT):
-            engine.step(steps[1])
-        flip(layer(engine).weights, 4)
-        assert same(before, masters(engine))
-
-
 def test_frozen_planes_are_compared_in_each_step():
     adapter = {"r": 2, "target_modules": ["q_proj"]}
     for place in ("host", "device"):
@@ -199,7 +184,7 @@ def test_a_state_with_a_flipped_bit_is_not_saved(verify, place, tmp_path):
             engine.step(step)
 
 
-@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("place", few(["host", "device"]))
 def test_ranks_stop_together(place, tmp_path):
     def work(group):
         options: dict = {"verify": "step", "group": group, "placement": PLACES[place]}
@@ -220,7 +205,7 @@ def test_ranks_stop_together(place, tmp_path):
     assert "of another rank has changed" in others or "has lost the others" in others
 
 
-@pytest.mark.parametrize("byte", [4321, -4321], ids=["first rank's", "second rank's"])
+@pytest.mark.parametrize("byte", few([-4321, 4321]), ids=["second rank's", "first rank's"])
 def test_a_copy_of_any_ranks_block_is_compared(byte, tmp_path):
     def work(group):
         device = FlippingCopies()

@@ -6,11 +6,13 @@ gradient must be the gradient's norm. A recomputation with other masks gives ano
 """
 
 import random
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from megatrain import Placement
+from megatrain.device import CpuDevice
 from megatrain.model.capture import PROLOGUE
 from tests.families.tiny import tiny_model
 from tests.parity.cases import (
@@ -55,13 +57,15 @@ PLACEMENTS = [
     Placement(save_activations=2),
     Placement(passes=2),
     Placement(chunk_tokens=5),
+    Placement(save_attention="device"),
+    Placement(offload_activations=2),
 ]
 COMPILED = [Placement(slots=3, compile=True, save_activations=n) for n in (0, 2)]
 
 
 @pytest.mark.parametrize(
     ("placement", "device"),
-    few([(placement, "cpu") for placement in PLACEMENTS], 1, 4)
+    few([(placement, "cpu") for placement in PLACEMENTS], 1, 4, 6)
     + on_gpu(Placement(slots=3), *COMPILED),
     ids=str,
 )
@@ -73,11 +77,16 @@ def test_the_gradient_is_that_of_the_masks_of_the_forward(placement, device):
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_every_place_has_random_numbers_of_its_own(passes, monkeypatch):
+def test_every_place_has_random_numbers_of_its_own(passes):
     """Forward and backward of a layer share theirs; places, micro-batches and steps do not."""
-    engine, seen = make_engine(gpt2(), placement=Placement(passes=passes)), []
-    record = engine.device.seed
-    monkeypatch.setattr(engine.device, "seed", lambda seed: (seen.append(seed), record(seed)))
+    seen: list[int] = []
+
+    class Noting(CpuDevice):
+        def seed(self, seed):
+            seen.append(seed)
+            super().seed(seed)
+
+    engine = make_engine(gpt2(), placement=Placement(passes=passes), device=Noting())
     steps, layers, micro_batches = make_batches(2), 3, 3
     for step in steps:
         seen.clear()
@@ -135,41 +144,35 @@ def test_the_caller_s_random_numbers_stay_as_they_were():
     assert drawn[0] == drawn[1]
 
 
-def test_the_caller_s_random_numbers_decide_nothing():
-    [step], config = make_batches(1), gpt2().config
-    found = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        engine = make_engine(config)
-        engine.step(step)
-        found.append(masters(engine))
-    assert same(*found)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_the_caller_s_autograd_mode_decides_nothing(mode):
-    wanted, engine = make_engine(gpt2()), make_engine(gpt2())
-    [plain] = make_batches(1)
-    with mode():
-        [step] = make_batches(1)
-        result = engine.step(step)
-        loss = engine.evaluate(step)
-        logits = engine.logits({"input_ids": step[0]["input_ids"]})
-    assert result.loss == wanted.step(plain).loss
-    assert loss == wanted.evaluate(plain)
-    assert torch.equal(logits, wanted.logits({"input_ids": plain[0]["input_ids"]}))
-    assert same(masters(engine), masters(wanted))
-
-
-def test_torch_s_default_dtype_decides_nothing():
-    [step], model = make_batches(1), llama()
-    wanted = make_engine(model, precision="bf16")
-    result = wanted.step(step)
+@contextmanager
+def bf16_by_default():
     torch.set_default_dtype(torch.bfloat16)
-    try:
-        engine = make_engine(model, precision="bf16")
-        assert engine.step(step).loss == result.loss
-        got = masters(engine)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert same(got, masters(wanted))
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def another_seed():
+    torch.manual_seed(7)
+    yield
+
+
+MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad, bf16_by_default, another_seed]
+
+
+@pytest.mark.parametrize("mode", few(MODES, 1, 3, 4))
+def test_the_caller_s_modes_and_seeds_decide_nothing(mode):
+    [given], model = make_batches(1), gpt2()
+
+    def work(source):
+        step = [{name: value.clone() for name, value in micro.items()} for micro in given]
+        with torch.inference_mode(False):
+            engine = make_engine(source, precision="bf16")
+        numbers = [engine.step(step).loss, engine.evaluate(step)]
+        return numbers, engine.logits({"input_ids": step[0]["input_ids"]}), masters(engine)
+
+    for source in (model, model.config):
+        wanted = work(source)
+        with mode():
+            got = work(source)
+        assert got[0] == wanted[0] and torch.equal(got[1], wanted[1]) and same(got[2], wanted[2])

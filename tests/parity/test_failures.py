@@ -20,11 +20,12 @@ from tests.sweeps import swept
 TIED = {"untied": False, "tied": True}
 CLIPPED = {"clipped": 1.0, "not clipped": None}
 DEVICES = {"in order": CpuDevice, "late": LateDevice}
+PLACED = {"streamed": Placement(slots=1), "resident": Placement(resident=("layer 1", "head"))}
 
 
-def engine_of(tied, clip, device):
+def engine_of(tied, clip, device, **options):
     model = llama(tie_word_embeddings=tied)
-    return make_engine(model, clip=clip, device=device(), precision="bf16")
+    return make_engine(model, clip=clip, device=device(), precision="bf16", **options)
 
 
 def versions(engine):
@@ -51,9 +52,12 @@ def goes_on(engine, other, steps):
     assert same(masters(engine), masters(other))
 
 
-@swept(together=1, tied=TIED, clip=CLIPPED, device=DEVICES)
-def test_a_bad_loss(tied, clip, device):
-    engine, other = engine_of(tied, clip, device), engine_of(tied, clip, CpuDevice)
+@swept(
+    together=1, tied=TIED, clip=CLIPPED, device=DEVICES, rule=["adamw", "muon"], placement=PLACED
+)
+def test_a_bad_loss(tied, clip, device, rule, placement):
+    options = {"rule": rule, "placement": placement}
+    engine, other = (engine_of(tied, clip, d, **options) for d in (device, CpuDevice))
     steps = make_batches(3)
     engine.step(steps[0])
     other.step(steps[0])
@@ -90,9 +94,17 @@ def spoil_gradient(engine, value):
     return lambda: setattr(layer, "vjp", pull)
 
 
-@swept(together=1, value=[torch.nan, torch.inf], tied=TIED, device=DEVICES)
-def test_a_bad_gradient_with_clipping(value, tied, device):
-    engine, other = engine_of(tied, 1.0, device), engine_of(tied, 1.0, CpuDevice)
+@swept(
+    together=1,
+    value=[torch.nan, torch.inf],
+    tied=TIED,
+    device=DEVICES,
+    rule=["adamw", "muon clipped"],
+    placement=PLACED,
+)
+def test_a_bad_gradient_with_clipping(value, tied, device, rule, placement):
+    options = {"rule": rule, "placement": placement}
+    engine, other = (engine_of(tied, 1.0, d, **options) for d in (device, CpuDevice))
     steps = make_batches(3)
     engine.step(steps[0])
     other.step(steps[0])

@@ -16,10 +16,10 @@ from tests.parity.cases import (
     llama,
     make_batches,
     make_engine,
-    masters,
     plain_gradients,
     resumes,
     same,
+    trained,
 )
 from tests.parity.test_dropout import gpt2
 from tests.parity.test_packing import documents, packed
@@ -29,11 +29,6 @@ from tests.parity.test_packing import documents, packed
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="needs torchao"
 )
-
-
-def run(precision, steps=3, **options):
-    engine = make_engine(llama(), precision=precision, **options)
-    return [engine.step(step).loss for step in make_batches(steps)], masters(engine)
 
 
 def gradients_in_bf16(step, *, float8):
@@ -68,14 +63,16 @@ def test_gradients_are_those_of_torchao_in_plain_pytorch():
 
 @needs_torchao
 def test_losses_are_near_and_no_placement_changes_a_bit():
-    losses, weights = run("fp8")
-    assert losses == pytest.approx(run("bf16")[0], rel=0.02)
+    steps = make_batches(3)
+    results, weights = trained(llama(), steps, precision="fp8")
+    near, _ = trained(llama(), steps, precision="bf16")
+    assert [loss for loss, _ in results] == pytest.approx([loss for loss, _ in near], rel=0.02)
     for placement in (
         Placement(slots=3, layer_inputs="host"),
         Placement(passes=2, save_activations=2, save_all=1),
     ):
-        again = run("fp8", placement=placement)
-        assert again[0] == losses and same(again[1], weights)
+        again = trained(llama(), steps, precision="fp8", placement=placement)
+        assert again[0] == results and same(again[1], weights)
 
 
 @needs_torchao

@@ -10,27 +10,24 @@ import torch
 import transformers
 import trl
 from PIL import Image
-from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from megatrain import AdamW, Engine, InputError, Placement
 from megatrain.compat.transformers import attention_of
 from megatrain.integrations import StreamedTrainer
-from megatrain.loss import Reward
 from megatrain.model.documents import BY_IMAGES
 from megatrain.model.trained import Trained
 from tests.cli.test_images import llava, write_model
-from tests.families.media import media_steps, micro_batch, omni, pictures
+from tests.families.media import media_steps, micro_batch, omni
 from tests.families.parity import compare
-from tests.families.plain import EPS, LR, plain_training
+from tests.families.plain import EPS, LR, go_on, plain_training
 from tests.families.tiny import tiny_multimodal
-from tests.parity.cases import masters, noisy, same
+from tests.parity.cases import masters, same
 from tests.parity.ranks import run_ranks
 from tests.sweeps import few
 from tests.unit.trainer_cases import alike, lines
 
 ALL = Trained(train_only=["."])
-OPTIONS = {"placement": Placement()}  # of a streamed trainer
 
 
 def tiny(family="qwen3_vl"):
@@ -90,12 +87,12 @@ def test_a_run_of_images_and_sounds_goes_on_to_the_bit_and_is_exported_whole(tmp
         engine.step(steps[0])  # the tile of sounds is one version behind now
         engine.save(tmp_path / "saved")
         before = masters(engine)
-        expected = [engine.step(step).loss for step in steps], masters(engine)
+        expected = go_on(engine, steps)
         engine.save_pretrained(tmp_path / "trained")
     with Engine.load(tmp_path / "saved", device="cpu", verify="step") as engine:
         assert same(masters(engine), before)
-        assert [engine.step(step).loss for step in steps] == expected[0]
-        assert same(masters(engine), expected[1])
+        results, after = go_on(engine, steps)
+    assert results == expected[0] and same(after, expected[1])
     again = type(model).from_pretrained(tmp_path / "trained", dtype=torch.float32)
     assert same({n: p.detach() for n, p in again.named_parameters()}, expected[1])
 
@@ -192,10 +189,10 @@ PLACEMENTS = {
 def test_placements_are_neutral_for_images(placement):
     model, steps = tiny()
     with engine_of(copy.deepcopy(model), trained=ALL) as engine:
-        expected = [engine.step(step).loss for step in steps], masters(engine)
+        expected = go_on(engine, steps)
     with engine_of(model, trained=ALL, placement=PLACEMENTS[placement]) as engine:
-        assert [engine.step(step).loss for step in steps] == expected[0]
-        assert same(masters(engine), expected[1])
+        results, after = go_on(engine, steps)
+    assert results == expected[0] and same(after, expected[1])
 
 
 def test_no_clipping_leaves_the_encoders_alone_in_steps_on_text():
@@ -225,92 +222,43 @@ def test_ranks_with_and_without_images_train_as_one(tmp_path):
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
 
 
-def picture(number):
-    """A picture of one colour, and the question about it."""
-    colour = (40 * number, 90, 200 - 30 * number)
-    asked = [{"role": "user", "content": [{"type": "image", "text": None}]}]
-    return [Image.new("RGB", (8, 8), colour)], asked
-
-
-def reply(text):
-    return [{"role": "assistant", "content": [{"type": "text", "text": text}]}]
-
-
 def conversations(count, without=()):
-    """Questions about pictures; those numbered in `without` have none."""
+    """Questions about pictures of one colour; those numbered in `without` have none."""
     rows = []
     for number in range(count):
-        images, asked = picture(number)
+        images, asked = [Image.new("RGB", (8, 8), (40 * number, 90, 200 - 30 * number))], "image"
         if number in without:
-            images, asked = [], [{"role": "user", "content": [{"type": "text", "text": "and it?"}]}]
-        rows.append({"images": images, "messages": asked + reply(f"it is {number}")})
+            images, asked = [], "text"
+        question = {"type": asked, "text": "and it?" if asked == "text" else None}
+        reply = {"type": "text", "text": f"it is {number}"}
+        turns = {"user": question, "assistant": reply}
+        messages = [{"role": role, "content": [part]} for role, part in turns.items()]
+        rows.append({"images": images, "messages": messages})
     return datasets.Dataset.from_list(rows)
 
 
-def preferences(count):
-    """Questions about pictures with two replies."""
-    rows = []
-    for number in range(count):
-        images, asked = picture(number)
-        chosen, rejected = reply(f"it is {number}"), reply(f"never {number} at all")
-        rows.append({"images": images, "prompt": asked, "chosen": chosen, "rejected": rejected})
-    return datasets.Dataset.from_list(rows)
-
-
-def assert_trains_alike(plain, config, folder, **options):
-    """A trainer logs what one with the engine does; returns this."""
-    write_model(folder / "model", llava)
+def test_trl_trains_on_conversations_with_pictures_as_without_the_engine(tmp_path):
+    write_model(tmp_path / "model", llava)
+    data = {"train_dataset": conversations(8, without=(1, 4, 5)), "eval_dataset": conversations(3)}
 
     def make(kind):
-        model = transformers.LlavaForConditionalGeneration.from_pretrained(folder / "model")
+        model = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "model")
         model.model.vision_tower.requires_grad_(False)
-        args = config(
-            str(folder / "out"), max_steps=2, per_device_train_batch_size=2, learning_rate=LR,
+        args = trl.SFTConfig(
+            str(tmp_path / "out"), max_steps=2, per_device_train_batch_size=2, learning_rate=LR,
             gradient_accumulation_steps=2, max_length=None, bf16=False, use_cpu=True, report_to=[],
             logging_steps=1, save_strategy="no", disable_tqdm=True, eval_strategy="steps",
             eval_steps=1,
         )  # fmt: skip
-        processor = transformers.AutoProcessor.from_pretrained(folder / "model")
-        return kind(model=model, args=args, processing_class=processor, **options)
+        processor = transformers.AutoProcessor.from_pretrained(tmp_path / "model")
+        return kind(model=model, args=args, processing_class=processor, **data)
 
-    streamed = type("Streamed", (StreamedTrainer, plain), {"engine_options": OPTIONS})
-    made = alike(make, (plain, streamed), near=1e-5)
-    assert sum("loss" in log or "eval_loss" in log for log in lines(made[1])) == 4
-    return made[1]
-
-
-def test_trl_trains_on_conversations_with_pictures_as_without_the_engine(tmp_path):
-    mixed, held_out = conversations(8, without=(1, 4, 5)), conversations(3)
-    data = {"train_dataset": mixed, "eval_dataset": held_out}
-    trainer = assert_trains_alike(trl.SFTTrainer, trl.SFTConfig, tmp_path, **data)
+    options = {"engine_options": {"placement": Placement()}}
+    streamed = type("Streamed", (StreamedTrainer, trl.SFTTrainer), options)
+    trainer = alike(make, (trl.SFTTrainer, streamed), near=1e-5)[1]
+    assert sum("loss" in log or "eval_loss" in log for log in lines(trainer)) == 4
     trainer.save_model(tmp_path / "trained")
     assert (tmp_path / "trained" / "processor_config.json").exists()
-
-
-def test_trl_prefers_replies_about_pictures_as_without_the_engine(tmp_path):
-    pairs = {"train_dataset": preferences(8), "eval_dataset": preferences(3)}
-    assert_trains_alike(trl.DPOTrainer, trl.DPOConfig, tmp_path, **pairs)
-
-
-def test_rewards_of_pictures_train_as_in_plain_torch():
-    config = tiny_multimodal("gemma3").config
-    config.num_labels = 1
-    config.get_text_config().pad_token_id = config.pad_token_id = 0
-    model = noisy(transformers.Gemma3ForSequenceClassification(config))
-    batch = micro_batch(tiny_multimodal("gemma3"), pictures, 2, torch.Generator().manual_seed(1))
-    shape = batch.pop("labels").shape
-    plain = copy.deepcopy(model).train()
-    scores = plain(**batch).logits[:, 0]
-    expected = -F.logsigmoid(scores[0] - scores[1])
-    expected.backward()
-    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-    batch["labels"] = torch.full(shape, -100)
-    batch["labels"][:, -1] = 0
-    chosen = torch.tensor([[1.0], [0.0]]).repeat(1, shape[1])
-    with engine_of(model, trained=ALL) as engine:
-        result = engine.step([batch | {"pair": torch.zeros(shape), "chosen": chosen}], Reward())
-    assert result.loss == pytest.approx(expected.item(), rel=1e-6)
-    assert result.grad_norm == pytest.approx(norm.item(), rel=1e-6)
 
 
 def test_logits_and_texts_see_the_images():

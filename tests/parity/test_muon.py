@@ -8,22 +8,16 @@ import torch
 from torch import Tensor
 
 from megatrain import Engine, InputError, Muon, Placement
-from megatrain.device import CpuDevice, disk
-from megatrain.device.disk import BLOCK
-from megatrain.errors import StepRefused
 from megatrain.optim.muon import is_matrix
 from megatrain.tile import Entry
 from megatrain.tile.layout import MOST_ELEMENTS
-from tests.checkpoint.cases import ThreadedDevice, state
 from tests.families.plain import accumulate
-from tests.inside import sized, store_of
+from tests.inside import store_of
 from tests.parity.cases import (
     llama,
     make_batches,
-    make_engine,
     masters,
     model_of,
-    moments,
     parameters,
     relative_error,
     same,
@@ -167,62 +161,6 @@ def test_fused_experts_are_matrices_of_their_own():
              for e in t.layout.trainable if rule.directed(e)]  # fmt: skip
     assert any("experts" in name for name in names)
     assert not any("embed" in name or "norm" in name or "lm_head" in name for name in names)
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-@pytest.mark.parametrize("clip", [CLIP, None])
-def test_a_loss_that_is_not_finite_changes_nothing(clip, placement):
-    engine = engine_of(llama(), Muon(lr=1e-2), clip, placement=placement, verify="off")
-    first, second = make_batches(2)
-    engine.step(first)
-    before, kept = masters(engine), moments(engine)
-    with torch.no_grad():
-        tile = store_of(engine).tiles[-2]
-        good = tile.weights.data.clone()
-        tile.weights.data.fill_(float("nan"))
-    with pytest.raises(StepRefused, match="the loss is nan"):
-        engine.step(second)
-    engine.flush()
-    tile.weights.data.copy_(good)
-    assert same(masters(engine), before)
-    assert all(torch.equal(one, other) for one, other in zip(moments(engine), kept, strict=True))
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_a_norm_that_is_too_large_changes_nothing_where_all_is_clipped(placement):
-    engine = engine_of(llama(), Muon(lr=1e-2, clip="all"), CLIP, placement=placement)
-    first, second = make_batches(2)
-    engine.step(first)
-    before, kept = masters(engine), [each.clone() for each in moments(engine)]
-    with pytest.raises(StepRefused, match="above 1e-06: stopped before the update") as refused:
-        engine.step(second, norm_limit=1e-6)
-    assert refused.value.intact and same(masters(engine), before)
-    assert all(torch.equal(one, other) for one, other in zip(moments(engine), kept, strict=True))
-
-
-@swept(together=0, device=[CpuDevice, ThreadedDevice], rule=["muon", "muon clipped"])
-def test_planes_on_a_disk_change_no_bit(device, rule, tmp_path, monkeypatch):
-    """In pieces that cut matrices; a save goes on under the next step."""
-    sized(monkeypatch, disk, PIECE=BLOCK)
-    on_disk = Placement(slots=2, disk_moments=99, disk_remainder=2, disk_weights=2)
-
-    def train(name, **given):
-        engine = make_engine(llama(), clip=CLIP, precision="bf16", rule=rule, **given)
-        first, *others = make_batches(3)
-        engine.step(first)
-        engine.save(tmp_path / name, wait=False)
-        for step in others:
-            engine.step(step)
-        memory, states = engine.memory(), [state(engine)]
-        engine.close()
-        with Engine.load(tmp_path / name, device="cpu", disk=tmp_path) as saved:
-            return [*states, state(saved)], memory
-
-    plain, memory = train("plain")
-    found, less = train("disk", placement=on_disk, disk=tmp_path, device=device())
-    assert all(map(same, found, plain))
-    assert 0 < less["host_moments_bytes"] < memory["host_moments_bytes"]  # the momentum alone
-    assert less["host_disk_lanes_bytes"] > 0
 
 
 def test_products_in_fp32_are_for_layers_in_fp32():

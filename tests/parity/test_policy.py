@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from megatrain import InputError, Placement
 from megatrain.loss import GRPO
-from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error
+from tests.parity.cases import gradients, llama, make_engine, relative_error, replies
 from tests.sweeps import few, quick
 
 trl = pytest.importorskip("trl")
@@ -169,28 +169,17 @@ def test_advantages_compare_replies_to_one_prompt():
         GRPO(num_generations=3).advantages(rewards[:8])
 
 
-def replies(labels=None):
-    """A step of six replies in uneven micro-batches."""
-    [step], number = make_batches(1), 0
-    for micro in step:
-        shape = micro["labels"].shape
-        numbers = torch.arange(number, number + len(micro["labels"]))[:, None].expand(shape)
-        number += len(micro["labels"])
-        micro |= {"example": numbers.float(), "advantage": torch.ones(shape)}
-        micro["old_logp"] = torch.full(shape, -5.0)
-        if labels is not None:
-            micro["labels"].fill_(labels)
-    return step
-
-
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_a_step_whose_replies_are_all_masked_changes_nothing_by_a_gradient(loss_type):
-    result = make_engine(llama()).step(replies(-100), GRPO(loss_type=loss_type))
+    step, loss = replies(GRPO()), GRPO(loss_type=loss_type)
+    for micro in step:
+        micro["labels"].fill_(-100)
+    result = make_engine(llama()).step(step, loss)
     assert (result.loss, result.grad_norm) == (0, 0)
 
 
 def test_replies_with_one_number_are_refused():
-    step = replies()
+    step = replies(GRPO())
     step[1]["example"] = torch.ones_like(step[1]["example"])
     with pytest.raises(InputError, match="example 1 has a reply in several rows of this step"):
         make_engine(llama()).step(step, GRPO())

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from megatrain import Engine, Placement
 from megatrain.checkpoint import files, open_checkpoint, verify
 from megatrain.device import disk
-from megatrain.device.disk import BLOCK, PlaneFile
+from megatrain.device.disk import BLOCK
 from megatrain.errors import DoesNotFit, InputError, RunFailed, StepRefused
 from megatrain.forecast.workload import Generation
 from megatrain.kernels.states import GROUP
@@ -25,6 +25,7 @@ from megatrain.model.safetensors_io import read_header
 from megatrain.model.trained import Trained
 from megatrain.tile.formats import PACKINGS
 from megatrain.train.sharing import part_of as run_part_of
+from tests.families.folders import tensors_of
 from tests.families.tiny import tiny_model
 from tests.forks import end
 from tests.inside import store_of
@@ -36,10 +37,10 @@ from tests.parity.cases import (
     masters,
     padded,
     qwen2,
+    replies,
     same,
 )
-from tests.parity.ranks import run_ranks
-from tests.parity.test_preferences import replies
+from tests.parity.ranks import assert_as_one, refused, run_ranks, training
 from tests.sweeps import few
 
 SHAPES = ((2, 12), (1, 7), (3, 5), (2, 9))
@@ -60,8 +61,7 @@ def part_of(step, group):
     """The first micro-batch for rank 0, the others for the rest as evenly as can be."""
     if group is None:
         return step
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    rest = step[1:]
+    rank, size, rest = dist.get_rank(), dist.get_world_size(), step[1:]
     edges = [len(rest) * each // (size - 1) for each in range(size)]
     return step[:1] if rank == 0 else rest[edges[rank - 1] : edges[rank]]
 
@@ -86,21 +86,9 @@ def pairs(loss):
 
 def train(group, model, loss=CROSS_ENTROPY, batches=None, **options):
     """What training leaves, and says."""
-    engine = make_engine(model, group=group, **options)
-    batches = batches or make_batches(2, SHAPES)
-    said = [engine.step(part_of(step, group), loss) for step in batches]
-    last = part_of(batches[-1], group)
-    plain = [{name: micro[name] for name in ("input_ids", "labels")} for micro in last]
-    found = {
-        "measures": torch.tensor([v for each in said for v in each.measures.values()]),
-        "losses": torch.tensor([each.loss for each in said]),
-        "norms": torch.tensor([each.grad_norm for each in said]),
-        "tokens": torch.tensor([float(each.tokens) for each in said]),
-        "evaluated": torch.tensor([engine.evaluate(last, loss), *engine.score(plain)]),
-        **masters(engine),
-    }
-    engine.close()
-    return found
+    with make_engine(model, group=group, **options) as engine:
+        steps = [part_of(step, group) for step in batches or make_batches(2, SHAPES)]
+        return training(engine, steps, loss)
 
 
 ON_DISK = Placement(
@@ -126,6 +114,27 @@ def muon(group, model, *given, **options):
     options = {"lr": 2e-5, "batches": make_batches(1, SHAPES)} | options
     with mock.patch.object(disk, "PIECE", BLOCK // 2):
         return train(group, model, *given, **options)
+
+
+def one_row(group, model):
+    """As `train`, of a micro-batch for one rank: the rows of the others count for no router."""
+    with make_engine(model, group=group) as engine:
+        assert engine.balances_experts
+        [step] = make_batches(1, SHAPES[:1])
+        step = run_part_of(step, engine.ranks, counted=True)
+        return {n: t for n, t in training(engine, [step], CROSS_ENTROPY).items() if n != "tokens"}
+
+
+def biased(group, model):
+    """As `train`, with the biases of routers, which move by the tokens of all ranks."""
+    options = {"router_z_loss_coef": 0.1, "router_bias_update": 0.25, "clip": 1e9}
+    with make_engine(model, group=group, **options) as engine:
+        steps = [part_of(padded(step), group) for step in make_batches(2, SHAPES)]
+        found = training(engine, steps, CROSS_ENTROPY)
+        with engine.whole_model() as whole:
+            biases = {n: b.clone() for n, b in whole.named_buffers() if "correction_bias" in n}
+    assert any(bias.abs().max() > 0.25 for bias in biases.values())
+    return found | biases
 
 
 def case(make, *given, by=train, **options):
@@ -178,6 +187,8 @@ CLOSE: dict[str, Callable[[Any], dict]] = {
         partial(tiny_model, "mixtral", changes=ROUTED),
         batches=[padded(step) for step in make_batches(2, SHAPES)],
     ),
+    "biases of routers": case(partial(tiny_model, "deepseek_v3"), by=biased),
+    "a row of one rank": case(partial(tiny_model, "mixtral", changes=ROUTED), by=one_row),
 }
 
 
@@ -236,82 +247,47 @@ EXACT: dict[str, Callable[[Any], dict]] = {
 }
 USUAL = (
     *("tied, rows that are not kept, graphs that are", "preferences, in passes", "nf4, adapter"),
-    *("bf16, planes on a disk", "muon clipped, 0.5", "bf16, some in fp32, on a disk"),
-    *("bf16 by fp8, adapter", "as its folder has it, adapter"),
+    *("bf16, planes on a disk", "muon clipped, 0.5", "biases of routers", "a row of one rank"),
 )
 REST = (
     *("frozen in part", "resident, in passes", "experts that are balanced"),
-    *("bf16, lion", "bf16, frozen in part"),
+    *("bf16, lion", "bf16, frozen in part", "bf16, some in fp32, on a disk"),
     *("bf16, muon, on a disk", "fp32, muon, resident, in passes"),
+    *("bf16 by fp8, adapter", "as its folder has it, adapter"),
 )
+ON_HOSTS = ("tied, rows that are not kept, graphs that are", "muon clipped, 0.5")
+MORE_ON_HOSTS = (
+    *("experts that are balanced", "preferences, in passes"),
+    *("untied, clipped", "resident, in passes", "muon, None"),
+)
+LAYOUTS = [
+    *((1, 2, USUAL), (2, 2, ON_HOSTS), (1, 2, REST), (1, 3, CLOSE | EXACT), (1, 4, CLOSE | EXACT)),
+    *((2, 2, MORE_ON_HOSTS), (2, 1, ON_HOSTS + MORE_ON_HOSTS), (3, 1, ON_HOSTS + MORE_ON_HOSTS)),
+]
 
 
-@pytest.mark.parametrize(
-    ("size", "names"),
-    few([(2, USUAL), (2, REST), (3, CLOSE | EXACT), (4, CLOSE | EXACT)]),
-    ids=["2", "2 exhaustive", "3 exhaustive", "4 exhaustive"],
-)
-def test_ranks_train_as_one(size, names, tmp_path):
+def of_hosts(hosts, each):
+    """Ranks in a mesh as HSDP takes it: hosts keep the model each."""
+    return init_device_mesh("cpu", (hosts, each))
+
+
+@pytest.mark.parametrize(("hosts", "each", "names"), few(LAYOUTS, 0, 1))
+def test_ranks_train_as_one(hosts, each, names, tmp_path):
     """To the order of sums; and to the bit where all ranks but one have gradients of zero."""
 
     def work(group):
+        group = of_hosts(hosts, each) if group and hosts > 1 else group
         return {name: (CLOSE | EXACT)[name](group) for name in names}
 
-    alone = work(None)
-    for rank, found in enumerate(run_ranks(size, tmp_path, work)):
-        for name in found:
-            for what, value in alone[name].items():
-                mine = found[name][what]
-                if name in EXACT and what not in ("norms", "evaluated"):
-                    assert torch.equal(mine, value), (rank, name, what)
-                close = torch.allclose(mine, value, rtol=2e-6, atol=1e-6)
-                assert close, (rank, name, what, float((mine - value).abs().max()))
-
-
-def test_the_row_of_a_rank_that_has_none_counts_for_no_router(tmp_path):
-    [[micro, *_]] = make_batches(1, SHAPES)
-
-    def work(group):
-        engine = make_engine(tiny_model("mixtral", changes=ROUTED), group=group)
-        assert engine.balances_experts
-        result = engine.step(run_part_of([micro], engine.ranks, counted=True))
-        return [result.loss, result.grad_norm, result.measures["aux_loss"]], masters(engine)
-
-    numbers, weights = work(None)
-    for found, own in run_ranks(2, tmp_path, work):
-        assert found == pytest.approx(numbers, rel=2e-6)
-        for name, value in weights.items():
-            assert torch.allclose(own[name], value, rtol=2e-6, atol=1e-6), name
-
-
-def test_loads_and_biases_of_routers_are_of_the_tokens_of_all_ranks(tmp_path):
-    steps = [padded(step) for step in make_batches(2, SHAPES)]
-
-    def work(group):
-        options = {"router_z_loss_coef": 0.1, "router_bias_update": 0.25, "clip": 1e9}
-        engine = make_engine(tiny_model("deepseek_v3"), group=group, **options)
-        results = [engine.step(part_of(step, group)) for step in steps]
-        numbers = [
-            [r.loss, r.grad_norm, *r.measures.values(), *r.experts.values()] for r in results
-        ]
-        with engine.whole_model() as model:
-            buffers = model.named_buffers()
-            return numbers, [b.clone() for n, b in buffers if n.endswith("correction_bias")]
-
-    numbers, biases = work(None)
-    assert any(bias.abs().max() > 0.25 for bias in biases)
-    for found, own in run_ranks(2, tmp_path, work):
-        assert [n for step in found for n in step] == pytest.approx(
-            [n for step in numbers for n in step], rel=2e-6
-        )
-        assert all(map(torch.equal, own, biases))
-
-
-def refused(kind, wanted, call, *given, **options):
-    """That `call` is refused in words that hold `wanted`."""
-    with pytest.raises(kind) as caught:
-        call(*given, **options)
-    assert wanted in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
+    alone, ranks = work(None), run_ranks(hosts * each, tmp_path, work)
+    assert_as_one(alone, ranks)
+    for name in names:
+        for found in ranks:
+            assert hosts == 1 or same(found[name], ranks[0][name]), name
+            if name in EXACT:
+                left = alone[name].keys() - {"norms", "evaluated"}
+                wanted = {n: alone[name][n] for n in left}
+                assert same({n: found[name][n] for n in left}, wanted), name
 
 
 def other_weights():
@@ -354,8 +330,7 @@ def test_what_ranks_do_otherwise_is_refused_by_all(tmp_path):
         good = part_of(step, group)
         refused(StepRefused, "above 0", lambda: engine.step(good, norm_limit=0.0))
         assert engine.steps == 0
-        after = masters(engine)
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert same(masters(engine), before)
         assert engine.step(good).loss > 0
         mesh = init_device_mesh("cpu", (2,))
         gpt2 = tiny_model("gpt2", changes={"vocab_size": VOCAB})  # its tied table is last by name
@@ -364,6 +339,10 @@ def test_what_ranks_do_otherwise_is_refused_by_all(tmp_path):
             alone = Engine(model, device="cpu", precision="fp32")
             assert only_run.evaluate(good) == pytest.approx(alone.evaluate(step), abs=1e-6)
             assert torch.equal(only_run.logits(good[0]), alone.logits(good[0]))
+        words = "a DeviceMesh of one dimension, or of two that has all ranks in their order"
+        for others in (torch.tensor([[1, 0]]), torch.arange(2).view(1, 1, 2)):
+            mesh = DeviceMesh("cpu", others)
+            refused(InputError, words, make_engine, llama(), group=mesh)
         beside = {"loss": GRPO(beta=0.1), "generation": Generation(6, rows=6, reference=True)}
         make_engine(gpt2, group=group, **beside).close()
 
@@ -419,9 +398,8 @@ def test_a_rank_that_ends_ends_the_others(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_disk_that_is_full_for_one_rank_ends_all(tmp_path):
-    """When the planes are made, and later; then the last checkpoint is whole."""
-    steps, full = make_batches(2, SHAPES), OSError(28, "No space left on device")
+def test_a_disk_that_is_full_for_one_rank_is_refused_by_all(tmp_path):
+    full = OSError(28, "No space left on device")
     options = {"placement": ON_DISK, "precision": "bf16", "disk": tmp_path}
 
     def work(group):
@@ -432,32 +410,9 @@ def test_a_disk_that_is_full_for_one_rank_ends_all(tmp_path):
         words = "keeps 1 MiB on the disk, and disk_space is 1 MiB"
         few = options | {"disk_space": 200 << 10}  # of which a rank has half
         refused(DoesNotFit, words, make_engine, llama(), group=group, **few)
-        engine = make_engine(llama(), group=group, **options)
-        engine.step(part_of(steps[0], group))
-        engine.save(tmp_path / "saved")
 
-        def further():
-            for step in steps:
-                engine.step(part_of(step, group))
-
-        said = "the disk fails" if rank else "rank 0 of 2 has lost the others"
-        failing = RunFailed("the disk fails") if rank else None
-        write = None if rank else PlaneFile.write
-        with mock.patch.object(PlaneFile, "write", autospec=True, side_effect=failing or write):
-            refused(RunFailed, said, further)
-        end()
-
-    run_ranks(2, tmp_path, work, whole=False)
-    verify(tmp_path / "saved")
-    with Engine.load(tmp_path / "saved", device="cpu", disk=tmp_path) as again:
-        assert again.steps == 1
+    run_ranks(2, tmp_path, work)
     assert not [path for path in tmp_path.iterdir() if path.is_file() and "rendez" not in path.name]
-
-
-def load_folder(folder):
-    """The weights of an exported folder."""
-    [path] = folder.glob("*.safetensors")
-    return {each.name: each.read() for each in read_header(path)}
 
 
 def saved_state(folder):
@@ -518,18 +473,16 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(rule, tmp_pat
     alone.save(tmp_path / "one")
     states = [saved_state(tmp_path / name) for name in ("two", "three", "one")]
     assert len(states[0]) > 3 * len(trained)
-    for other in states[1:]:
-        assert other.keys() == states[0].keys()
-        assert [n for n, value in other.items() if not torch.equal(states[0][n], value)] == []
+    assert all(same(states[0], other) for other in states[1:])
     assert [loss] * 4 == pytest.approx([each[1] for each in others] + [alone.step(second).loss])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model of two", dtype=torch.float32)
-    for name, value in model.named_parameters():
-        assert torch.equal(value, trained[name]), name
+    exported = dict(model.named_parameters())
+    assert same(exported, {name: trained[name] for name in exported})
     lora = Engine.load(tmp_path / "adapter", device="cpu")
     assert all(same(masters(lora), {n: each[n] for n in masters(lora)}) for each, _ in others)
     for folder, how in (("adapter alone", {}), ("merged", {"merged": True, **FP32})):
         lora.save_pretrained(tmp_path / f"{folder} again", **how)
-        ours, theirs = (load_folder(tmp_path / name) for name in (folder, f"{folder} again"))
+        ours, theirs = (tensors_of(tmp_path / name) for name in (folder, f"{folder} again"))
         assert same(ours, theirs) and len(ours) > 3
 
 
@@ -549,58 +502,6 @@ def test_a_rank_that_hangs_is_named(tmp_path):
     run_ranks(2, tmp_path, work)
 
 
-# Hosts that keep the model each train as one rank does on the micro-batches of all of them.
-
-
-ON_HOSTS = (
-    *("tied, rows that are not kept, graphs that are", "experts that are balanced"),
-    *("preferences, in passes", "muon clipped, 0.5"),
-    *("untied, clipped", "resident, in passes", "muon, None"),  # exhaustive
-)
-
-
-def by_hosts(hosts, each):
-    """Ranks in a mesh as HSDP takes it."""
-    return init_device_mesh("cpu", (hosts, each))
-
-
-def on_hosts(make):
-    """What a case of ranks makes where a mesh is the engine's group."""
-
-    def made(mesh):
-        if mesh is None:
-            return make(None)
-        plain = make_engine
-        with mock.patch("tests.parity.test_ranks.make_engine") as engine:
-            engine.side_effect = lambda *a, group, **o: plain(*a, group=mesh, **o)
-            return make(dist.group.WORLD)
-
-    return made
-
-
-@pytest.mark.parametrize(
-    ("hosts", "each", "names"),
-    few([(2, 2, ON_HOSTS[:4]), (2, 2, ON_HOSTS[4:]), (2, 1, ON_HOSTS), (3, 1, ON_HOSTS)]),
-    ids=["2-2", "2-2 exhaustive", "2-1 exhaustive", "3-1 exhaustive"],
-)
-def test_hosts_train_as_one(hosts, each, names, tmp_path):
-    """Each of them has the weights of all, to the bit."""
-    cases = {name: on_hosts(CLOSE[name]) for name in names}
-    alone = {name: make(None) for name, make in cases.items()}
-
-    def work(group):
-        mesh = by_hosts(hosts, each)
-        return {name: make(mesh) for name, make in cases.items()}
-
-    every = run_ranks(hosts * each, tmp_path, work)
-    for rank, found in enumerate(every):
-        for name, values in found.items():
-            for what, value in alone[name].items():
-                close = torch.allclose(values[what], value, rtol=2e-6, atol=1e-6)
-                assert close, (rank, name, what, values[what], value)
-                assert torch.equal(values[what], every[0][name][what]), (rank, name, what)
-
-
 @pytest.mark.exhaustive
 def test_any_layout_goes_on_from_a_checkpoint_of_hosts_bit_for_bit(tmp_path):
     """Two hosts of two save; one rank, two, two hosts of one and one of two go on, and save."""
@@ -610,7 +511,7 @@ def test_any_layout_goes_on_from_a_checkpoint_of_hosts_bit_for_bit(tmp_path):
     options["placement"] = Placement(slots=2, resident=("layer 1",))
 
     def save(group):
-        mesh, rank = by_hosts(2, 2), dist.get_rank()
+        mesh, rank = of_hosts(2, 2), dist.get_rank()
         engine = make_engine(llama(tie_word_embeddings=True), group=mesh, **options)
         assert engine.ranks.shards.size == 2 and engine.ranks.replicas.size == 2
         engine.step(part_of(first, group))
@@ -628,7 +529,7 @@ def test_any_layout_goes_on_from_a_checkpoint_of_hosts_bit_for_bit(tmp_path):
 
     def load(shape):
         def work(group):
-            engine = Engine.load(saved, group=group and by_hosts(*shape), device="cpu")
+            engine = Engine.load(saved, group=group and of_hosts(*shape), device="cpu")
             there = masters(engine)
             engine.save(tmp_path / f"again {shape}")
             return there, engine.step(part_of(second, group)).loss
@@ -645,14 +546,3 @@ def test_any_layout_goes_on_from_a_checkpoint_of_hosts_bit_for_bit(tmp_path):
             assert same(found, wanted) and own == pytest.approx(loss, rel=2e-6)
         again = saved_state(tmp_path / f"again {shape}")
         assert same(saved_state(saved), again)
-
-
-def test_a_mesh_that_is_none_of_hosts_is_refused(tmp_path):
-    def work(group):
-        others = DeviceMesh("cpu", torch.tensor([[1, 0]]))
-        words = "a DeviceMesh of one dimension, or of two that has all ranks in their order"
-        refused(InputError, words, make_engine, llama(), group=others)
-        deep = DeviceMesh("cpu", torch.arange(2).view(1, 1, 2))
-        refused(InputError, words, make_engine, llama(), group=deep)
-
-    run_ranks(2, tmp_path, work)

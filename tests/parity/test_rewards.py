@@ -3,28 +3,23 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import (
-    AutoModelForSequenceClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-)
+from transformers import AutoModelForSequenceClassification
 
 from megatrain import Engine, InputError, Placement
 from megatrain.data.dataset import scored
 from megatrain.loss import CROSS_ENTROPY, DPO, SCORE, Reward
-from tests.families.tiny import tiny_config
 from tests.parity.cases import (
-    SIZES,
-    gradients,
+    assert_step,
     llama,
     make_batches,
     make_engine,
-    noisy,
-    relative_error,
     resumes,
+    slopes,
 )
+from tests.parity.test_classes import PAD, classifier
+from tests.sweeps import few, swept
 
-PAD, LENGTHS = 0, (9, 5, 7, 9, 3, 8)
+LENGTHS = (9, 5, 7, 9, 3, 8)
 CUT = {"in one micro-batch": [6], "in several": [1, 3, 2]}
 LOSSES = {
     "plain": Reward(),
@@ -35,13 +30,7 @@ LOSSES = {
 
 
 def reward_model(family="llama"):
-    torch.manual_seed(0)
-    if family == "llama":
-        config = LlamaConfig(**SIZES, num_labels=1, pad_token_id=PAD)
-        return noisy(LlamaForSequenceClassification(config))
-    config = tiny_config(family)
-    config.num_labels, config.pad_token_id = 1, PAD
-    return noisy(AutoModelForSequenceClassification.from_config(config))
+    return classifier("one label", family, labels=1)
 
 
 def pairs():
@@ -81,24 +70,24 @@ def plain(model, loss):
     return made
 
 
-@pytest.mark.parametrize("cut", CUT.values(), ids=CUT)
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@swept(together=1, cut=CUT, loss=LOSSES)
 def test_value_and_gradients_are_plain_ones(loss, cut):
     model = reward_model()
     engine = make_engine(model, clip=1e9, placement=Placement(head_tokens=5))
-    result = engine.step(taken(loss, cut), loss)
     wanted = plain(model.train(), loss)
     wanted.backward()
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad
-             for n, p in model.named_parameters()}  # fmt: skip
-    assert result.loss == pytest.approx(wanted.item(), rel=1e-6)
-    assert relative_error(gradients(engine), grads) < 2e-6
+    assert_step(engine, taken(loss, cut), (wanted.item(), slopes(model)), loss)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt2"])
+@pytest.mark.parametrize("family", few(["qwen2", "mixtral", "gpt2"]))
 def test_scores_are_those_of_the_models_own_forward(family, tmp_path):
+    """Also where padding and the end of a text are one token, and rows differ in length."""
     model, step = reward_model(family).eval(), taken(Reward(), [6])
     given = {name: step[0][name] for name in ("input_ids", "attention_mask")}
+    given["input_ids"][0, 7:], given["input_ids"][3, 4] = PAD, PAD
+    ids = given["input_ids"].where(given["attention_mask"] == 1, 7)  # a loader may pad otherwise
+    step[0]["labels"] = scored(ids, given["attention_mask"], PAD)
+    assert torch.equal((step[0]["labels"] == 0).sum(1), torch.ones(6, dtype=torch.long))
     with torch.no_grad():
         wanted = model(**given).logits[:, 0]
     with make_engine(model) as engine:
@@ -153,22 +142,7 @@ def test_losses_and_heads_that_do_not_fit_are_refused():
         pass
     with pytest.raises(InputError, match="Reward is not for a LlamaForCausalLM"):
         make_engine(llama()).step(taken(Reward(), [6]), Reward())
-    two = make_engine(LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0)))
+    two = make_engine(classifier("one label", labels=2))
     for asked in (Reward(), DPO()):
         with pytest.raises(InputError, match="is not for a LlamaForSequenceClassification"):
             two.step(taken(Reward(), [6]), asked)
-
-
-def test_rows_are_scored_where_transformers_scores_them():
-    """Also where padding and the end of a text are one token, and rows differ in length."""
-    model, ids = reward_model().eval(), pairs()["input_ids"].clone()
-    ids[0, 7:], ids[3, 4] = PAD, PAD
-    mask = torch.arange(9) < torch.tensor(LENGTHS)[:, None]
-    labels = scored(ids.where(mask, 7), mask.long(), PAD)  # a loader may pad with another token
-    with torch.no_grad():
-        wanted = model(input_ids=ids, attention_mask=mask.long()).logits[:, 0]
-    with make_engine(model) as engine:
-        given = {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
-        [found] = engine.rewards([given])
-    assert torch.equal((labels == 0).sum(1), torch.ones(6, dtype=torch.long))
-    torch.testing.assert_close(found.sum(1), wanted, rtol=1e-6, atol=1e-6)

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -18,6 +17,8 @@ from megatrain.errors import StepRefused
 from megatrain.loss import DPO
 from tests.families.tiny import tiny_model
 from tests.parity.cases import (
+    Counting,
+    assert_step,
     gradients,
     llama,
     make_batches,
@@ -27,15 +28,15 @@ from tests.parity.cases import (
     relative_error,
     resumes,
     same,
+    slopes,
 )
-from tests.sweeps import few
+from tests.sweeps import few, swept
 
 WEIGHT = 0.5
 ASKED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": WEIGHT}
 # Jamba has a router in every other layer; ERNIE and Laguna have none in the first one.
 FAMILIES = ["mixtral", "gpt_oss", "jamba", "ernie4_5_moe", "laguna", "qwen3_5_moe", "qwen4_exp"]
 WRAPPED = ("qwen3_5_moe", "qwen4_exp")  # their routers are of the configuration inside
-LAYER = 60_000  # bytes, less than a layer of the tiny Mixtral has
 
 
 def a_step():
@@ -62,12 +63,11 @@ def plain(model, step):
     return cross_entropy / labels + WEIGHT * balance, balance
 
 
-def slopes(model, step):
+def plain_slopes(model, step):
     """The gradients of what `plain` says."""
     model.zero_grad()
     plain(model.train(), step)[0].backward()
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad
-            for n, p in model.named_parameters() if p.requires_grad}  # fmt: skip
+    return slopes(model)
 
 
 @pytest.mark.parametrize("family", few(FAMILIES, 0, 1, 2, 5))
@@ -79,36 +79,30 @@ def test_value_and_gradients_are_those_of_transformers(family):
     loss, balance = plain(model.train(), step)
     assert result.loss == pytest.approx(loss.item(), rel=1e-6)
     assert result.measures["aux_loss"] == pytest.approx(balance.item(), rel=1e-6)
-    got, wanted = gradients(engine), slopes(model, step)
+    got, wanted = gradients(engine), plain_slopes(model, step)
     far = {n for n in wanted if relative_error({n: got[n]}, {n: wanted[n]}) >= 2e-6}
     if family == "qwen3_5_moe":  # slopes of its states all but cancel: both round there
         states = {name for name in wanted if name.endswith(("A_log", "dt_bias"))}
         assert far <= states
         model.set_experts_implementation("eager")  # grouped products have no float64
-        exact = {n: slope for n, slope in slopes(model.double(), step).items() if n in states}
+        exact = {n: slope for n, slope in plain_slopes(model.double(), step).items() if n in states}
         assert relative_error(got, exact) < 1.5 * relative_error(wanted, exact)
     else:
         assert not far
 
 
-class Additions(TorchDispatchMode):
-    """Counts sums over indices, which a GPU makes in no fixed order."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "index_put" in func.name() and (*args, False)[3]:
-            self.count += 1
-        return func(*args, **(kwargs or {}))
+def adds_at_indices(name, arguments):
+    """Sums over indices, which a GPU makes in no fixed order."""
+    return "index_put" in name and (*arguments, False)[3]
 
 
 @pytest.mark.parametrize("family", few(["qwen3_moe", "mixtral"], 0))
 def test_gradients_of_routed_tokens_are_added_in_a_fixed_order(family):
     model = tiny_model(family)
-    with Additions() as plain_model:
+    with Counting(adds_at_indices) as plain_model:
         model.train()(**a_step()[1]).loss.backward()
     engine = make_engine(model)
-    with Additions() as streamed:
+    with Counting(adds_at_indices) as streamed:
         engine.step(a_step())
     assert plain_model.count and not streamed.count
 
@@ -122,7 +116,7 @@ PLACEMENTS = {
 }
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+@swept(together=0, placement=PLACEMENTS)
 def test_every_placement_has_the_same_loss(placement):
     model, step = tiny_model("mixtral", changes=ASKED), a_step()
     one, other = make_engine(model, clip=1e9), make_engine(model, clip=1e9, placement=placement)
@@ -130,12 +124,6 @@ def test_every_placement_has_the_same_loss(placement):
     assert second.loss == pytest.approx(first.loss, rel=1e-6)
     assert second.measures["aux_loss"] == pytest.approx(first.measures["aux_loss"], rel=1e-6)
     assert relative_error(gradients(other), gradients(one)) < 2e-6
-
-
-def test_one_micro_batch_is_the_models_own_loss():
-    model, [micro, *_] = tiny_model("mixtral", changes=ASKED), a_step()
-    own = model.train()(**micro).loss
-    assert make_engine(model).step([micro]).loss == pytest.approx(own.item(), rel=1e-6)
 
 
 def test_it_is_added_to_other_losses_and_not_to_evaluations():
@@ -239,7 +227,6 @@ def test_z_loss_is_the_mean_square_of_logsumexp(family):
     asked = ASKED if family == "mixtral" else {}
     model, step = routing(family, changes=asked).train(), a_step()
     engine = make_engine(model, clip=1e9, router_z_loss_coef=0.3)
-    result = engine.step(step)
     z = torch.cat([logits for logits, _ in routed(model, step)]).logsumexp(-1).square().mean()
     bare = {"input_ids", "attention_mask"}
     labels = sum(int((micro["labels"][:, 1:] != -100).sum()) for micro in step)
@@ -248,13 +235,10 @@ def test_z_loss_is_the_mean_square_of_logsumexp(family):
         logits = model(**{n: v for n, v in micro.items() if n in bare}, use_cache=False).logits
         flat, targets = logits[:, :-1].flatten(0, 1), micro["labels"][:, 1:].flatten()
         loss = loss + F.cross_entropy(flat, targets, reduction="sum") / labels
-    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
-    assert result.measures["router_z_loss"] == pytest.approx(z.item(), rel=1e-6)
-    assert ("aux_loss" in result.measures) == bool(asked)
     loss.backward()
-    wanted = {n: torch.zeros_like(p) if p.grad is None else p.grad
-              for n, p in model.named_parameters()}  # fmt: skip
-    assert relative_error(gradients(engine), wanted) < 2e-6
+    measures = assert_step(engine, step, (loss.item(), slopes(model))).measures
+    assert measures["router_z_loss"] == pytest.approx(z.item(), rel=1e-6)
+    assert ("aux_loss" in measures) == bool(asked)
 
 
 def routing(family, **options):

@@ -16,10 +16,19 @@ from megatrain.errors import InputError
 from megatrain.loss import CROSS_ENTROPY, DPO, TOKEN_WEIGHTS, LabelSmoothing
 from megatrain.model.trained import Trained
 from tests.families.tiny import tiny_model
-from tests.parity.cases import SIZES, llama, make_batches, make_engine, masters, padded, qwen2
-from tests.parity.ranks import run_ranks
-from tests.parity.test_preferences import replies
-from tests.parity.test_ranks import LORA, RATES, refused
+from tests.parity.cases import (
+    SIZES,
+    llama,
+    make_batches,
+    make_engine,
+    masters,
+    padded,
+    qwen2,
+    replies,
+    same,
+)
+from tests.parity.ranks import assert_as_one, refused, run_ranks, training
+from tests.parity.test_ranks import LORA, RATES
 
 SHAPES = ((2, 12), (1, 7), (3, 5), (1, 2))  # of which no length is a multiple of 5, and two are odd
 MANY = {"hidden_size": 48, "num_attention_heads": 12}  # heads that 2, 3 and 4 ranks can share
@@ -32,24 +41,17 @@ def shared(group):
 
 def train(group, model, loss=CROSS_ENTROPY, batches=None, **options):
     """What two steps leave, and say, and what is said of whole rows afterwards."""
-    engine = make_engine(model, group=group, sequence_parallel=shared(group), **options)
-    batches = batches or make_batches(2, SHAPES)
-    said = [engine.step(step, loss) for step in batches]
-    *_, last = batches
-    plain = [{name: micro[name] for name in ("input_ids", "labels")} for micro in last]
-    rows = {f"logprobs {n}": each for n, each in enumerate(engine.logprobs(plain))}
-    top = engine.top_logprobs(plain, 2)
-    rows |= {f"top {n} {k}": of.float() for n, each in enumerate(top) for k, of in enumerate(each)}
-    found = {
-        "losses": torch.tensor([each.loss for each in said]),
-        "norms": torch.tensor([each.grad_norm for each in said]),
-        "evaluated": torch.tensor([engine.evaluate(last, loss), *engine.score(plain)]),
-        "logits": engine.logits({"input_ids": last[1]["input_ids"]}),
-        **rows,
-        **masters(engine),
-    }
-    engine.close()
-    return found
+    options["sequence_parallel"] = shared(group)
+    with make_engine(model, group=group, **options) as engine:
+        steps = batches or make_batches(2, SHAPES)
+        plain = [{name: micro[name] for name in ("input_ids", "labels")} for micro in steps[-1]]
+        found = training(engine, steps, loss)
+        del found["tokens"]  # with those that fill rows up
+        found["logits"] = engine.logits({"input_ids": steps[-1][1]["input_ids"]})
+        found |= {f"logprobs {n}": each for n, each in enumerate(engine.logprobs(plain))}
+        for n, (ids, values) in enumerate(engine.top_logprobs(plain, 2)):
+            found |= {f"top ids {n}": ids.float(), f"top {n}": values}
+        return found
 
 
 def weighed(steps):
@@ -79,15 +81,15 @@ heads, biases = partial(llama, **MANY), partial(qwen2, **MANY, tie_word_embeddin
 CASES: dict[str, Callable[[Any], dict]] = {
     "few heads of keys, clipped": case(heads, clip=0.5),
     "tied, not clipped": case(biases, clip=None),
-    "a single head of keys": case(partial(heads, num_key_value_heads=1)),
     "graphs that wait": case(
         biases, placement=Placement(slots=3, keep_rows=False, save_activations=2, keep_weights=2)
     ),
     "graphs that wait on the host": case(
         heads, placement=Placement(slots=2, offload_activations=2, layer_inputs="host")
     ),
-    "attention kept, tokens in chunks": case(
-        heads, placement=Placement(slots=2, save_attention="device", chunk_tokens=3, head_tokens=2)
+    "a single head of keys, attention kept, tokens in chunks": case(
+        partial(heads, num_key_value_heads=1),
+        placement=Placement(slots=2, save_attention="device", chunk_tokens=3, head_tokens=2),
     ),
     "resident, in passes": case(
         heads, clip=0.5, placement=Placement(passes=3, resident=("embedding", "layer 0", "head"))
@@ -103,7 +105,7 @@ CASES: dict[str, Callable[[Any], dict]] = {
 }
 # Three ranks share the heads of the first ones, not those of tiny models.
 OF_ANY = [*CASES][:-2]
-USUAL = (*("a single head of keys", "attention kept, tokens in chunks"),)
+USUAL = ("a single head of keys, attention kept, tokens in chunks",)
 
 
 @pytest.mark.parametrize(
@@ -123,17 +125,7 @@ def test_ranks_that_share_rows_train_as_one(size, names, tmp_path):
     def work(group):
         return {name: CASES[name](group) for name in names}
 
-    alone = work(None)
-    for rank, found in enumerate(run_ranks(size, tmp_path, work)):
-        for name in names:
-            assert found[name].keys() == alone[name].keys()
-            for what, value in alone[name].items():
-                mine = found[name][what]
-                assert mine.shape == value.shape, (rank, name, what)
-                # Logits of weights that may differ by 1e-6 differ by more.
-                bound = 1e-5 if what.startswith(("log", "top")) else 1e-6
-                close = torch.allclose(mine, value, rtol=2 * bound, atol=bound)
-                assert close, (rank, name, what, float((mine - value).abs().max()))
+    assert_as_one(work(None), run_ranks(size, tmp_path, work))
 
 
 @pytest.mark.exhaustive
@@ -153,22 +145,21 @@ def test_compiled_layers_exchange_as_eager_ones_do(tmp_path):
 
 
 def test_a_checkpoint_of_ranks_that_share_rows_is_that_of_any(tmp_path):
-    """One goes on from what two have saved, and two from that."""
+    """Both go on from what they have saved, and one alone."""
     first, second = make_batches(2, SHAPES)
 
-    def save(group):
-        engine = make_engine(llama(**MANY), group=group, sequence_parallel=shared(group))
+    def work(group):
+        options = {"group": group, "sequence_parallel": shared(group)}
+        engine = make_engine(llama(**MANY), **options)
         engine.step(first)
         engine.save(tmp_path / "two")
-        return engine.step(second).loss
+        loaded = Engine.load(tmp_path / "two", **options)
+        return [each.step(second).loss for each in (engine, loaded)]
 
-    def load(group):
-        return Engine.load(tmp_path / "two", group=group, sequence_parallel=2).step(second).loss
-
-    (tmp_path / "again").mkdir()
-    losses = [*run_ranks(2, tmp_path, save), *run_ranks(2, tmp_path / "again", load)]
+    losses = run_ranks(2, tmp_path, work)
     with Engine.load(tmp_path / "two", device="cpu") as alone:
-        assert losses == pytest.approx([alone.step(second).loss] * 4, rel=2e-6)
+        wanted = alone.step(second).loss
+    assert losses == [pytest.approx([wanted] * 2, rel=2e-6)] * 2
 
 
 def test_random_numbers_of_ranks_differ(tmp_path):
@@ -232,8 +223,7 @@ def test_what_ranks_cannot_share_is_refused_by_all(names, tmp_path):
                 before = masters(engine)
                 refused(InputError, words, engine.step, step)
                 refused(InputError, words, engine.evaluate, step)
-                after = masters(engine)
-                assert all(torch.equal(before[name], after[name]) for name in before)
+                assert same(masters(engine), before)
         with make_engine(tiny_model("mistral"), **options) as engine:
             assert engine.step(step[2:]).loss > 0
             refused(InputError, "its attention reaches 6 tokens", engine.step, step)

@@ -14,6 +14,7 @@ from megatrain.model import sinks as module_of_sinks
 from megatrain.model.documents import BY_SINKS
 from megatrain.model.sinks import attend_with_sinks, attention_with_sinks
 from tests.inside import program_of
+from tests.parity.cases import SIZES
 
 ROWS, HEADS, SHARED, TOKENS, WIDTH, SCALE = 2, 4, 2, 20, 8, 0.3
 
@@ -60,19 +61,10 @@ def test_the_operation_and_its_gradients_are_those_of_the_eager_form(window, edg
 
 def model():
     torch.manual_seed(0)
-    config = GptOssConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=8,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )
+    sizes = SIZES | {"intermediate_size": 32, "num_hidden_layers": 4, "head_dim": 8}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    config = GptOssConfig(**sizes, **experts, rope_parameters=rope)
     return GptOssForCausalLM(config)
 
 

@@ -6,8 +6,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from megatrain import Placement
-from megatrain.loss import DPO, Distillation
-from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error
+from megatrain.loss import DPO
+from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error, slopes
 from tests.sweeps import few
 
 trl = pytest.importorskip("trl")
@@ -52,9 +52,7 @@ def computed(trainer):
     trainer.model.train()
     loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
-    named = trainer.model.named_parameters()
-    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
-    return given, loss.item(), grads
+    return given, loss.item(), slopes(trainer.model)
 
 
 def agree(model, step, loss, wanted, said):
@@ -139,24 +137,3 @@ def test_smoothed_dpo_takes_a_share_of_the_pairs_for_the_other_way_round():
     assert smoothed == pytest.approx(0.9 * right + 0.1 * wrong, rel=1e-6)
     wanted = {name: 0.9 * each + 0.1 * of_wrong[name] for name, each in of_right.items()}
     assert relative_error(slopes, wanted) < 3e-6
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("temperature", [1.0, 0.9, 2.5])
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_divergences_of_whole_vocabularies(beta, temperature):
-    gkd = pytest.importorskip("trl.experimental.gkd")
-    model, other, [[micro, *_]] = llama(), llama(tie_word_embeddings=True), make_batches(1)
-    with torch.no_grad():
-        teacher = other.eval()(micro["input_ids"]).logits.double()
-    # In fp64: in fp32 TRL's sum of differences that are nearly 0 is off by some millionths.
-    logits = model.train()(micro["input_ids"]).logits.double()
-    made = gkd.GKDTrainer.generalized_jsd_loss(
-        logits[:, :-1], teacher[:, :-1], micro["labels"][:, 1:], beta=beta, temperature=temperature
-    )
-    made.backward()
-    with make_engine(other) as engine:
-        [(ids, log_probs)] = engine.top_logprobs([micro], teacher.shape[-1], temperature)
-    step = [micro | {"teacher_ids": ids, "teacher_log_probs": log_probs}]
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    agree(model, step, Distillation(beta=beta, temperature=temperature), (made.item(), grads), {})

@@ -35,9 +35,8 @@ from megatrain.train import setup
 from tests.counted import CountedDevice
 from tests.families.tiny import tiny_multimodal
 from tests.inside import answering
-from tests.parity.cases import llama, make_batches, make_engine, masters, same
+from tests.parity.cases import llama, make_batches, make_engine, masters, replies, same
 from tests.parity.test_memory import MID
-from tests.parity.test_preferences import replies
 from tests.race.schedule import Alike
 from tests.sweeps import few, swept
 from tests.unit.forecast_cases import H200, experts_config, small_machine, tiny_config
