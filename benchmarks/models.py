@@ -165,7 +165,8 @@ def resident(chosen: Any) -> dict[str, Any]:
     """Forward and backward of transformers' model that rests on the device, in bf16."""
     config = configuration(chosen.name, chosen.layers)
     device = torch.device("cuda" if chosen.device is None else chosen.device)
-    pictures = chosen.name in PICTURES
+    pictures = bool(chosen.images)
+    config = config if pictures else config.get_text_config()
     kind = AutoModelForImageTextToText if pictures else AutoModelForCausalLM
     with device:
         model = kind.from_config(config, dtype=torch.bfloat16).train()

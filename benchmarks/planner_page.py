@@ -37,7 +37,7 @@ from megatrain.errors import MegatrainError
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.workload import SEQUENCE_LENGTH, Workload
 from megatrain.machine import Machine, machine_for
-from megatrain.model.sinks import attend_with_sinks
+from megatrain.model.causal_attention import attend_by_kernel
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import AdamW
 from megatrain.plan.remedies import Planner
@@ -131,7 +131,7 @@ def structure(model: str, lora_r: int, base: Base) -> ModelSpec:
     else:
         config = named_config(model, max_positions=SEQUENCE_LENGTH)
     spec = NamedModel(model, config, adapter=lora_adapter(lora_r), frozen=base).spec()
-    attend_with_sinks(spec, "bf16")
+    attend_by_kernel(spec, "bf16")
     return spec
 
 

@@ -29,8 +29,8 @@ from megatrain.loss import (
     TopTokens,
     given_loss,
 )
+from megatrain.model.causal_attention import attend_by_kernel
 from megatrain.model.micro_batch import Batch
-from megatrain.model.sinks import attend_with_sinks
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, is_number
 from megatrain.parallel.distributed import local_rank, open_ranks, open_sequence_ranks
@@ -186,7 +186,7 @@ class Engine(PlacedEngine):
             sequence_ranks = open_sequence_ranks(ranks, recording.torch_device, sequence_parallel)
             model = open_structure(source, optimizer, ranks, precision, saveable=saveable)
             if recording.can.attends_with_sums:
-                attend_with_sinks(model.spec, precision)
+                attend_by_kernel(model.spec, precision)
             setup = EngineSetup(
                 source,
                 model,

@@ -275,10 +275,10 @@ def _notes(named: NamedModel, workload: Workload) -> Notes:
     """Notes about the model; kept unless its code is not transformers' own, or it is in fp8."""
 
     def opened() -> "ModelSpec":
-        from megatrain.model.sinks import attend_with_sinks
+        from megatrain.model.causal_attention import attend_by_kernel
 
         spec = named.spec()
-        attend_with_sinks(spec, workload.precision)
+        attend_by_kernel(spec, workload.precision)
         return spec
 
     config, adapter, section = named.config, named.adapter, named.section

@@ -468,7 +468,7 @@ _OPERATIONS = {
     "aten::_flash_attention_forward",
     "aten::_efficient_attention_forward",
     "aten::_cudnn_attention_forward",
-    "megatrain::attention_with_sinks",
+    "megatrain::causal_attention",
 }
 
 

@@ -367,7 +367,7 @@ _experts_product.register_autograd(
 
 _ATTENTION = torch.ops.megatrain.attention.default
 _ATTENTION_BACKWARD = torch.ops.megatrain.attention_backward.default
-_WITH_SINKS = "megatrain::attention_with_sinks"  # model/sinks.py
+_CAUSAL = "megatrain::causal_attention"  # model/causal_attention.py
 EXPERTS = torch.ops.megatrain.experts_product.default
 _EXPERTS_BACKWARD = torch.ops.megatrain.experts_product_backward.default
 _OVERWRITES = (
@@ -434,8 +434,8 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
         # Five products where the forward has two; the gradient of the queries is summed in fp32.
         flops = _attention_flops(query, key, value, mask, causal) * 5 // 2
         return Work(attention_backward_flops=flops, kernels=1), query.numel() * 4
-    if func.name() in (_WITH_SINKS, f"{_WITH_SINKS}_backward"):
-        return _attention_with_sinks(func, args, sum(tensor.nbytes for tensor in tensors(out)))
+    if func.name() in (_CAUSAL, f"{_CAUSAL}_backward"):
+        return _causal_attention(func, args, sum(tensor.nbytes for tensor in tensors(out)))
     if func in (EXPERTS, _EXPERTS_BACKWARD):
         rows, weights = sorted(args[-2:], key=Tensor.dim)
         return Work(product_flops=2 * rows.numel() * weights.shape[-1], kernels=1), 0
@@ -450,15 +450,15 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
     return Work(touched_bytes=touched, kernels=1), scratch
 
 
-def _attention_with_sinks(func: Any, args: tuple, results: int) -> tuple[Work, int]:
-    forward = func.name() == _WITH_SINKS
-    query, window = args[0 if forward else 1], args[-2]
+def _causal_attention(func: Any, args: tuple, results: int) -> tuple[Work, int]:
+    forward = func.name() == _CAUSAL
+    query, sinks, window = args[0 if forward else 1], args[3 if forward else 4], args[-2]
     rows, tokens, heads, width = query.shape
-    seen = min(window, tokens) if window else tokens // 2  # tokens that one sees on average
-    flops = 4 * rows * tokens * heads * seen * width
+    window = min(window, tokens) or tokens
+    flops = 2 * rows * heads * width * window * (2 * tokens - window)  # the first tokens see fewer
     if forward:
         work = Work(attention_flops=flops, kernels=4, attention_bytes=results)
-        return work, 2 * query.nbytes
+        return work, 0 if sinks is None else 2 * query.nbytes
     return Work(attention_backward_flops=flops * 5 // 2, kernels=4), query.numel() * 4
 
 

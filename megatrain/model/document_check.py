@@ -29,6 +29,7 @@ from megatrain.model.capture import Rows
 from megatrain.model.documents import (
     BY_LENGTHS,
     BY_MASKS,
+    BY_WINDOWS,
     document_edges,
     document_starts,
     is_packed,
@@ -53,7 +54,7 @@ MOST_NOISE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 # A document whose losses change less than this with its own beginning says nothing about others.
 LEAST_CONTEXT = 1e-3
 
-_WITH_MASKS = ("sdpa", "eager", BY_LENGTHS)  # the others read lengths
+_WITH_MASKS = ("sdpa", "eager", BY_LENGTHS, BY_WINDOWS)  # the others read lengths
 _COMPARED = 4096  # tokens of a row that is tried with masks, too
 _SHORT = 5  # tokens of the short documents that are tried; fewer give no context
 _MIXED = (
@@ -374,7 +375,7 @@ def check_masks(
             reason = "padding"
         elif is_packed(micro):
             reason = None if attention_of(config) == BY_LENGTHS else "several documents"
-        elif isinstance(window, int) and tokens >= window:
+        elif isinstance(window, int) and tokens >= window and attention_of(config) != BY_WINDOWS:
             reason = f"a sliding window of {window}"
         if reason is not None:
             raise DoesNotFit(

@@ -47,8 +47,9 @@ OURS = "megatrain_"
 BY_LENGTHS, BY_MASKS, BY_IMAGES = f"{OURS}documents", "sdpa", f"{OURS}flash"
 """Names of implementations; encoders tell lengths to those with "flash" in their names."""
 
-BY_SINKS = f"{OURS}sinks"
-"""The one for layers with sinks (model/sinks.py), in the place of "eager"."""
+BY_SINKS, BY_WINDOWS = f"{OURS}sinks", f"{OURS}windows"
+"""Those of model/causal_attention.py: for layers with sinks in the place of "eager", for layers
+with windows in the place of "sdpa"."""
 
 MOST_WIDTH = 256
 """Of a head, in torch's flash kernels."""
@@ -142,7 +143,11 @@ def told_by_lengths(position_ids: Tensor, device: torch.device) -> dict[str, Any
 
 def takes_lengths(model: PreTrainedModel) -> bool:
     """True if a model declares that flash attention can replace its masks."""
-    return takes_flash_attention(model) and attention_of(model.config) in (BY_MASKS, BY_SINKS)
+    return takes_flash_attention(model) and attention_of(model.config) in (
+        BY_MASKS,
+        BY_SINKS,
+        BY_WINDOWS,
+    )
 
 
 def chosen_attention(name: str | None) -> str | None:
@@ -216,7 +221,7 @@ def _attention(
     """
     edges, window = cu_seq_lens_q, None if within_images else options.get("sliding_window")
     if edges is not None and (within_images or attention_mask is None):
-        if _has_kernel(query, value, options):
+        if query.is_cuda and has_kernel(query, value, options):
             causal, scale = not within_images, options.get("scaling")
             return _varlen(query, key, value, edges, max_length_q, window or 0, scale, causal), None
         if within_images:
@@ -232,11 +237,12 @@ def _attention(
 attention_within_images = partial(_attention, within_images=True)
 
 
-def _has_kernel(query: Tensor, value: Tensor, options: Mapping[str, Any]) -> bool:
+def has_kernel(query: Tensor, value: Tensor, options: Mapping[str, Any]) -> bool:
+    """True if torch's flash kernel attends so, with keys as wide as queries `[B, H, T, D]`."""
     plain = not options.get("dropout") and options.get("position_bias") is None
     width, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
     fits = width % 8 == 0 and value.shape[-1] <= width <= MOST_WIDTH
-    return plain and fits and half and query.is_cuda
+    return plain and fits and half
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
@@ -247,6 +253,11 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, padded))
     out, _ = flash_attention(q, k, v, *how)
     return out.view(rows, tokens, heads, width)[..., : width - short]
+
+
+def row_edges(rows: int, tokens: int, device: torch.device) -> Tensor:
+    """`document_edges` of rows that are one document each."""
+    return torch.arange(rows + 1, device=device, dtype=torch.int32) * tokens
 
 
 def document_mask(edges: Tensor, rows: int, tokens: int, window: int | None) -> Tensor:

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, MistralConfig, MistralForCausalLM
 
 from megatrain import AdamW, Engine, Placement
+from megatrain.model.causal_attention import causal_attention
 from megatrain.model.documents import BY_IMAGES
-from megatrain.model.sinks import attention_with_sinks
 from tests.inside import program_of
 from tests.parity.cases import relative_error
 
@@ -112,7 +112,7 @@ def test_the_kernel_with_sinks_is_attention_by_logits(window, edges):
     for device in ("cpu", "cuda"):
         on = [leaf.to(device).requires_grad_() for leaf in leaves]
         told = None if edges is None else torch.tensor(edges, dtype=torch.int32, device=device)
-        out, whole = attention_with_sinks(*on, told, 1024, window, 0.125)
+        out, whole = causal_attention(*on, told, 1024, window, 0.125)
         direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
         gradients = torch.autograd.grad(out, on, direction.to(device))
         named = {str(n): x.float().cpu() for n, x in enumerate((out, whole, *gradients))}

@@ -1,12 +1,16 @@
-"""Attention with sinks (gpt-oss) in memory that grows with the row, for transformers' models.
+"""Causal attention with windows and sinks in memory that grows with the row.
 
-A sink is a logit of a head that takes a share of each token's softmax and has no value. The eager
-form makes logits `[B, H, T, T]` several times over. Here a kernel for plain attention gives the
-result `out` and the logarithm `l` of each token's sum; with `m = logaddexp(l, sink)` the result
-with the sink is `out * exp(l - m)`, and the same kernel's backward, given that and `m`, gives the
-gradients: it needs the two only for probabilities `exp(logit - m)` and for `sum(gradient * out)`.
+It stands in transformers' models for attention by masks `[B, 1, T, T]`. torch's flash kernel takes
+a window as a number, and computes nothing beyond it.
 
-Where the layers' own mask says more than order, window and documents (padding), they stay eager.
+A sink (gpt-oss) is a logit of a head that takes a share of each token's softmax and has no value.
+The eager form makes logits `[B, H, T, T]` several times over. Here a kernel for plain attention
+gives the result `out` and the logarithm `l` of each token's sum; with `m = logaddexp(l, sink)` the
+result with the sink is `out * exp(l - m)`, and the same kernel's backward, given that and `m`,
+gives the gradients: it needs the two only for probabilities `exp(logit - m)` and for
+`sum(gradient * out)`.
+
+Where the layers' own mask says more than order, window and documents (padding), it is kept.
 Legend: B rows, T tokens of a row, H heads, D width of a head.
 """
 
@@ -23,30 +27,42 @@ from megatrain.compat.transformers import (
     attention_of,
     eager_mask,
     is_causal_alone,
+    sdpa_attention_forward,
+    sdpa_mask,
     set_attention,
     takes_flash_attention,
 )
-from megatrain.model.documents import BY_SINKS, MOST_WIDTH, are_told, document_mask
+from megatrain.model.documents import (
+    BY_MASKS,
+    BY_SINKS,
+    BY_WINDOWS,
+    MOST_WIDTH,
+    are_told,
+    document_mask,
+    has_kernel,
+    row_edges,
+)
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import Precision
 
 
-def attend_with_sinks(spec: ModelSpec, precision: Precision) -> None:
-    """Have a model's layers attend so on a GPU, in place, if they have sinks and no dropout.
+def attend_by_kernel(spec: ModelSpec, precision: Precision) -> None:
+    """Have a model's layers attend so on a GPU, in place, if they have sinks or windows.
 
-    Kernels compute in bf16; layers in fp32 stay eager.
+    Kernels compute in bf16; layers in fp32 stay as they are.
     """
     model = spec.capture.model
+    if precision == "fp32" or not takes_flash_attention(model):
+        return
     kinds = {id(layer.kind): layer.kind for layer in spec.layers}.values()
     modules = [module for kind in kinds for module in kind.module.modules()]
     with_sinks = [module for module in modules if isinstance(getattr(module, "sinks", 0), Tensor)]
-    if precision == "fp32" or not with_sinks or not takes_flash_attention(model):
-        return
-    if all(map(_is_plain, with_sinks)):
-        configs = [getattr(module, "config", None) for module in modules]
-        for config in [model.config, model.config.get_text_config(), *configs]:
-            if config is not None and attention_of(config) == "eager":
-                set_attention(config, BY_SINKS)
+    of_modules = [module.config for module in modules if hasattr(module, "config")]
+    for config in [model.config, model.config.get_text_config(), *of_modules]:
+        if with_sinks and all(map(_is_plain, with_sinks)) and attention_of(config) == "eager":
+            set_attention(config, BY_SINKS)
+        if getattr(config, "sliding_window", None) and attention_of(config) == BY_MASKS:
+            set_attention(config, BY_WINDOWS)
 
 
 def _eager(module: nn.Module) -> Callable[..., tuple[Tensor, Any]] | None:
@@ -83,7 +99,7 @@ def _attention(
         sinks = query.new_full((query.shape[1],), -torch.inf)
     window = options.get("sliding_window") or 0
     leaves = (*(x.transpose(1, 2) for x in (query, key, value)), sinks.to(query.dtype))
-    out, _ = attention_with_sinks(*leaves, cu_seq_lens_q, max_length_q, window, scaling)
+    out, _ = causal_attention(*leaves, cu_seq_lens_q, max_length_q, window, scaling)
     return out, None
 
 
@@ -91,43 +107,79 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return None if are_told(kwargs) or is_causal_alone(kwargs) else eager_mask(*args, **kwargs)
 
 
-AttentionInterface.register(BY_SINKS, _attention)
-AttentionMaskInterface.register(BY_SINKS, _mask)
-
-
-@torch.library.custom_op("megatrain::attention_with_sinks", mutates_args=())
-def attention_with_sinks(
+def _attention_in_windows(
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    sinks: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """As `sdpa_attention_forward`; where the mask is a window, a kernel that skips the rest."""
+    if attention_mask is None or attention_mask.numel():
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    window = attention_mask.shape[2]
+    if has_kernel(query, value, options) and query.shape[-1] == value.shape[-1]:
+        leaves = (x.transpose(1, 2) for x in (query, key, value))
+        scale = options.get("scaling") or query.shape[-1] ** -0.5
+        out, _ = causal_attention(*leaves, None, None, 0, window, scale)
+        return out, None
+    rows, _, tokens, _ = query.shape
+    mask = document_mask(row_edges(rows, tokens, query.device), rows, tokens, window)
+    return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+
+def _window_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """As `sdpa_mask`; for order and a window alone `[1, 1, window, 0]`, which is no mask."""
+    window, config = kwargs.get("local_size"), kwargs.get("config")
+    slides = window == getattr(config, "sliding_window", None)  # others are chunks
+    if window and slides and window < kwargs["kv_length"] and is_causal_alone(kwargs):
+        return torch.empty(1, 1, window, 0, dtype=torch.bool, device=kwargs["device"])
+    return sdpa_mask(*args, **kwargs)
+
+
+AttentionInterface.register(BY_SINKS, _attention)
+AttentionMaskInterface.register(BY_SINKS, _mask)
+AttentionInterface.register(BY_WINDOWS, _attention_in_windows)
+AttentionMaskInterface.register(BY_WINDOWS, _window_mask)
+
+
+@torch.library.custom_op("megatrain::causal_attention", mutates_args=())
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
     edges: Tensor | None,
     longest: int,
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of `[B, T, H, D]` with a sink `[H]`: the result, and `m` in fp32.
+    """Causal attention of `[B, T, H, D]`: the result, and the logarithms of the sums in fp32.
 
     Args:
+        sinks: a logit `[H]`, which the sums count; None: there are none.
         edges: ends of documents in the rows laid end to end, int32; None: each row is one.
         longest: tokens of the longest document.
         window: tokens that a token sees, itself included; 0: all before it.
     """
     if not query.is_cuda:  # by all logits, in fp32
         logits = _logits(query, key, edges, window, scale)
-        whole = torch.logaddexp(logits.logsumexp(-1).flatten(1, 2), sinks.float()[:, None])
+        whole = _with_sinks(logits.logsumexp(-1).flatten(1, 2), sinks)
         share = (logits - whole.view(logits.shape[:-1])[..., None]).exp()
         out = torch.einsum("bkgij,bjkd->bikgd", share, value.float()).flatten(2, 3)
         whole = whole if edges is None else whole.transpose(0, 1).flatten(1)
         return out.to(query.dtype).contiguous(), whole.contiguous()
     q, k, v = (_laid_out(x, edges) for x in (query, key, value))
     plain, sums = flash_attention(q, k, v, edges, longest, window, scale)
-    whole = torch.logaddexp(sums, sinks.float()[:, None])
+    if sinks is None:
+        return plain.view(query.shape), sums
+    whole = _with_sinks(sums, sinks)
     share = (sums - whole).exp().transpose(-2, -1).unsqueeze(-1)
     return (plain * share).to(query.dtype).contiguous().view(query.shape), whole.contiguous()
 
 
-@attention_with_sinks.register_fake
+@causal_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, edges: Any, *_: Any) -> Any:
     rows, tokens, heads = query.shape[:3]
     shape = [rows, heads, tokens] if edges is None else [heads, rows * tokens]
@@ -135,13 +187,13 @@ def _(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, edges: Any, *_: 
     return out, query.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("megatrain::attention_with_sinks_backward", mutates_args=())
+@torch.library.custom_op("megatrain::causal_attention_backward", mutates_args=())
 def _backward(
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    sinks: Tensor,
+    sinks: Tensor | None,
     edges: Tensor | None,
     out: Tensor,
     whole: Tensor,
@@ -149,35 +201,40 @@ def _backward(
     window: int,
     scale: float,
 ) -> list[Tensor]:
-    product = (gradient.float() * out.float()).sum(-1)  # [B, T, H]
-    of_sinks = -((sinks.float() - _by_token(whole, query)).exp() * product).sum((0, 1))
+    leaves = [query, key, value]
     if query.is_cuda:
         g, q, k, v, result = (_laid_out(x, edges) for x in (gradient, query, key, value, out))
-        gradients = flash_attention_backward(
-            g, q, k, v, result, whole, edges, longest, window, scale
-        )
+        how = edges, longest, window, scale
+        gradients = [*flash_attention_backward(g, q, k, v, result, whole, *how)]
     else:
         logits, g = _logits(query, key, edges, window, scale), _grouped(gradient, key)
 
         def by_head(of_tokens: Tensor) -> Tensor:
             return of_tokens.transpose(1, 2).reshape(*logits.shape[:-1], 1)
 
+        product = (gradient.float() * out.float()).sum(-1)  # [B, T, H]
+
         share = (logits - by_head(_by_token(whole, query))).exp()
         of_share = torch.einsum("bikgd,bjkd->bkgij", g, value.float()) - by_head(product)
         of_logits = share * of_share * scale
-        gradients = (
+        gradients = [
             torch.einsum("bkgij,bjkd->bikgd", of_logits, key.float()).flatten(2, 3),
             torch.einsum("bkgij,bikgd->bjkd", of_logits, _grouped(query, key)),
             torch.einsum("bkgij,bikgd->bjkd", share, g),
-        )
-    every = zip((*gradients, of_sinks), (query, key, value, sinks), strict=True)
+        ]
+    if sinks is not None:
+        shares = (sinks.float() - _by_token(whole, query)).exp()
+        of_sinks = -(shares * (gradient.float() * out.float()).sum(-1)).sum((0, 1))
+        leaves, gradients = [*leaves, sinks], [*gradients, of_sinks]
+    every = zip(gradients, leaves, strict=True)
     return [each.to(x.dtype).contiguous().view(x.shape) for each, x in every]
 
 
 @_backward.register_fake
-def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *_: Any) -> Any:
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Any, *_: Any) -> Any:
     inputs = (query, key, value, sinks)
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+    every = (x for x in inputs if x is not None)
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in every]
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -185,13 +242,18 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(*saved, *output)
 
 
-attention_with_sinks.register_autograd(
-    lambda ctx, gradient, _: (
-        *_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.longest, ctx.window, ctx.scale),
-        *(None, None, None, None),
-    ),
-    setup_context=_save,
-)
+def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    how = ctx.longest, ctx.window, ctx.scale
+    gradients = _backward(gradient.contiguous(), *ctx.saved_tensors, *how)
+    of_leaves = [*gradients, None][:4]  # the last is of sinks
+    return *of_leaves, None, None, None, None
+
+
+causal_attention.register_autograd(_gradients, setup_context=_save)
+
+
+def _with_sinks(sums: Tensor, sinks: Tensor | None) -> Tensor:
+    return sums if sinks is None else torch.logaddexp(sums, sinks.float()[:, None])
 
 
 def _laid_out(rows: Tensor, edges: Tensor | None) -> Tensor:
@@ -207,8 +269,7 @@ def _by_token(sums: Tensor, query: Tensor) -> Tensor:
 def _logits(query: Tensor, key: Tensor, edges: Tensor | None, window: int, scale: float) -> Tensor:
     """`[B, K, G, T, T]` in fp32: K heads of keys, G of queries for each."""
     rows, tokens = query.shape[:2]
-    if edges is None:
-        edges = torch.arange(rows + 1, device=query.device, dtype=torch.int32) * tokens
+    edges = row_edges(rows, tokens, query.device) if edges is None else edges
     seen = document_mask(edges, rows, tokens, window or None)[:, :, None]
     logits = torch.einsum("bikgd,bjkd->bkgij", _grouped(query, key), key.float()) * scale
     return logits.masked_fill(~seen, -torch.inf)

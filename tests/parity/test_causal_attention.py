@@ -1,21 +1,24 @@
-"""Attention with sinks by a kernel of plain attention: transformers' eager form, in less memory."""
+"""Attention with sinks and windows by a kernel: transformers' own forms, in less memory."""
 
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.compat.transformers import attention_of
-from megatrain.model import sinks as module_of_sinks
-from megatrain.model.documents import BY_SINKS
-from megatrain.model.sinks import attend_with_sinks, attention_with_sinks
+from megatrain.model import causal_attention as module_of_attention
+from megatrain.model.causal_attention import attend_by_kernel, causal_attention
+from megatrain.model.documents import BY_MASKS, BY_SINKS, BY_WINDOWS
+from tests.families.plain import make_steps
+from tests.families.tiny import tiny_model
 from tests.inside import program_of
 from tests.parity.cases import SIZES
 
+KINDS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 ROWS, HEADS, SHARED, TOKENS, WIDTH, SCALE = 2, 4, 2, 20, 8, 0.3
 
 
@@ -39,8 +42,10 @@ def eager(query, key, value, sinks, window, first=0, last=TOKENS):
 
 @pytest.mark.parametrize("edges", [None, (0, 7, 20, 33, 40)])
 @pytest.mark.parametrize("window", [0, 6])
-def test_the_operation_and_its_gradients_are_those_of_the_eager_form(window, edges):
-    leaves, told = inputs(), None
+@pytest.mark.parametrize("with_sinks", [True, False])
+def test_the_operation_and_its_gradients_are_those_of_the_eager_form(window, edges, with_sinks):
+    *leaves, sinks = inputs()
+    leaves, told = [*leaves, sinks if with_sinks else torch.full((HEADS,), -torch.inf)], None
     if edges is None:
         wanted = eager(*leaves, window)
     else:
@@ -51,7 +56,8 @@ def test_the_operation_and_its_gradients_are_those_of_the_eager_form(window, edg
             for first, last in pairwise(ends)
         ]
         wanted = torch.stack((torch.cat(each[:2], 1)[0], torch.cat(each[2:], 1)[0]))
-    out, _ = attention_with_sinks(*leaves, told, TOKENS, window, SCALE)
+    leaves = leaves[: 3 + with_sinks]
+    out, _ = causal_attention(*leaves, *[None] * (not with_sinks), told, TOKENS, window, SCALE)
     torch.testing.assert_close(out, wanted, rtol=0, atol=1e-6)
     direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     gradients = [torch.autograd.grad(x, leaves, direction) for x in (out, wanted)]
@@ -59,21 +65,22 @@ def test_the_operation_and_its_gradients_are_those_of_the_eager_form(window, edg
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
 
 
-def model():
+def model(family):
     torch.manual_seed(0)
     sizes = SIZES | {"intermediate_size": 32, "num_hidden_layers": 4, "head_dim": 8}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    config = GptOssConfig(**sizes, **experts, rope_parameters=rope)
-    return GptOssForCausalLM(config)
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, **rope}
+    further = {"gpt_oss": experts, "gemma3_text": {"layer_types": KINDS}}.get(family, {})
+    config = AutoConfig.for_model(family, **sizes, **further, sliding_window=8)
+    return AutoModelForCausalLM.from_config(config)
 
 
-def losses(precision, micro, **choices):
+def losses(precision, micro, family="gpt_oss", **choices):
     """Of two steps that attend as on a GPU, and the name of the attention."""
     rule, at = AdamW(lr=1e-2), Placement(slots=2, **choices)
-    with Engine(model(), optimizer=rule, precision=precision, placement=at) as engine:
+    with Engine(model(family), optimizer=rule, precision=precision, placement=at) as engine:
         program = program_of(engine)
-        attend_with_sinks(program.spec, precision)
+        attend_by_kernel(program.spec, precision)
         result = [engine.step([micro]).loss for _ in range(2)]
         return result, attention_of(program.capture.model.config)
 
@@ -83,21 +90,29 @@ def rows(**more):
     return {"input_ids": ids, "labels": ids.clone(), **more}
 
 
-def test_layers_with_sinks_attend_so_in_bf16_and_are_eager_in_fp32():
-    exact, name = losses("fp32", rows())
-    assert name == "eager"
-    ours, name = losses("bf16", rows())
-    assert name == BY_SINKS and ours == pytest.approx(exact, rel=5e-3)
+@pytest.mark.parametrize(
+    ("family", "in_fp32", "in_bf16"),
+    [
+        ("gpt_oss", "eager", BY_SINKS),
+        ("gemma3_text", BY_MASKS, BY_WINDOWS),
+        ("mistral", BY_MASKS, BY_WINDOWS),
+    ],
+)
+def test_layers_attend_so_in_bf16_and_keep_their_form_in_fp32(family, in_fp32, in_bf16):
+    exact, name = losses("fp32", rows(), family)
+    assert name == in_fp32
+    ours, name = losses("bf16", rows(), family)
+    assert name == in_bf16 and ours == pytest.approx(exact, rel=5e-3)
 
 
 def test_kept_attention_is_not_computed_again(monkeypatch):
-    calls, logits = [], module_of_sinks._logits
+    calls, logits = [], module_of_attention._logits
 
     def counted(*args):
         calls.append(args)
         return logits(*args)
 
-    monkeypatch.setattr(module_of_sinks, "_logits", counted)
+    monkeypatch.setattr(module_of_attention, "_logits", counted)
     plain, computed = losses("bf16", rows()), len(calls)
     assert losses("bf16", rows(), save_attention="host") == plain
     steps = 2 * 4  # of a layer; its backward takes the logits, too
@@ -119,3 +134,25 @@ def test_padded_rows_keep_their_meaning():
 def test_compiled_layers_attend_so(kept):
     ours, _ = losses("bf16", rows(), compile=True, **kept)
     assert ours == pytest.approx(losses("bf16", rows())[0], rel=1e-3)
+
+
+WINDOWED = (
+    "afmoe beam cohere2 cohere2_moe cohere_compass_text cwm exaone4 exaone_moe gemma3 gemma3_text "
+    "gemma3n_text gemma4 gemma4_text gemma4_unified_text kolibri1 lfm3 ministral mistral "
+    "modernbert-decoder olmo3 recurrent_gemma"
+)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", WINDOWED.split())
+def test_each_family_attends_in_the_windows_of_its_masks(family):
+    [padded, *_], *_ = make_steps(tiny_model(family).config)
+    micro, losses = {name: padded[name] for name in ("input_ids", "labels")}, []
+    for name in (BY_MASKS, BY_WINDOWS):
+        with Engine(tiny_model(family), optimizer=AdamW(lr=1e-2), precision="fp32") as engine:
+            program = program_of(engine)
+            if name == BY_WINDOWS:
+                attend_by_kernel(program.spec, "bf16")  # without a kernel of fp32: by masks
+            assert attention_of(program.capture.model.config.get_text_config()) == name
+            losses.append([engine.step([micro]).loss for _ in range(2)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
