@@ -149,48 +149,38 @@ FOR_DATA = {
     "bad_rows": "skip", "overlong": "drop", "hub_config": "one", "hub_split": "test",
     "cache_dir": "kept", "path": ["a", "b"], "weights": [1, 3], "repeat": True, "eval_path": "c",
 }  # fmt: skip
+FOR_PROMPTS = ("loss={name: grpo, max_completion_length: 8}", "rollout.rewards=[a:b]")
+FOR_PROMPTS += ("data.weights=", "data.repeat=false", "data.eval_fraction=0")
 
 
 def test_each_key_of_a_run_file_reaches_whom_it_is_for(run_file, monkeypatch):
-    class Reached(Exception):
-        pass
-
-    def engine(source, **options):
-        raise Reached(options)
-
-    loader = mock.Mock(wraps=setup.StepLoader)
+    engine, loader = mock.Mock(side_effect=InterruptedError), mock.Mock(wraps=setup.StepLoader)
     monkeypatch.setattr(setup, "StepLoader", loader)
     monkeypatch.setattr(setup, "Engine", engine)
     monkeypatch.setattr(second_model, "Engine", engine)
     of_data = [f"data.{key}={json.dumps(value)}" for key, value in FOR_DATA.items()]
     config = load(run_file, [*FOR_ENGINE, *of_data, "data.eval_fraction=0"])
     with monkeypatch.context() as patch:
-        patch.setattr(data, "open_dataset", lambda path, **options: {"path": path} | options)
+        for name in ("open_dataset", "open_prompts"):
+            patch.setattr(data, name, lambda path, **options: {"path": path} | options)
         training, evaluation = data.open_data(config, "tokenizer", 9)
+        prompts, _ = data.open_data(load(run_file, [*of_data, *FOR_PROMPTS]), "tokenizer", 9)
     wanted = {name: value for name, value in FOR_DATA.items() if name != "eval_path"}
     wanted |= {"seed": 7, "vocab_size": 9, "tokenizer": "tokenizer"}
     assert {name: training[name] for name in wanted} == wanted
     del wanted["weights"], wanted["repeat"]
     assert {name: evaluation[""][name] for name in wanted} == wanted | {"path": "c"}
-    grpo = ["loss={name: grpo, max_completion_length: 8}", "rollout.rewards=[a:b]", "data.weights="]
-    grpo += ["data.repeat=false"]
-    with monkeypatch.context() as patch:
-        patch.setattr(data, "open_prompts", lambda path, **options: {"path": path} | options)
-        some = load(run_file, [*of_data, "data.eval_fraction=0", *grpo])
-        training, _ = data.open_data(some, "tokenizer", 9)
     wanted = {"longest": 16, "drop": True, "chat": True, "hub_split": "test", "bad_rows": "skip"}
-    assert {name: training[name] for name in wanted} == wanted
+    assert {name: prompts[name] for name in wanted} == wanted
     wanted = {name: value for each in FOR_ENGINE.values() for name, value in each.items()}
-    with pytest.raises(Reached) as reached:
+    with pytest.raises(InterruptedError):
         setup.prepare(load(run_file, [*FOR_ENGINE]))
-    [options] = reached.value.args
-    assert {name: options[name] for name in wanted} == wanted
+    assert {name: engine.call_args.kwargs[name] for name in wanted} == wanted
     assert (loader.call_args.kwargs["seed"], loader.call_args.kwargs["rows_per_step"]) == (7, 6)
-    with pytest.raises(Reached) as reached:
+    with pytest.raises(InterruptedError):
         second_model.begun_model(config, SimpleNamespace(taken=str), "tokenizer")
-    [options] = reached.value.args
     wanted = {name: wanted[name] for name in OF_SECOND} | {"host_memory": "9GiB"}
-    assert {name: options[name] for name in wanted} == wanted
+    assert {name: engine.call_args.kwargs[name] for name in wanted} == wanted
 
 
 # Which parameters a run trains.

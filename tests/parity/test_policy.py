@@ -115,7 +115,7 @@ def engine_of(tokenizer, head_tokens):
     return make_engine(llama(vocab_size=len(tokenizer)), clip=1e9, placement=placement)
 
 
-@pytest.mark.parametrize("name", quick(LOSSES, ["grpo", "dr_grpo", "bounded", "cispo"]))
+@pytest.mark.parametrize("name", quick(LOSSES, {*LOSSES} - {"grpo", "bnpo", "cispo"}))
 @pytest.mark.parametrize("head_tokens", few([5, 4096]))
 def test_policies_are_those_of_trl(tokenizer, tmp_path, name, head_tokens):
     loss = LOSSES[name]
