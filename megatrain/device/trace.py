@@ -84,9 +84,6 @@ class Costs(Protocol):
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Device memory, on the meta device."""
 
-    def host(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Host memory, on the meta device."""
-
 
 class ClockDevice(MetaDevice):
     """Keeps time by `costs`.
@@ -111,9 +108,6 @@ class ClockDevice(MetaDevice):
         # A caching allocator hands out memory that compute work put on before may still be using.
         self.run(COMPUTE, f"allocate {name}", lambda: None, writes=[buffer])
         return buffer
-
-    def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
-        return Buffer(name, self._costs.host(name, numel, dtype))
 
     def run(
         self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()

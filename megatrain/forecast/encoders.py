@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 
 from megatrain.compat.torch import FakeTensor, TorchDispatchMode, pytree, without_modes
 from megatrain.compat.transformers import sdpa_attention_forward
-from megatrain.forecast.op_counter import MediaWork, OpCounter, Shape, Work, on_line, tensors
+from megatrain.forecast.op_counter import MediaWork, Prologue, Work, counted, on_line, tensors
 from megatrain.model.capture import Call
 from megatrain.model.documents import BY_IMAGES, attention_within_images
 from megatrain.model.media import FrozenParts, as_computed
@@ -120,30 +120,21 @@ def media_work(
         with torch.enable_grad():
             encode()
     with torch.no_grad():
-        encoding, features_N = _counted(encode, ignored)
+        encoding, features_N = counted(encode, ignored, real=True)
     kept, again = sum(row.nbytes for _, row in micro.kept), Work()
     if trained:
-        again, _ = _counted(partial(_with_gradients, encode, trained), (*ignored, micro.kept))
+        again, _ = counted(
+            partial(_with_gradients, encode, trained), (*ignored, micro.kept), real=True
+        )
     program.follow_media(micro)
     leaf_N = torch.empty_like(features_N).requires_grad_()
     enter = partial(program.prologue, prologue, micro, leaf_N)
     with torch.enable_grad():
-        entering, values = _counted(enter, (ignored, leaf_N))
+        entering, values = counted(enter, (ignored, leaf_N), real=True)
     sources = [*micro.rows.tables.values(), *prologue.values(), leaf_N]
-    leaving, _ = _counted(partial(_with_gradients, enter, sources), (ignored, leaf_N))
-    leaves = {id(leaf): leaf for call in micro.calls for leaf in call.leaves}
-    arguments = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, Tensor))
-    results = [(ref, Shape(tuple(value.shape), value.dtype)) for ref, value in values.items()]
-    sizes = kept, features_N.nbytes, arguments
-    return MediaWork(encoding, again, entering, leaving, *sizes, results)
-
-
-def _counted(run: Callable[[], Any], ignored: Any) -> tuple[Work, Any]:
-    counter = OpCounter(real=True)
-    counter.ignore(ignored)
-    with counter:
-        result = run()
-    return counter.with_peak, result
+    leaving, _ = counted(partial(_with_gradients, enter, sources), (ignored, leaf_N), real=True)
+    sizes = kept, features_N.nbytes
+    return MediaWork(encoding, again, entering, leaving, *sizes, Prologue.of(micro.calls, values))
 
 
 def _with_gradients(run: Callable[[], Any], sources: Sequence[Tensor]) -> None:

@@ -26,6 +26,7 @@ from megatrain.forecast.op_counter import (
     Shape,
     Work,
     added,
+    counted,
     is_view,
     tensors,
     work_of,
@@ -188,15 +189,14 @@ def leaves(inputs: list[Any]) -> list[Tensor]:
 
 def shapes(results: Activations) -> dict[int, Shape]:
     """The shapes of a layer's results, by output leaf."""
-    return {ref.leaf: Shape(tuple(v.shape), v.dtype) for ref, v in results.items()}
+    return {ref.leaf: Shape.of(value) for ref, value in results.items()}
 
 
 def eager_work(run: Callable[[], Activations], inputs: list[Any]) -> LayerWork:
     """The work of a layer, or a part of one, that is not compiled."""
-    plain, graph = OpCounter(), OpCounter()
-    with torch.no_grad(), plain:
-        plain.ignore(inputs)
-        run()
+    with torch.no_grad():
+        plain, _ = counted(run, inputs)
+    graph = OpCounter()
     with graph:
         graph.ignore(inputs)
         outputs = run()
@@ -208,7 +208,7 @@ def eager_work(run: Callable[[], Activations], inputs: list[Any]) -> LayerWork:
     with graph:
         torch.autograd.grad(values, leaves(inputs), gradients, allow_unused=True)
     second = graph.work._replace(peak_bytes=graph.peak_bytes - results)
-    return LayerWork(plain.with_peak, first, second, first, second, None, shapes(outputs))
+    return LayerWork(plain, first, second, first, second, None, shapes(outputs))
 
 
 def compiled_work(trace: Trace) -> LayerWork:

@@ -39,6 +39,7 @@ from megatrain.forecast.op_counter import (
     Shape,
     Work,
     added,
+    counted,
     cross_entropy,
     foreseeing,
 )
@@ -212,11 +213,9 @@ class Measurer:
             with torch.enable_grad():
                 weights = self._weights(self.spec.prologue, all_trained=True)
                 values = self.program.prologue(weights, micro)
-            arguments = {id(leaf): leaf for call in micro.calls for leaf in call.leaves}
-            num_bytes = sum(v.nbytes for v in arguments.values() if isinstance(v, Tensor))
-            results = [(ref, Shape(tuple(v.shape), v.dtype)) for ref, v in values.items()]
+            prologue = Prologue.of(micro.calls, values)
         self._calls[rows] = micro.calls
-        return Prologue(results, num_bytes)
+        return prologue
 
     def _layer_calls(self, rows: int) -> list[Call]:
         if rows not in self._calls and self._media is None:
@@ -269,20 +268,17 @@ class Measurer:
             routed = set(self.spec.routed)  # sums over tokens
             shapes = {r: (1,) if r in routed else sizes for r in h}
             values = {
-                ref: Shape((*shapes[ref], *s.sizes[len(shapes[ref]) :]), s.dtype).empty()
+                ref: torch.empty(*shapes[ref], *s.sizes[len(shapes[ref]) :], dtype=s.dtype)
                 for ref, s in h.items()
             }
             batch = Batch([micro], 1, tokens, torch.zeros(1), 0)
             head = Head(CpuDevice(), self.program, tile, chunk, self._summed)
-            counter = OpCounter()
-            counter.ignore((slot.data, sums.data, values, micro.inputs, micro.targets, beside))
-            with counter:
-                if losses:
-                    result: Any = head.losses(slot, batch, [values])
-                else:
-                    result = head.loss_and_vjp(slot, batch, [values], GradAccumulator(tile, sums))
-            del result
-            return counter.with_peak
+            run: Callable[[], Any] = partial(head.losses, slot, batch, [values])
+            if not losses:
+                accumulator = GradAccumulator(tile, sums)
+                run = partial(head.loss_and_vjp, slot, batch, [values], accumulator)
+            ignored = slot.data, sums.data, values, micro.inputs, micro.targets, beside
+            return counted(run, ignored)[0]
 
     @cached_property
     def _head_layout(self) -> TileLayout:

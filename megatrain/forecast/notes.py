@@ -9,12 +9,12 @@ import json
 import os
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -75,8 +75,7 @@ class Outline:
         kinds = list({id(layer.kind): layer.kind for layer in spec.layers}.values())
         numbers = {id(kind): number for number, kind in enumerate(kinds)}
         examples = [
-            [Shape(tuple(x.shape), x.dtype) if torch.is_tensor(x) else None for x in kind.example]
-            for kind in kinds
+            [Shape.of(x) if torch.is_tensor(x) else None for x in kind.example] for kind in kinds
         ]
         return cls(
             [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()],
@@ -169,11 +168,14 @@ class Notes(Once):
         def value() -> Value:
             if self._file is None:
                 return make()
-            name = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
-            with suppress(KeyError, TypeError, ValueError, AttributeError):
-                return cast(Value, decoded(kind, self._values[name]))
+            name, codec = (
+                hashlib.sha256(repr(key).encode()).hexdigest()[:24],
+                _codec(cast(Any, kind)),
+            )
+            with suppress(KeyError, TypeError, ValueError):
+                return cast(Value, codec.validate_json(self._values[name]))
             new = make()
-            self._values[name], self._is_new = encoded(new), True
+            self._values[name], self._is_new = codec.dump_json(new).decode(), True
             return new
 
         return self.once(key, value)
@@ -193,47 +195,11 @@ class Notes(Once):
             self._is_new = False
 
 
-def encoded(value: Any) -> Any:
-    """A value for JSON: a dataclass as the list of its fields, a dict as pairs, a type by name."""
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if is_dataclass(value):
-        return [encoded(getattr(value, field.name)) for field in fields(value)]
-    if isinstance(value, dict):
-        return [[encoded(key), encoded(inner)] for key, inner in value.items()]
-    if isinstance(value, set):
-        return sorted(value)
-    return [*map(encoded, value)] if isinstance(value, list | tuple) else value
-
-
-def decoded(kind: Any, value: Any) -> Any:
-    """The value of this type that `encoded` made this of. Raises TypeError, ValueError: it is not.
-
-    Types are numbers, text, dtypes, containers, dataclasses and named tuples of them.
-    """
-    origin, inside = get_origin(kind), get_args(kind)
-    if kind is torch.dtype and isinstance(dtype := getattr(torch, value), kind):
-        return dtype
-    if kind in (int, float, str, bool):
-        if type(value) not in (kind, int if kind is float else kind):
-            raise TypeError(f"{value!r} is no {kind.__name__}")
-        return value
-    if type(None) in inside:
-        return None if value is None else decoded(inside[0], value)
-    if type(value) is not list:
-        raise TypeError(f"{value!r} is no list")
-    if origin is dict:
-        return {decoded(inside[0], key): decoded(inside[1], inner) for key, inner in value}
-    if origin in (list, set) or inside[1:] == (...,):
-        return origin(decoded(inside[0], inner) for inner in value)
-    kinds = inside or _fields_of(kind)
-    values = [decoded(inner, part) for inner, part in zip(kinds, value, strict=True)]
-    return tuple(values) if inside else kind(*values)
-
-
 @cache
-def _fields_of(kind: Any) -> tuple[Any, ...]:
-    return tuple(get_type_hints(kind).values())
+def _codec(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 @cache

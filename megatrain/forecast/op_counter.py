@@ -1,13 +1,13 @@
 """Counts the cost of operations on tensors without data: FLOPs, bytes touched, bytes alive."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from math import prod
 from operator import add
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import ref
 
 import torch
@@ -28,13 +28,16 @@ from megatrain.compat.torch import (
     packet_of,
 )
 from megatrain.errors import MegatrainError, first_line
-from megatrain.model.capture import Ref
+from megatrain.model.capture import Call, Ref
+from megatrain.model.micro_batch import Activations
 
 # A layer has some hundred; a recurrence that goes token by token would take minutes to count.
 MOST_OPERATIONS = 10_000
 
 # How much faster products are in float8, casts included: 7B on an H200 took 5.59 s instead of 7.40.
 _FLOAT8_SPEED = 1.48
+
+Value = TypeVar("Value")
 
 _STEP = 256  # bytes: tensors begin at multiples, on the device and where they wait on the host
 
@@ -103,10 +106,18 @@ def added(one: Work, other: Work) -> Work:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes and dtype of an activation."""
+    """Sizes of an activation, and the name of its dtype."""
 
     sizes: tuple[int, ...]
-    dtype: torch.dtype
+    kind: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Shape":
+        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return cast(torch.dtype, getattr(torch, self.kind))
 
     @property
     def num_bytes(self) -> int:
@@ -122,6 +133,12 @@ class Prologue(NamedTuple):
     results: list[tuple[Ref, Shape]]
     argument_bytes: int
 
+    @classmethod
+    def of(cls, calls: Sequence[Call], values: Activations) -> "Prologue":
+        leaves = {id(leaf): leaf for call in calls for leaf in call.leaves}
+        num_bytes = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, Tensor))
+        return cls([(ref, Shape.of(value)) for ref, value in values.items()], num_bytes)
+
 
 class MediaWork(NamedTuple):
     """The work of one micro-batch's images and sounds.
@@ -131,7 +148,6 @@ class MediaWork(NamedTuple):
             with the backward, nothing if all is frozen.
         entering, leaving: the same of what puts features among tokens.
         kept_bytes: of the results of frozen parts, which wait; feature_bytes: of all results.
-        argument_bytes, results: as of a `Prologue`.
     """
 
     encoding: Work
@@ -140,8 +156,7 @@ class MediaWork(NamedTuple):
     leaving: Work
     kept_bytes: int
     feature_bytes: int
-    argument_bytes: int
-    results: list[tuple[Ref, Shape]]
+    prologue: Prologue
 
     def of_rows(self, rows: int, two: "MediaWork") -> "MediaWork":
         """The work of `rows` rows, by this one's of one row, and that of two: all is affine.
@@ -528,3 +543,14 @@ class OpCounter(Ledger, TorchDispatchMode):
         self.work = added(self.work, work)
         self.took(scratch)
         return out
+
+
+def counted(
+    run: Callable[[], Value], ignored: Any = (), *, real: bool = False
+) -> tuple[Work, Value]:
+    """The work of a function, and its result; storages of `ignored` tensors do not count."""
+    counter = OpCounter(real=real)
+    counter.ignore(ignored)
+    with counter:
+        result = run()
+    return counter.with_peak, result

@@ -21,7 +21,7 @@ from megatrain.engine.head import Head
 from megatrain.engine.layer import Layer, Turn
 from megatrain.engine.modules import Media, Prologue
 from megatrain.engine.saved_tensors import OffloadPlan
-from megatrain.forecast.op_counter import Held, LayerWork, Ledger, OpCounter, Place, Work, added
+from megatrain.forecast.op_counter import Held, LayerWork, Ledger, Place, Work, added, counted
 from megatrain.forecast.profile import Profile, grouped
 from megatrain.kernels.reference import UPDATE_BLOCK
 from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, NETWORK_GBPS, Machine
@@ -123,9 +123,6 @@ class CostModel:
         grouped = self.group if place == _LANES else 1
         return self.ledger.count(memory, place, memory.nbytes // grouped)
 
-    def host(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device="meta")
-
     def copy(self, stream: str, num_bytes: int) -> float:
         return num_bytes / self._rate[stream]
 
@@ -187,17 +184,14 @@ class CostModel:
         sizes = [buffer.data.numel() for buffer in buffers]
 
         def count() -> Work:
-            with OpCounter() as counter:
-                counter.ignore([buffer.data for buffer in buffers])
-                work()
-            return counter.with_peak
+            return counted(work, [buffer.data for buffer in buffers])[0]
 
-        counted = Work(touched_bytes=0, kernels=2)
+        done = Work(touched_bytes=0, kernels=2)
         if sum(sizes) > _SMALL:
             function = getattr(work, "func", work)
-            counted = self._once((*self._shared, function.__qualname__, *sizes), count)
-        self.ledger.took(counted.peak_bytes)
-        return counted
+            done = self._once((*self._shared, function.__qualname__, *sizes), count)
+        self.ledger.took(done.peak_bytes)
+        return done
 
     def _cost(self, work: Work, calls: int) -> tuple[float, float]:
         """Seconds of work on COMPUTE, and of the thread that launches it."""

@@ -163,9 +163,7 @@ class Profile(Once):
 
     def prologue(self, rows: int) -> Prologue:
         if self.media is not None:
-            work = self.media_work(rows)
-            return Prologue(work.results, work.argument_bytes)
-
+            return self.media_work(rows).prologue
         return self._of_rows(Prologue, ("prologue",), rows, lambda n: self._measurer.prologue(n))
 
     def _of_rows(

@@ -248,12 +248,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 "optimizer.load_state_dict: the groups given are of other parameters than those of "
                 "this optimizer; make the same groups first"
             )
-        for group in groups:
-            self._check(group)
-        for group, loaded in zip(self.param_groups, groups, strict=True):
-            kept = {name: group[name] for name in ("params", "param_names")}
-            group.clear()
-            group.update(self._with_pairs(loaded) | kept)
+        rates = self.restored_rates
+        self.restore(groups, self.num_steps)
+        self.restored_rates = rates
 
     def saved_groups(self) -> list[dict[str, Any]]:
         """The groups as plain JSON values: parameter names, and settings as a schedule left them.

@@ -37,10 +37,12 @@ from megatrain.telemetry.timeline import Span, breakdown, read_trace
 
 SHOWN_WORK = 24  # rows of the table of work
 
+LOSS = "Loss"
+
 # Title, column, and the quantity whose evaluations are drawn beside it.
 _CHARTS = (
     ("Mean reward", "reward", "reward"),
-    ("Loss", "loss", "loss"),
+    (LOSS, "loss", "loss"),
     ("Loss of routers, not weighed", "aux_loss", ""),
     ("Z-loss of routers, not weighed", "router_z_loss", ""),
     ("Largest load of an expert, in even shares", "expert_load_max", ""),

@@ -3,7 +3,7 @@
 Each function raises OSError where the file cannot be written, ValueError for another kind of file.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -45,19 +45,9 @@ class Chart(NamedTuple):
     lines: Sequence[Line]
 
 
-def draw_loss(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw training and evaluation loss of lines of `metrics.jsonl` over steps."""
-    lines = []
-    for key, label in (("loss", "training"), ("eval_loss", "evaluation")):
-        points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
-        x, y = np.array(points, dtype=float).reshape(-1, 2).T
-        lines.append(Line(label, x, y, key == "eval_loss"))
-    draw_charts([Chart("loss (nats per token)", lines)], path, columns=1)
-
-
 def draw_charts(charts: Sequence[Chart], file: Path | IO[bytes], columns: int = 2) -> None:
     """Draw charts in rows of `columns`."""
-    rows = -(-len(charts) // columns)
+    rows = max(1, -(-len(charts) // columns))
     width, height = (11, 2.7 * rows) if columns > 1 else (8, 4.5)
     figure = _figure(width, height, layout=None)
     figure.subplots_adjust(0.08, 0.55 / height, 0.98, 1 - 0.35 / height, wspace=0.18, hspace=0.5)

@@ -28,13 +28,13 @@ from megatrain.errors import (
     os_reason,
 )
 from megatrain.parallel.distributed import Ranks, joined, local_rank
-from megatrain.report import write_report
+from megatrain.report.page import LOSS, charts, collect, write_report
 from megatrain.run_folder import layout
 from megatrain.source.write_model import write_saved
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.host import environment
 from megatrain.telemetry.metrics import MetricsWriter, read_metrics
-from megatrain.telemetry.pictures import draw_loss
+from megatrain.telemetry.pictures import draw_charts
 from megatrain.train.evaluations import Evaluations, Watch
 from megatrain.train.resume import (
     Damaged,
@@ -509,6 +509,7 @@ def draw(run: Path) -> None:
     """Write the run as one page, and draw the loss over the steps; errors only warn."""
     try:
         write_report(run)
-        draw_loss(list(read_metrics(run / layout.METRICS)), run / "loss.png")
+        drawn = [c for c in charts(collect(read_metrics(run / layout.METRICS))) if c.title == LOSS]
+        draw_charts(drawn, run / "loss.png", columns=1)
     except Exception as error:  # `megatrain report` can write them at any time
         log.warning("no report.html or loss.png: %s", error)

@@ -13,7 +13,7 @@ from tests.structure.source_tree import LEVELS, MODULES, ROOT, imports, level_of
 CUDA_FILE = "megatrain.device.cuda"
 
 LAZY = {
-    "pydantic": {"config", "checkpoint"},
+    "pydantic": {"config", "checkpoint", "forecast"},
     "datasets": {"data"},
     "pyarrow": {"data"},
     "typer": {"cli"},
