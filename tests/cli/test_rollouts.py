@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -110,10 +111,6 @@ def rollout_file(run_file, base, tmp_path):
     return made
 
 
-def load_model(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
 def read(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -169,7 +166,8 @@ def test_a_step_is_that_of_plain_torch_with_the_same_replies(
     megatrain.done("train", file, *sets(**plain, training__max_grad_norm=None))
     prompts, replies = json.loads((tmp_path / "noted").read_text())
     assert len({len(ids) for ids in replies}) > 1
-    tokenizer, model = load_tokenizer(str(base)), load_model(base)
+    opened = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    tokenizer, model = load_tokenizer(str(base)), opened(base)
     rewards = [-len(ids) / 4 + 3 * sum(i % 2 == 0 for i in ids) / len(ids) for ids in replies]
     groups = torch.tensor(rewards).view(-1, 3)
     advantages = (groups - groups.mean(1, True)) / (groups.std(1, keepdim=True) + 1e-4)
@@ -180,8 +178,8 @@ def test_a_step_is_that_of_plain_torch_with_the_same_replies(
         log_probs = logits.log_softmax(-1)[range(len(ids)), ids]
         loss = loss - advantage * (log_probs - log_probs.detach()).exp().sum()
     (loss / sum(map(len, replies))).backward()
-    trained = load_model(tmp_path / "run" / "model")
-    for (name, ours), before in zip(trained.named_parameters(), model.parameters(), strict=True):
+    trained = opened(tmp_path / "run" / "model").named_parameters()
+    for (name, ours), before in zip(trained, model.parameters(), strict=True):
         torch.testing.assert_close(before - ours, before.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
@@ -205,17 +203,6 @@ def test_steps_that_learn_from_the_same_replies_are_of_one_epoch(
     monkeypatch.chdir(tmp_path)
     file = rollout_file({"name": "grpo", "num_iterations": 2}, ["short"])
     assert package.run(file, ["training.steps=null", "training.epochs=1"]).steps == 10
-
-
-@pytest.mark.exhaustive
-def test_a_reward_is_learnt(megatrain, rollout_file, tmp_path):
-    """Replies whose tokens all have even numbers; at first about half of them have."""
-    file = rollout_file({"name": "grpo", "num_generations": 6}, ["even"])
-    longer = sets(training__steps=60, optimizer__lr=0.01)
-    megatrain.done("train", file, *longer)
-    rewards = [record["reward"] for record in read(tmp_path / "run") if "reward" in record]
-    assert sum(rewards[:5]) / 5 < 0.7
-    assert sum(rewards[-5:]) / 5 > 0.97
 
 
 def test_held_out_prompts_are_rewarded(megatrain, rollout_file, tmp_path):

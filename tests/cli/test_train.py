@@ -128,21 +128,18 @@ def test_export_casts_and_generate_reads_a_run(megatrain, trained, tmp_path):
 
 
 # Keys of run files that the engine, the rows or a second model get as they are, and what they get.
+CHANGED = [
+    "training={steps: 6, batch_size: 6, micro_batch_size: 3, max_grad_norm: 0.3, seed: 7}",
+    "engine={device: cpu, verify: step, host_memory: 9GiB, precision: bf16, placement: {slots: 3}}",
+    "model.freeze=[norm]", "model.attn_implementation=eager", "model.trust_remote_code=true",
+    "optimizer.weight_decay=0.7", "loss.label_smoothing=0.2",
+]  # fmt: skip
 FOR_ENGINE = {
-    "training.max_grad_norm=0.3": {"max_grad_norm": 0.3},
-    "training.seed=7": {"seed": 7},
-    "training.batch_size=6": {"tokens_per_step": 6 * 32},
-    "training.micro_batch_size=3": {"micro_batch": 3},
-    "engine.verify=step": {"verify": "step"},
-    "engine.host_memory=9GiB": {"host_memory": 9 << 30},
-    "engine.precision=bf16": {"precision": "bf16"},
-    "engine.placement.slots=3": {"placement": Placement(slots=3)},
-    "model.freeze=[norm]": {"trained": Trained(["norm"])},
-    "model.attn_implementation=eager": {"attn_implementation": "eager"},
-    "model.trust_remote_code=true": {"trust_remote_code": True},
-    "optimizer.weight_decay=0.7": {"optimizer": AdamW(lr=0.01, weight_decay=0.7)},
-    "loss.label_smoothing=0.2": {"loss": LabelSmoothing(0.2)},
-}
+    "max_grad_norm": 0.3, "seed": 7, "tokens_per_step": 6 * 32, "micro_batch": 3, "verify": "step",
+    "host_memory": 9 << 30, "precision": "bf16", "placement": Placement(slots=3),
+    "trained": Trained(["norm"]), "attn_implementation": "eager", "trust_remote_code": True,
+    "optimizer": AdamW(lr=0.01, weight_decay=0.7), "loss": LabelSmoothing(0.2),
+}  # fmt: skip
 OF_SECOND = ("precision", "host_memory", "trust_remote_code", "attn_implementation", "seed")
 FOR_DATA = {
     "kind": "chat", "sequence_length": 24, "packing": False, "fields": {"text": "body"},
@@ -159,7 +156,7 @@ def test_each_key_of_a_run_file_reaches_whom_it_is_for(run_file, monkeypatch):
     monkeypatch.setattr(setup, "Engine", engine)
     monkeypatch.setattr(second_model, "Engine", engine)
     of_data = [f"data.{key}={json.dumps(value)}" for key, value in FOR_DATA.items()]
-    config = load(run_file, [*FOR_ENGINE, *of_data, "data.eval_fraction=0"])
+    config = load(run_file, [*CHANGED, *of_data, "data.eval_fraction=0"])
     with monkeypatch.context() as patch:
         for name in ("open_dataset", "open_prompts"):
             patch.setattr(data, name, lambda path, **options: {"path": path} | options)
@@ -172,14 +169,13 @@ def test_each_key_of_a_run_file_reaches_whom_it_is_for(run_file, monkeypatch):
     assert {name: evaluation[""][name] for name in wanted} == wanted | {"path": "c"}
     wanted = {"longest": 16, "drop": True, "chat": True, "hub_split": "test", "bad_rows": "skip"}
     assert {name: prompts[name] for name in wanted} == wanted
-    wanted = {name: value for each in FOR_ENGINE.values() for name, value in each.items()}
     with pytest.raises(InterruptedError):
-        setup.prepare(load(run_file, [*FOR_ENGINE]))
-    assert {name: engine.call_args.kwargs[name] for name in wanted} == wanted
+        setup.prepare(load(run_file, CHANGED))
+    assert {name: engine.call_args.kwargs[name] for name in FOR_ENGINE} == FOR_ENGINE
     assert (loader.call_args.kwargs["seed"], loader.call_args.kwargs["rows_per_step"]) == (7, 6)
     with pytest.raises(InterruptedError):
         second_model.begun_model(config, SimpleNamespace(taken=str), "tokenizer")
-    wanted = {name: wanted[name] for name in OF_SECOND} | {"host_memory": "9GiB"}
+    wanted = {name: FOR_ENGINE[name] for name in OF_SECOND} | {"host_memory": "9GiB"}
     assert {name: engine.call_args.kwargs[name] for name in wanted} == wanted
 
 

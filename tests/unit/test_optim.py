@@ -93,6 +93,8 @@ def test_patterns_without_decay_may_have_capitals_and_must_match():
         decaying, others = AdamW(no_decay=[pattern]).groups(model)
         assert {name.endswith(end) for name, _ in others["params"]} == {True}, pattern
         assert not any(name.endswith(end) for name, _ in decaying["params"]), pattern
+    norm = torch.nn.ModuleDict({"LayerNorm": torch.nn.Linear(2, 2, bias=False)})
+    assert [group["weight_decay"] for group in AdamW().groups(norm)] == [0.0]
     AdamW(no_decay=(*NO_DECAY, "A_log")).groups(model)  # the usual ones need not be there
     with pytest.raises(InputError, match="no_decay: no parameter has 'a_Log' in its"):
         AdamW(no_decay=["a_Log"]).groups(model)
