@@ -14,43 +14,17 @@ from tests.families.sizes import VARIANTS
 from tests.families.tiny import NOT_TRAINABLE, families, tiny_model
 from tests.sweeps import quick
 
-# One or two of each kind of trouble: what is new to the engine in each stands beside it.
-REPRESENTATIVE = {
-    "llama": "the plain case",
-    "qwen2": "biases, grouped queries",
-    "mistral": "sliding window",
+# Of each kind of trouble that tests/parity does not compare with plain torch one: what is new to
+# the engine in it stands beside it.
+USUAL = {
     "gemma2": "soft-capped logits, scaled and tied embeddings, two windows",
-    "cohere2": "parallel block, scaled logits, layers that differ by an attribute only",
-    "granite": "scaled residuals and logits",
-    "smollm3": "layers without rotary positions",
-    "mixtral": "fused experts",
-    "dbrx": "experts in a loop, idle ones among them",
     "deepseek_v3": "latent attention, dense then expert layers, a correction bias in a buffer",
-    "afmoe": "frozen parameters inside layers",
-    "jamba": "attention, Mamba and experts in turn",
-    "bamba": "Mamba 2 and attention",
-    "lfm2": "short convolutions and attention",
     "mamba": "no attention",
-    "recurrent_gemma": "layers that leave a state behind, which nobody reads",
-    "gpt2": "learnt positions, transposed projections, tied",
     "bloom": "layers return tuples",
-    "opt": "positions from the mask, dropout written as a function",
     "bert": "an encoder's layers, a transformed head with a tied bias",
     "bart": "half of each decoder layer is never used",
     "xlnet": "tokens before rows",
-    "cpmant": "one argument with a gradient for all layers, longer rows than the batch's",
-    "gemma4_text": "each layer has an input of its own",
     "gemma4": "a wrapper that embeds a copy of the tokens, and one token besides",
-    "zaya": "a second activation from layer to layer",
-    "glm_moe_dsa": "indices from layer to layer",
-    "deepseek_v4": "four hidden states, layers that read token ids",
-}
-# Of those that share a trouble with another one, the other stays in the plain run; tests/parity
-# compares the last line but for mistral with plain torch.
-USUAL = REPRESENTATIVE.keys() - {
-    *("granite", "smollm3", "bamba", "lfm2", "dbrx", "deepseek_v4", "gemma4_text", "opt"),
-    *("recurrent_gemma", "glm_moe_dsa", "cohere2", "afmoe", "cpmant"),
-    *("llama", "qwen2", "gpt2", "mixtral", "jamba", "zaya", "mistral"),
 }
 QUICK_VARIANTS = ["opt with layers left out", "zamba2 with several hybrid layers"]
 

@@ -6,7 +6,7 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from megatrain import InputError, Placement
+from megatrain import Placement
 from megatrain.data.dataset import scored
 from megatrain.errors import Unsupported
 from megatrain.loss import CROSS_ENTROPY, MultiLabel
@@ -134,16 +134,3 @@ def test_a_row_that_is_not_scored_at_its_last_token_is_refused():
     model = transformers.CamembertForSequenceClassification(config)
     with pytest.raises(Unsupported, match="does not score a row by its last token"):
         engine_of(model)
-
-
-def test_classes_outside_the_head_and_text_for_it_are_refused():
-    [[_, ours], *_], *_ = steps("one label")
-    with engine_of(classifier("one label")) as engine:
-        wrong = ours | {"labels": ours["labels"].clamp(max=0) + K * (ours["labels"] >= 0)}
-        with pytest.raises(InputError, match=f"token {K}, outside the model's vocabulary"):
-            engine.step([wrong])
-        with (
-            pytest.raises(InputError, match="gives scores of rows or classes"),
-            engine.whole_model(),
-        ):
-            pass

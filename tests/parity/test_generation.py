@@ -228,21 +228,6 @@ def test_rows_with_draws_of_their_own_heed_a_repetition_penalty(engine):
         assert continued(engine, ids.tolist(), drawn, GenerationConfig(), **how) == wanted
 
 
-def test_log_probabilities_of_steps_are_those_that_tokens_were_drawn_with(engine):
-    prompts = torch.tensor([[5, 6, 7, 8], [9, 8, 7, 6]])
-    with engine.whole_model(spare=0) as whole:
-        made = whole.generate(
-            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=9, do_sample=True,
-            top_k=0, eos_token_id=None, output_logits=True, return_dict_in_generate=True,
-        )  # fmt: skip
-    ids = made.sequences
-    every = torch.stack(made.logits, 1).float().log_softmax(-1)
-    drawn = every.gather(2, ids[:, 4:, None])[..., 0]
-    labels = ids.masked_fill(torch.arange(13) < 4, -100)
-    [trained] = engine.logprobs([{"input_ids": ids, "labels": labels}])
-    torch.testing.assert_close(trained[:, 4:], drawn, rtol=0, atol=1e-4)
-
-
 IDS = [torch.arange(3, 3 + count).tolist() for count in (5, 2, 5, 2, 4, 2, 5)]
 
 

@@ -175,27 +175,6 @@ def test_a_loss_and_its_gradients_are_plain_ones(name, placement, tied):
     assert_step(engine, taken(step, loss), (total.item(), slopes(model)), loss)
 
 
-@pytest.mark.parametrize(
-    ("cut", "choices"),
-    [(1, {"save_activations": 2}), (4, {"save_activations": 3, "save_attention": "host"})],
-)
-def test_pairs_may_lie_in_any_micro_batches(cut, choices):
-    """As rows of one micro-batch, and in another order, they are what they are in four."""
-    [micro], order = make_batches(1, [(4, 9)])[0], torch.tensor([3, 0, 2, 1])
-    shape, names = micro["labels"].shape, torch.tensor([7.0, 9.0, 7.0, 9.0])
-    micro["pair"] = names[:, None].expand(shape)
-    micro["chosen"] = torch.tensor([0.0, 1.0, 1.0, 0.0])[:, None].expand(shape)
-    micro["reference_logp"] = torch.zeros(shape)
-    rows_of = lambda at: {name: value[at] for name, value in micro.items()}  # noqa: E731
-    engine = make_engine(llama(), clip=1e9)
-    # All pairs are seen before any slope: of two passes, one is taken.
-    other = make_engine(llama(), clip=1e9, placement=Placement(passes=2, **choices))
-    whole = engine.step([rows_of(order)], DPO())
-    parts = other.step([rows_of(at) for at in torch.arange(4).split(cut)], DPO())
-    assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
-    assert relative_error(gradients(other), gradients(engine)) < 2e-6
-
-
 def test_both_visits_of_the_head_drop_the_same():
     """XLNet drops some of what its head is given."""
     [step] = make_batches(1)

@@ -15,19 +15,16 @@ from megatrain.model.micro_batch import Batch
 from tests.inside import sized
 from tests.parity.cases import (
     VOCAB,
-    Noting,
     llama,
     make_batches,
     make_engine,
     masters,
     moments,
-    parameters,
-    relative_error,
     same,
     trained,
 )
 from tests.rules import with_rules
-from tests.sweeps import few, swept
+from tests.sweeps import few
 
 LAYERS = 4  # as many as the most slots tried
 SHAPES = ((2, 8), (1, 5))
@@ -139,26 +136,6 @@ def test_tiles_larger_than_a_slot_and_gradients_in_pieces_change_no_bit(
         assert identical(run(**choices, keep_rows=keep_rows), wanted), choices
 
 
-@swept(together=0, tied=[False, True], clip=[0.5, None])
-def test_the_same_rows_in_other_micro_batches(tied, clip):
-    steps = make_batches(2, ((6, 9),))
-    start = parameters(llama(tie_word_embeddings=tied, num_hidden_layers=LAYERS))
-    whole = train(steps, "fp32", tied, clip)
-    for sizes in ([1] * 6, [2, 4], [5, 1]):
-        cut = [
-            [
-                dict(zip(micro, rows, strict=True))
-                for micro in step
-                for rows in zip(*(v.split(sizes) for v in micro.values()), strict=True)
-            ]
-            for step in steps
-        ]
-        got = train(cut, "fp32", tied, clip)
-        assert got[0] == pytest.approx(whole[0], rel=1e-6)
-        assert got[1] == pytest.approx(whole[1], rel=1e-5)
-        assert relative_error(got[2], whole[2], start) < 1e-5
-
-
 def batch(count):
     return Batch(list(range(count)), 1.0, count, torch.zeros(1), 0)
 
@@ -170,14 +147,6 @@ def test_passes_are_even_and_hold_every_micro_batch_in_order(count, passes):
     assert [part.first for part in parts] == [part.micro[0] for part in parts]
     sizes = [len(part.micro) for part in parts]
     assert len(parts) == min(count, passes) and max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.parametrize("passes", [1, 2])
-def test_a_layer_that_rests_on_the_device_keeps_its_gradient_in_the_sums_of_passes(passes):
-    device, placement = Noting(), Placement(passes=passes, resident=("layer 1",))
-    make_engine(llama(), placement=placement, device=device).close()
-    assert ("layer 1 gradient" in device.taken) == (passes == 1)
-    assert ("layer 1 sums" in device.taken) == (passes == 2)
 
 
 # Compiled layers, by torch's own compiler for the CPU, train as eager ones but for rounding.
