@@ -83,9 +83,7 @@ def test_every_checkpoint_goes_on_in_another_process(family):
     assert found["module"] == EXACT or documented()[family][0] != PASSES, found
 
 
-@pytest.mark.parametrize(
-    "name", quick([*families(), *VARIANTS], ["deepseek_v3", "gptj", "minimax_m2"])
-)
+@pytest.mark.parametrize("name", quick([*families(), *VARIANTS], ["deepseek_v3", "minimax_m2"]))
 def test_every_family_from_folders(name):
     if documented()[name][0] != PASSES:
         pytest.skip("does not pass")

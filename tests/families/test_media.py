@@ -18,8 +18,8 @@ REPRESENTATIVE = {
 }
 
 
-# The others train in parity/test_packed_media.py and in runs, too.
-QUICK = ("llava_next", "llama4", "kimi_k25", "glmasr")
+# Images train in parity/test_media.py, too.
+QUICK = ("kimi_k25", "glmasr")
 
 
 @pytest.mark.parametrize(

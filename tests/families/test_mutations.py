@@ -429,17 +429,9 @@ NEUTRAL = {
     "hidden states looked at before",
 }
 
-# With all that is refused but for twins; the rest is exhaustive. Each was trained to other numbers
-# once. The structure is found out with zeros, of which a norm of weights makes NaN.
-TWINS = {
-    "a hook before a part",
-    "a backward hook",
-    "a hook before the trunk",
-    "a counter in a buffer",
-}
-TWINS |= {"a counter in an object", "a buffer that the head counts in"}
-REFUSED = {name for name, (_, refusal) in CHANGES.items() if refusal}
-QUICK = {("llama", name) for name in REFUSED - TWINS}
+# With all that is refused; the rest is exhaustive. Each was trained to other numbers once. The
+# structure is found out with zeros, of which a norm of weights makes NaN.
+QUICK = {("llama", name) for name, (_, refusal) in CHANGES.items() if refusal}
 QUICK |= {("gpt2", "weight_norm"), ("llama", "an attribute of another type")}
 QUICK |= {("llama", "a method of another self"), ("llama", "a number by getattr")}
 QUICK |= {("llama", "a norm that counts positions"), ("llama", "gradient checkpointing")}

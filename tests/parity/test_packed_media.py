@@ -94,7 +94,7 @@ def test_images_that_touch_across_documents_are_tried_apart_from_others():
             engine.step([micro | {"position_ids": places}])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", few(["fp32", "bf16"]))
 def test_other_positions_than_the_model_gives_a_document_alone_are_refused(precision, monkeypatch):
     """As those of text, which keep the documents apart."""
     model, family = tiny_multimodal("qwen2_5_vl"), "qwen2_5_vl"

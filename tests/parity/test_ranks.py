@@ -399,12 +399,13 @@ def test_a_rank_that_ends_ends_the_others(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_disk_that_is_full_for_one_rank_is_refused_by_all(tmp_path):
-    full = OSError(28, "No space left on device")
-    options = {"placement": ON_DISK, "precision": "bf16", "disk": tmp_path}
+    full, place = OSError(28, "No space left on device"), tmp_path / "disk"
+    options = {"placement": ON_DISK, "precision": "bf16", "disk": place}
+    place.mkdir()
 
     def work(group):
         rank = dist.get_rank(group)
-        said = "rank 1: " * (rank == 0) + f"{tmp_path}: no room for planes on this disk"
+        said = "rank 1: " * (rank == 0) + f"{place}: no room for planes on this disk"
         with mock.patch.object(os, "posix_fallocate", side_effect=full if rank else None):
             refused(DoesNotFit, said, make_engine, llama(), group=group, **options)
         words = "keeps 1 MiB on the disk, and disk_space is 1 MiB"
@@ -412,7 +413,7 @@ def test_a_disk_that_is_full_for_one_rank_is_refused_by_all(tmp_path):
         refused(DoesNotFit, words, make_engine, llama(), group=group, **few)
 
     run_ranks(2, tmp_path, work)
-    assert not [path for path in tmp_path.iterdir() if path.is_file() and "rendez" not in path.name]
+    assert not [*place.iterdir()]
 
 
 def saved_state(folder):
