@@ -4,6 +4,7 @@ import errno
 import itertools
 import threading
 import time
+from unittest import mock
 
 import pytest
 
@@ -228,21 +229,17 @@ def test_an_attachment_that_could_not_be_read_back_fails_the_save(name, tmp_path
     ("thread", "work", "choices"),
     [("update", "kernels.update", {}), ("save", "checkpoint.snapshot.Snapshot.release", RESIDENT)],
 )
-def test_a_dead_thread_fails_the_save(thread, work, choices, tmp_path, monkeypatch):
+def test_a_dead_thread_fails_the_save(thread, work, choices, tmp_path):
     """Its events pass, but the planes are not what the versions say."""
-
-    def die(*args, **kwargs):
-        raise MemoryError
-
     steps = batches(2)
     engine = engine_of(device=ThreadedDevice(), placement=Placement(**choices))
     engine.step(steps[0])
     engine.flush()
-    monkeypatch.setattr(f"megatrain.{work}", die)
-    engine.step(steps[1])
-    saving = engine.save(tmp_path / "saved", wait=False)
-    with pytest.raises(RunFailed, match=f"{thread} thread failed"):
-        saving.wait()
+    with mock.patch(f"megatrain.{work}", side_effect=MemoryError):
+        engine.step(steps[1])
+        saving = engine.save(tmp_path / "saved", wait=False)
+        with pytest.raises(RunFailed, match=f"{thread} thread failed"):
+            saving.wait()
     assert not list(tmp_path.iterdir())
 
 

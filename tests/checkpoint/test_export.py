@@ -103,14 +103,6 @@ def test_a_configuration_without_weights_is_no_model(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_weights_that_were_never_trained(tmp_path):
-    engine = Engine(llama(), device="cpu", precision="bf16")
-    engine.save(tmp_path / "saved")
-    export(str(tmp_path / "saved"), tmp_path / "out", "bfloat16")
-    got = read(tmp_path / "out")
-    assert all(torch.equal(got[n], master.bfloat16()) for n, master in engine.named_masters())
-
-
 # Exports have what the source folder has beside its weights: Llama-3-Instruct must still stop.
 
 

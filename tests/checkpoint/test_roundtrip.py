@@ -219,8 +219,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("taken", [True, False])
-@pytest.mark.parametrize("name", SCHEDULES)
+@swept(together=1, name=[*SCHEDULES], taken=[True, False])
 def test_a_schedule_of_torch_goes_on_or_its_first_rates_are_told(name, taken, tmp_path, caplog):
     steps, engine = batches(4), engine_of()
     schedule = SCHEDULES[name](engine.optimizer)

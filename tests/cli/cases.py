@@ -7,6 +7,9 @@ from typing import Any
 
 import yaml
 
+from megatrain.telemetry.metrics import read_metrics
+from tests.unit.data_cases import write_jsonl
+
 SENTENCES = ["the cat sat on the mat", "a dog ran to the cat", "the mat was on the dog"]
 
 TEMPLATE = (
@@ -18,9 +21,7 @@ TALK = [{"role": "user", "content": "the cat sat"}, {"role": "assistant", "conte
 
 def write_rows(path: Path, rows: int) -> Path:
     """A JSONL file of short documents."""
-    lines = [json.dumps({"text": f"{SENTENCES[i % 3]} {i}"}) for i in range(rows)]
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    return write_jsonl(path, [{"text": f"{SENTENCES[i % 3]} {i}"} for i in range(rows)])
 
 
 def tiny_llama(**changes) -> dict:
@@ -37,8 +38,8 @@ def tiny_llama(**changes) -> dict:
     } | changes
 
 
-def write_run_file(folder: Path, tokenizer: Path) -> Path:
-    """A valid run file for a tiny model: 6 steps of 4 rows in 2 micro-batches."""
+def write_run_file(folder: Path, tokenizer: Path, **changes: Any) -> Path:
+    """A valid run file for a tiny model: 6 steps of 4 rows in 2 micro-batches; with changes."""
     tree = {
         "model": {"config": tiny_llama(), "tokenizer": str(tokenizer)},
         "data": {
@@ -54,9 +55,26 @@ def write_run_file(folder: Path, tokenizer: Path) -> Path:
         "engine": {"precision": "fp32", "device": "cpu"},
         "output": {"folder": str(folder / "run"), "log_every": 2},
     }
-    path = folder / "run.yaml"
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    return change_run(folder / "run.yaml", **changes)
+
+
+def change_run(path: Path, **changes: Any) -> Path:
+    """Change keys of a run file, as `section__key=value`, or all of a `section=value`."""
+    tree = yaml.safe_load(path.read_text())
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        if key:
+            tree.setdefault(section, {})[key] = value
+        else:
+            tree[section] = value
     path.write_text(yaml.safe_dump(tree))
     return path
+
+
+def records(run: Path, name: str = "step") -> list[dict[str, Any]]:
+    """The lines of a run's log that have a name."""
+    return [line for line in read_metrics(run / "metrics.jsonl") if name in line]
 
 
 def sets(**overrides: Any) -> list[str]:

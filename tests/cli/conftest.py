@@ -3,7 +3,7 @@
 import json
 
 import pytest
-import yaml
+from safetensors.torch import load_file
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -13,11 +13,14 @@ from tests.cli.cases import (
     TALK,
     TEMPLATE,
     assert_refused,
+    change_run,
     leave_out,
     sets,
     tiny_llama,
     write_run_file,
 )
+from tests.parity.cases import same
+from tests.unit.data_cases import write_jsonl
 
 
 @pytest.fixture
@@ -32,14 +35,25 @@ def no_more_than_needed(request, monkeypatch):
 
 
 @pytest.fixture
-def megatrain(monkeypatch, tmp_path):
+def user_cache(monkeypatch, tmp_path_factory):
+    """The user's cache folder, with what earlier tests' plans have learnt of models."""
+    folder, kept = tmp_path_factory.mktemp("cache"), tmp_path_factory.getbasetemp() / "models"
+    kept.mkdir(exist_ok=True)
+    (folder / "megatrain").mkdir()
+    (folder / "megatrain" / "models").symlink_to(kept)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder / "megatrain"
+
+
+@pytest.fixture
+def megatrain(monkeypatch, tmp_path, user_cache):
     """Runs the command in an empty folder.
 
     `megatrain.done` is for what must end well, `megatrain.refused(words, ...)` for what must end
-    with one line of error.
+    with one line of error, `megatrain.resumed` for what goes on exactly, `megatrain.planned` for
+    what `plan` says to programs.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def run(*arguments):
@@ -55,7 +69,19 @@ def megatrain(monkeypatch, tmp_path):
         assert_refused(result, told, code)
         return result
 
-    run.done, run.refused = done, refused
+    def resumed(file, steps, first, *options, name="model.safetensors"):
+        """A run of `steps`, and one that is stopped after the `first`: the same; their folders."""
+        folders = [tmp_path / "whole", tmp_path / "run"]
+        for folder, number, *more in ((0, steps), (1, first), (1, steps, "--resume")):
+            length = sets(output__folder=str(folders[folder]), training__steps=number)
+            done("train", file, *options, *length, *more)
+        assert same(*(load_file(folder / "model" / name) for folder in folders))
+        return folders
+
+    def planned(*arguments):
+        return json.loads(done("plan", *arguments, "--json").stdout)
+
+    run.done, run.refused, run.resumed, run.planned = done, refused, resumed, planned
     return run
 
 
@@ -101,18 +127,16 @@ def file_of_rows(run_file, base):
     """Writes a run file that trains the base model on these rows, with this loss."""
 
     def made(rows, loss, lr, **training):
-        data = run_file.parent / "rows.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        tree = yaml.safe_load(run_file.read_text())
-        tree["model"] = {"path": str(base)}
-        tree["data"] |= {"kind": "auto", "path": str(data), "sequence_length": 48}
-        tree["data"] |= {"eval_fraction": 0.2}
-        tree["training"] |= {"micro_batch_size": 3} | training
-        tree["optimizer"] = {"lr": lr}
-        tree["schedule"] = {"name": "constant"}
-        tree["loss"] = loss
-        run_file.write_text(yaml.safe_dump(tree))
-        return run_file
+        data = write_jsonl(run_file.parent / "rows.jsonl", rows)
+        return change_run(
+            run_file,
+            model={"path": str(base)},
+            data={"path": str(data), "sequence_length": 48, "eval_fraction": 0.2},
+            training={"micro_batch_size": 3} | training,
+            optimizer={"lr": lr},
+            schedule={"name": "constant"},
+            loss=loss,
+        )
 
     return made
 
@@ -121,12 +145,15 @@ def file_of_rows(run_file, base):
 def talker(base, tmp_path_factory):
     """The folder of a run that trained it on one talk."""
     folder = tmp_path_factory.mktemp("chats")
-    tree = yaml.safe_load(write_run_file(folder, base).read_text())
-    (folder / "chats.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 8)
-    tree["model"] = {"path": str(base)}
-    tree["data"] |= {"kind": "auto", "path": str(folder / "chats.jsonl"), "eval_fraction": 0.0}
-    tree["training"] |= {"steps": 40, "eval_every": None}
-    tree["schedule"] = {"name": "constant"}
-    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
-    trained_in_short(folder / "run.yaml")
+    chats = write_jsonl(folder / "chats.jsonl", [{"messages": TALK}] * 8)
+    run_file = write_run_file(
+        folder,
+        base,
+        model={"path": str(base)},
+        data={"path": str(chats), "sequence_length": 32, "cache_dir": str(folder / "cache")},
+        training__steps=40,
+        training__eval_every=None,
+        schedule={"name": "constant"},
+    )
+    trained_in_short(run_file)
     return folder / "run"

@@ -2,43 +2,33 @@
 
 import pytest
 import torch
-import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatrain.telemetry.metrics import model_tflops, read_metrics
-from tests.cli.cases import sets
+from megatrain.telemetry.metrics import model_tflops
+from tests.cli.cases import change_run, records, sets
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+HERE = ("--gpu", "4090", "--host-memory", "64GiB", "--cores", "8")
 LORA = {"method": "lora", "r": 4, "target_modules": "all-linear", "lora_dropout": 0.1}
 
 
 @pytest.fixture
 def adapter_file(run_file, base):
     """The run file, of an adapter on a folder."""
-    tree = yaml.safe_load(run_file.read_text())
-    tree["model"], tree["adapter"] = {"path": str(base)}, LORA
-    run_file.write_text(yaml.safe_dump(tree))
-    return run_file
+    return change_run(run_file, model={"path": str(base)}, adapter=LORA)
 
 
 def test_an_adapter_is_trained_resumed_and_merged(megatrain, adapter_file, base, tmp_path):
-    def trained(folder, *options):
-        megatrain.done("train", adapter_file, *sets(output__folder=str(folder)), *options)
-        return load_file(folder / "model" / "adapter_model.safetensors")
-
-    run, length = tmp_path / "run", sets(training__steps=4)
-    whole = trained(tmp_path / "whole", *length)
-    trained(run, *sets(training__steps=2))
-    parts = trained(run, *length, "--resume")
-    assert parts.keys() == whole.keys()
-    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    file = "adapter_model.safetensors"
+    _, run = megatrain.resumed(adapter_file, 4, 2, name=file)
+    whole = load_file(run / "model" / file)
     assert any(values.any() for name, values in whole.items() if "lora_B" in name)
 
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), run / "model")
     sizes = loaded.num_parameters(), sum(values.numel() for values in whole.values())
-    for step in (r for r in read_metrics(run / "metrics.jsonl") if "model_tflops" in r):
+    for step in records(run, "model_tflops"):
         assert step["model_tflops"] == pytest.approx(
             model_tflops(*sizes, step["tokens"], step["seconds"]), rel=1e-3, abs=1e-6
         )
@@ -76,33 +66,30 @@ def test_a_run_begins_with_the_adapter_of_another(
         start = tmp_path / "theirs"
         model = AutoModelForCausalLM.from_pretrained(base)
         PeftModel.from_pretrained(model, tmp_path / "first" / "model").save_pretrained(start)
-    tree = yaml.safe_load(adapter_file.read_text())
-    del tree["adapter"]
-    adapter_file.write_text(yaml.safe_dump(tree))
+    change_run(adapter_file, adapter={})
     goes_on = {"model__path": str(start), "optimizer__lr": 1e-9}
     second = trained("second", **goes_on)
     assert second.keys() == first.keys()
     assert all(torch.allclose(second[n], first[n], atol=1e-6) for n in first)
     assert (tmp_path / "second" / "model" / "tokenizer.json").exists()
-    options = ("--gpu", "4090", "--host-memory", "64GiB", "--cores", "8", "--json")
     chosen = {"engine__precision": "bf16", "engine__device": "auto", **goes_on}
-    plan = yaml.safe_load(megatrain("plan", adapter_file, *sets(**chosen), *options).stdout)
-    layers = next(tile for tile in plan["tiles"] if tile["name"].startswith("layer"))
-    assert 0 < layers["planes"]["moments"] < layers["planes"]["weights"]
+    assert_adapter_is_planned(megatrain.planned(adapter_file, *HERE, *sets(**chosen)))
     told = "leave adapter out to go on with that one"
     megatrain.refused(told, "train", adapter_file, *sets(**goes_on, adapter=LORA))
 
 
+def assert_adapter_is_planned(plan):
+    layers = next(tile for tile in plan["tiles"] if tile["name"].startswith("layer"))
+    assert 0 < layers["planes"]["moments"] < layers["planes"]["weights"]
+
+
 def test_a_plan_knows_the_adapter(megatrain, adapter_file):
-    options = ("--gpu", "4090", "--host-memory", "64GiB", "--cores", "8", "--json")
     chosen = sets(engine__precision="bf16", engine__device="auto")
-    result = megatrain.done("plan", adapter_file, *chosen, *options)
-    told = yaml.safe_load(result.stdout)
+    told = megatrain.planned(adapter_file, *chosen, *HERE)
     step = told["forecast"]
     usual = 6 * step["parameters"] * step["tokens_per_second"] / 1e12
     assert 0.66 < step["model_tflops"] / usual < 0.9  # no gradients of what is frozen
-    layers = next(tile for tile in told["tiles"] if tile["name"].startswith("layer"))
-    assert 0 < layers["planes"]["moments"] < layers["planes"]["weights"]
+    assert_adapter_is_planned(told)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def measure(monkeypatch, tmp_path):
     return lambda *options: CliRunner().invoke(app, [str(option) for option in options])
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", few(PARAMETERS, 0, 3))
 def test_a_shape_has_the_parameters_of_the_published_model(name):
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(qwen2_config(name))
@@ -42,14 +42,17 @@ def test_a_shape_has_the_parameters_of_the_published_model(name):
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
 
 
+def measured(measure, folder, *options, code=0):
+    """What is written of two steps of one layer, after one that warms up."""
+    toy = ["--shape", "toy", "--layers", 1, "--device", "cpu", "--precision", "fp32", "--steps", 2]
+    rows = ["--sequences", 2, "--sequence-length", 8, "--micro-batch", 1]
+    result = measure(*toy, *rows, "--output", folder / "step.json", *options)
+    assert result.exit_code == code, result.output
+    return result, json.loads((folder / "step.json").read_text())
+
+
 def test_a_measurement_carries_what_repeats_it(measure, tmp_path):
-    result = measure(
-        *["--shape", "toy", "--layers", 1, "--device", "cpu"],
-        *["--precision", "fp32", "--sequences", 2, "--sequence-length", 8, "--micro-batch", 1],
-        *["--warmup", 1, "--steps", 2, "--output", tmp_path / "results" / "step.json"],
-    )
-    assert result.exit_code == 0, result.output
-    written = json.loads((tmp_path / "results" / "step.json").read_text())
+    result, written = measured(measure, tmp_path, "--warmup", 1)
     assert written["count"] == 2
     assert len(written["step_seconds"]) == 3
     assert written["min_seconds"] <= written["median_seconds"] <= written["max_seconds"]
@@ -65,50 +68,41 @@ def test_a_measurement_carries_what_repeats_it(measure, tmp_path):
     assert written["breakdown"]["busy"]["compute"] > 0
 
 
-@pytest.mark.parametrize("rule", few(RULES, 0, 2))
+@pytest.mark.parametrize("rule", few(RULES, 2))
 def test_steps_of_each_rule_are_measured_with_planes_on_a_disk(measure, tmp_path, rule):
-    toy = [
-        *["--shape", "toy", "--layers", 1, "--device", "cpu", "--warmup", 0],
-        *["--sequences", 2, "--sequence-length", 8, "--micro-batch", 1, "--steps", 1],
-        *["--optimizer", rule, "--placement", "disk_moments=9", "--placement", "disk_remainder=9"],
-        *["--disk", tmp_path, "--output", tmp_path / "step.json"],
-    ]
-    result = measure(*toy)
-    assert result.exit_code == 0, result.output
-    written = json.loads((tmp_path / "step.json").read_text())
+    on_disk = ["--placement", "disk_moments=9", "--placement", "disk_remainder=9"]
+    options = ["--optimizer", rule, *on_disk, "--disk", tmp_path, "--precision", "bf16"]
+    _, written = measured(measure, tmp_path, *options, "--warmup", 0)
     assert written["case"]["optimizer"] == rule
     assert written["breakdown"]["busy"]["disk out"] > 0
     if rule != "adamw":
-        refused = measure(*toy, "--states", "int8")
-        assert refused.exit_code == 2 and f"{rule} has no such choice" in refused.stderr
+        refused, _ = measured(measure, tmp_path, *options, "--states", "int8", code=2)
+        assert f"{rule} has no such choice" in refused.stderr
 
 
-@pytest.mark.parametrize("warmup", few([0, 1]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("warmup", [0, 1])
 def test_compilations_in_measured_steps_are_warned_of(measure, tmp_path, monkeypatch, warmup):
     torch.compiler.reset()
     compiled_by(monkeypatch, "eager")
-    result = measure(
-        *["--shape", "toy", "--layers", 2, "--device", "cpu"],
-        *["--precision", "fp32", "--sequences", 2, "--sequence-length", 8, "--micro-batch", 1],
-        *["--placement", "compile=true", "--warmup", warmup, "--steps", 1],
-        *["--output", tmp_path / "step.json"],
-    )
-    assert result.exit_code == 0, result.output
-    written = json.loads((tmp_path / "step.json").read_text())
+    options = ["--placement", "compile=true", "--warmup", warmup]
+    result, written = measured(measure, tmp_path, *options)
     assert written["compilations"] == 2  # the one kind; the loss
     assert written["recompilations_after_warmup"] == (0 if warmup else 2)
     assert ("2 compilations after the warm-up" in result.stderr) == (warmup == 0)
 
 
+TOY = ["--shape", "toy", "--device", "cpu", "--out", "out.json"]
+ROWS = ["--sequences", "4", "--sequence-length", "8", "--steps", "1", "--warmup", "0"]
+REPLIES = ["--prompts", "1", "--replies", "2", "--prompt", "8", "--new", "2", *ROWS[4:]]
+TEXTS = ["--rows", "2", "--prompt", "4", "--new", "3", "--repeats", "1"]
+
+
 def test_saves_are_measured_beside_steps(tmp_path, capsys):
-    checkpoint.main(
-        [
-            *["--shape", "toy", "--layers", "1", "--device", "cpu", "--precision", "fp32"],
-            *["--sequences", "2", "--sequence-length", "8", "--micro-batch", "1", "--warmup", "1"],
-            *["--steps", "2", "--saves", "1", "--folder", str(tmp_path / "saves")],
-            *["--placement", "slots=2", "--output", str(tmp_path / "result.json")],
-        ]
-    )
+    saves = ["--steps", "2", "--saves", "1", "--folder", str(tmp_path / "saves"), "--layers", "1"]
+    toy = [*TOY[:4], *ROWS[:4], "--micro-batch", "1", "--warmup", "1", "--precision", "fp32"]
+    output = ["--placement", "slots=2", "--output", str(tmp_path / "result.json")]
+    checkpoint.main([*toy, *saves, *output])
     written = json.loads((tmp_path / "result.json").read_text())
     assert written["placement"]["slots"] == 2
     assert written["count"] == 2 and len(written["saves"]) == 1
@@ -116,12 +110,6 @@ def test_saves_are_measured_beside_steps(tmp_path, capsys):
     assert written["resume"]["same"]
     assert "went on bit for bit" in capsys.readouterr().out
     assert not (tmp_path / "saves").exists()
-
-
-TOY = ["--shape", "toy", "--device", "cpu", "--out", "out.json"]
-ROWS = ["--sequences", "4", "--sequence-length", "8", "--steps", "1", "--warmup", "0"]
-REPLIES = ["--prompts", "1", "--replies", "2", "--prompt", "8", "--new", "2", *ROWS[4:]]
-TEXTS = ["--rows", "2", "--prompt", "4", "--new", "3", "--repeats", "1"]
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ import pytest
 from safetensors.torch import load_file
 
 from megatrain import config
-from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.evaluations import Watch
-from tests.cli.cases import sets, write_rows
+from tests.cli.cases import records, sets, write_rows
 from tests.reliability.cases import checkpoint_steps
 
 # A rate that grows until nothing is learnt any more: the best state is an early one.
@@ -27,10 +26,6 @@ WORSE = {
 BEST = {"checkpoint__best": "eval_loss", "checkpoint__load_best": True}
 
 
-def evaluations(run):
-    return [r for r in read_metrics(run / "metrics.jsonl") if "eval_loss" in r]
-
-
 def same_weights(one, other):
     ours, others = (load_file(folder / "model.safetensors") for folder in (one, other))
     return all(ours[name].equal(others[name]) for name in ours)
@@ -39,7 +34,7 @@ def same_weights(one, other):
 def test_the_best_state_stays_and_is_exported(megatrain, run_file, tmp_path, caplog):
     run = run_file.parent / "run"
     result = megatrain.done("train", run_file, *sets(**WORSE, **BEST))
-    losses = {record["step"]: record["eval_loss"] for record in evaluations(run)}
+    losses = {record["step"]: record["eval_loss"] for record in records(run, "eval_loss")}
     best = min(losses, key=losses.get)
     assert best < 8
     assert checkpoint_steps(run) == [best, 8]
@@ -67,7 +62,7 @@ def test_a_run_ends_early_and_a_resumed_one_at_the_same_step(megatrain, run_file
     run = run_file.parent / "run"
     early = sets(**WORSE, training__early_stopping={"patience": 2})
     result = megatrain.done("train", run_file, *early)
-    losses = [record["eval_loss"] for record in evaluations(run)]
+    losses = [record["eval_loss"] for record in records(run, "eval_loss")]
     best = losses.index(min(losses)) + 1
     assert len(losses) == best + 2 < 8 and checkpoint_steps(run) == [best + 2]
     told = f"stopped early: eval_loss was not better than {min(losses):.4g} in 2 evaluations"
@@ -79,7 +74,7 @@ def test_a_run_ends_early_and_a_resumed_one_at_the_same_step(megatrain, run_file
     slow = sets(schedule__name="constant_with_warmup")  # alike however long the run is
     megatrain.done("train", run_file, *first, *slow)
     megatrain.done("train", run_file, "--resume", *early, *slow)
-    assert [record["eval_loss"] for record in evaluations(run)] == losses
+    assert [record["eval_loss"] for record in records(run, "eval_loss")] == losses
     patient = sets(**WORSE, training__early_stopping={"patience": 9})
     assert "8 steps done;" in megatrain("train", run_file, "--resume", *patient, *slow).stdout
 
@@ -110,7 +105,7 @@ def test_named_sets_have_metrics_of_their_own(megatrain, run_file, tmp_path):
              for name, rows in (("short", 12), ("long", 60))}  # fmt: skip
     named = sets(data__eval_fraction=0, data__eval_path=paths, checkpoint__best="eval_short_loss")
     result = megatrain.done("train", run_file, *named)
-    *_, last = evaluations(run_file.parent / "run")
+    *_, last = records(run_file.parent / "run", "eval_loss")
     parts = [last["eval_short_loss"], last["eval_long_loss"]]
     assert min(parts) < last["eval_loss"] < max(parts)
     assert last["eval_perplexity"] == pytest.approx(math.exp(last["eval_loss"]))

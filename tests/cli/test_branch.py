@@ -3,13 +3,11 @@
 import shutil
 
 import pytest
-import yaml
 
 import megatrain as package
 from megatrain.config import load
 from megatrain.errors import InputError
-from megatrain.telemetry.metrics import read_metrics
-from tests.cli.cases import sets
+from tests.cli.cases import change_run, records, sets
 from tests.cli.test_train import weights
 
 
@@ -24,7 +22,7 @@ def unfinished(trained, tmp_path):
 
 
 def losses(folder):
-    return [(r["step"], r["loss"]) for r in read_metrics(folder / "metrics.jsonl") if "loss" in r]
+    return [(record["step"], record["loss"]) for record in records(folder, "loss")]
 
 
 def test_a_model_may_be_a_run_a_checkpoint_or_an_export(
@@ -32,13 +30,11 @@ def test_a_model_may_be_a_run_a_checkpoint_or_an_export(
 ):
     """Each starts from the same weights, with a new optimizer: the same losses."""
     places = [trained[0], unfinished, trained[0] / "checkpoints" / "step-00000006"]
-    tree = yaml.safe_load(run_file.read_text())
     seen = []
     for number, place in enumerate(places):
-        tree["model"] = {"path": str(place)}
-        tree["output"]["folder"] = str(tmp_path / f"from-{number}")
-        run_file.write_text(yaml.safe_dump(tree))
-        megatrain.done("train", run_file, *sets(training__steps=2, training__eval_every=None))
+        into = str(tmp_path / f"from-{number}")
+        change_run(run_file, model={"path": str(place)}, output__folder=into)
+        megatrain.done("train", run_file, *sets(training__steps=1, training__eval_every=None))
         seen.append(losses(tmp_path / f"from-{number}"))
         exported = weights(tmp_path / f"from-{number}" / "model")
     assert seen[0] == seen[1] == seen[2]
@@ -67,8 +63,8 @@ def test_branch_says_what_does_the_same(megatrain, trained, tmp_path):
 
 
 def test_a_run_calls_a_function_with_each_record_and_no_callbacks(run_file):
-    records = []
-    folder = package.run(run_file, on_record=records.append).folder
-    assert records == [*read_metrics(folder / "metrics.jsonl")]
+    heard = []
+    folder = package.run(run_file, on_record=heard.append).folder
+    assert heard == records(folder)
     with pytest.raises(InputError, match="callbacks: a run calls none; give on_record"):
         package.run(run_file, callbacks=[print])

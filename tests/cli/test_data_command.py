@@ -3,11 +3,10 @@
 import json
 
 import pytest
-import yaml
 from transformers import AutoConfig
 
 from megatrain.data import load_tokenizer
-from tests.cli.cases import sets, tiny_llama
+from tests.cli.cases import change_run, sets, tiny_llama
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}|\n{% endfor %}"
@@ -25,13 +24,8 @@ def chats(tmp_path, tokenizer_folder, run_file):
     AutoConfig.for_model(**tiny_llama(vocab_size=len(tokenizer))).save_pretrained(model)
     rows = [{"question": f"the cat {i % 4}", "answer": f"a <dog> {i % 4}"} for i in range(5)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    tree = yaml.safe_load(run_file.read_text())
-    tree["model"] = {"path": str(model)}
-    tree["data"] |= {"path": str(tmp_path / "rows.json"), "eval_fraction": 0.0, "packing": False}
-    tree["training"]["eval_every"] = None
-    del tree["data"]["kind"]
-    run_file.write_text(yaml.safe_dump(tree))
-    return run_file
+    data = {"path": str(tmp_path / "rows.json"), "sequence_length": 32, "packing": False}
+    return change_run(run_file, model={"path": str(model)}, data=data, training__eval_every=None)
 
 
 def test_counts_lengths_and_rows_are_shown(megatrain, chats, tmp_path):
@@ -71,10 +65,7 @@ def test_a_template_of_the_run_file_takes_the_place_of_the_tokenizers(megatrain,
     template.write_text(TEMPLATE.replace("user", "USER").replace("|", "#"))
     given = sets(model__chat_template=str(template))
     assert "⟦a <dog> 0#\n⟧" in megatrain("data", chats, "--rows", 5, *given).stdout
-    config = tiny_llama()
-    tree = yaml.safe_load(chats.read_text())
-    tree["model"] = {"config": config, "tokenizer": tree["model"]["path"]}
-    chats.write_text(yaml.safe_dump(tree))
+    change_run(chats, model={"config": tiny_llama(), "tokenizer": str(tmp_path / "model")})
     result = megatrain.done("train", chats, *given, *sets(training__steps=1))
     assert load_tokenizer(tmp_path / "run" / "model").chat_template == template.read_text()
     for content, problem in ((b"", "is empty"), (b"\xff", "not UTF-8"), (None, "No such file")):

@@ -4,14 +4,11 @@ import shutil
 
 import pytest
 import torch
-import yaml
-from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatrain.model.companions import tokenizer_files
-from tests.cli.cases import sets, tiny_llama
-from tests.cli.test_preferences import read
-from tests.cli.test_ranks import CHANGED, assert_same_run, two_then_three
+from tests.cli.cases import change_run, records, sets, tiny_llama
+from tests.cli.test_ranks import assert_same_run, one_rank, two_then_three
 from tests.parity.cases import noisy
 from tests.sweeps import few
 
@@ -34,32 +31,20 @@ def teacher(base, tmp_path_factory):
 @pytest.fixture
 def distilling(run_file, base, teacher):
     def made(**changes):
-        tree = yaml.safe_load(run_file.read_text())
-        tree["model"] = {"path": str(base)}
-        tree["loss"] = {"name": "distill", "teacher": str(teacher), "top_k": 5} | changes
-        run_file.write_text(yaml.safe_dump(tree))
-        return run_file
+        loss = {"name": "distill", "teacher": str(teacher), "top_k": 5} | changes
+        return change_run(run_file, model={"path": str(base)}, loss=loss)
 
     return made
-
-
-def trained(megatrain, file, folder, *options):
-    result = megatrain.done("train", file, *sets(output__folder=str(folder)), *options)
-    return result.output, load_file(folder / FILE), read(folder)
-
-
-def same(one, other):
-    assert one.keys() == other.keys()
-    return all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("packing", few([True, False]), ids=["packed", "padded"])
 def test_a_teacher_is_learnt(megatrain, distilling, tmp_path, packing):
     file = distilling(beta=0.4, add_tail=True, temperature=1.5)
     alone = sets(data__packing=packing, training__micro_batch_size=1, training__steps=8)
-    _, _, log = trained(megatrain, file, tmp_path / "run", *alone)
-    assert all(record["teacher_seconds"] > 0 for record in log if "grad_norm" in record)
-    losses = [record["eval_loss"] for record in log if "eval_loss" in record]
+    megatrain.done("train", file, *alone)
+    run = tmp_path / "run"
+    assert all(record["teacher_seconds"] > 0 for record in records(run, "grad_norm"))
+    losses = [record["eval_loss"] for record in records(run, "eval_loss")]
     assert 0 < losses[-1] < 0.9 * losses[0]
 
 
@@ -67,24 +52,21 @@ def test_who_is_its_own_teacher_has_nothing_to_learn(megatrain, distilling, base
     """Each label gets what is said of it, and not of its neighbour."""
     file = distilling(teacher=str(base), beta=0.4, temperature=0.7)
     changes = sets(training__steps=1, training__eval_every=1, optimizer__lr=1e-12)
-    _, _, log = trained(megatrain, file, tmp_path / "run", *changes)
-    assert [record.get("loss", record.get("eval_loss")) for record in log] == pytest.approx(
-        [0.0] * len(log), abs=1e-6
-    )
+    megatrain.done("train", file, *changes)
+    step, evaluated = records(tmp_path / "run")
+    assert [step["loss"], evaluated["eval_loss"]] == pytest.approx([0.0, 0.0], abs=1e-6)
 
 
 def test_a_run_that_distils_goes_on_exactly(megatrain, distilling, teacher, tmp_path):
     own = tmp_path / "teacher"
     shutil.copytree(teacher, own)
     file = distilling(teacher=str(own))
-    _, whole, _ = trained(megatrain, file, tmp_path / "whole")
-    trained(megatrain, file, tmp_path / "run", *sets(training__steps=2))
-    _, parts, _ = trained(megatrain, file, tmp_path / "run", *sets(training__steps=6), "--resume")
-    assert same(parts, whole)
+    megatrain.resumed(file, 6, 2)
+    before = (tmp_path / "run" / FILE).read_bytes()
     noisy(LlamaForCausalLM.from_pretrained(own)).save_pretrained(own)
     more = sets(output__folder=str(tmp_path / "run"), training__steps=8)
     megatrain.refused("not the one that the run began with", "train", file, *more, "--resume")
-    assert same(load_file(tmp_path / "run" / FILE), whole)
+    assert (tmp_path / "run" / FILE).read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -116,7 +98,6 @@ def test_a_teacher_with_other_tokens_is_refused(megatrain, distilling, teacher, 
 @pytest.mark.exhaustive
 def test_ranks_distil_as_one(megatrain, distilling, tmp_path):
     file = distilling(beta=0.4, add_tail=True, temperature=1.5)
-    given = [part for each in CHANGED for part in ("--set", each)]
-    trained(megatrain, file, tmp_path / "one", *given)
+    one_rank(megatrain, file)
     two_then_three(file, tmp_path, 2)  # one has no row of a step
     assert_same_run(tmp_path / "one", tmp_path / "several")

@@ -1,6 +1,5 @@
 """The examples run: on a tiny model and a few rows, with all other keys as they are written."""
 
-import json
 import runpy
 import sys
 from pathlib import Path
@@ -9,10 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatrain.telemetry.metrics import read_metrics
-from tests.cli.cases import sets
+from tests.cli.cases import records, sets
 from tests.parity.cases import llama
-from tests.unit.data_cases import chat_tokenizer
+from tests.unit.data_cases import chat_tokenizer, talk, write_jsonl
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -35,22 +33,17 @@ def model(tmp_path):
 
 def written(folder, rows):
     folder.mkdir()
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return folder / "train.jsonl"
+    return write_jsonl(folder / "train.jsonl", rows)
 
 
 def talks():
-    said = [(f"What is {n} + 30?", f"It is {n + 30}.") for n in range(24)]
-    return [
-        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
-        for q, a in said
-    ]
+    return [{"messages": talk(f"What is {n} + 30?", f"It is {n + 30}.")} for n in range(24)]
 
 
 def trained(megatrain, name, model, data):
     given = {"model__path": str(model), "data__path": str(data)} | SMALL
     megatrain.done("train", EXAMPLES / name, *sets(**given))
-    return list(read_metrics(Path("run") / "metrics.jsonl"))
+    return records(Path("run"))
 
 
 @pytest.mark.parametrize("name", ["lora.yaml", "qwen2.5-7b-chat.yaml"])

@@ -10,21 +10,18 @@ from typer.testing import CliRunner
 
 from megatrain.cli.app import app
 from tests.cli.cases import TALK, sets
+from tests.unit.data_cases import write_jsonl
 
 OPTIONS = ["--max-new-tokens", "4", "--temperature", "0", "--device", "cpu", "--precision", "fp32"]
 PROMPTS = ["the cat", "a dog ran"]
 
 
-def alone(megatrain, folder):
-    """Each prompt with its continuation, one command each."""
-    results = [megatrain("generate", folder, "--prompt", each, *OPTIONS) for each in PROMPTS]
-    assert all(result.exit_code == 0 for result in results), results[0].output
-    return [result.stdout.strip() for result in results]
-
-
 def test_prompts_of_options_and_files_are_continued_together(megatrain, trained, tmp_path):
     folder, _ = trained
-    wanted = alone(megatrain, folder)
+    wanted = [
+        megatrain.done("generate", folder, "--prompt", each, *OPTIONS).stdout.strip()
+        for each in PROMPTS
+    ]
     given = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
     printed = megatrain("generate", folder, *given, *OPTIONS).stdout
     assert [text.strip() for text in printed.split("--- ")[1:]] == [
@@ -32,9 +29,7 @@ def test_prompts_of_options_and_files_are_continued_together(megatrain, trained,
         for prompt, text in zip(PROMPTS, wanted, strict=True)
     ]
     (tmp_path / "prompts.txt").write_text("\n".join([PROMPTS[0], "", PROMPTS[1]]) + "\n")
-    (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
-    )
+    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
     for name in ("prompts.txt", "prompts.jsonl"):
         out = tmp_path / f"{name}.out"
         asked = ["--prompts", tmp_path / name, "--output", out, "--batch-size", "1"]

@@ -106,7 +106,7 @@ def test_weights_tokenizer_and_template_are_those_of_the_file(
     assert torch.equal(*logits)
 
 
-def test_a_run_from_a_file_goes_on_to_the_bit(megatrain, model, tmp_path, caplog):
+def test_a_run_from_a_file_goes_on_to_the_bit(megatrain, model, user_cache, tmp_path, caplog):
     run_file = write_run_file(tmp_path, tmp_path)
     chosen = sets(
         model={"path": str(model)}, adapter={"method": "lora", **LORA}, engine__precision="bf16"
@@ -120,7 +120,7 @@ def test_a_run_from_a_file_goes_on_to_the_bit(megatrain, model, tmp_path, caplog
     whole = trained("whole", 4)
     assert f"{model}: dequantised to bfloat16, in " in caplog.text
     trained("parts", 2)
-    shutil.rmtree(tmp_path / "xdg")
+    shutil.rmtree(user_cache / "gguf")
     parts = trained("parts", 4, "--resume")
     assert parts.keys() == whole.keys()
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
@@ -140,20 +140,10 @@ def test_a_checkpoint_refuses_another_file(megatrain, model, tmp_path, tokenizer
         Engine.load(tmp_path / "saved", device="cpu")
 
 
-def test_a_plan_reads_no_weights(megatrain, model, tmp_path):
-    told = megatrain.done(
-        "plan",
-        "--model",
-        model,
-        "--gpu",
-        "4090",
-        "--host-memory",
-        "64GiB",
-        "--sequence-length",
-        "64",
-    )
-    assert "fits" in told.output
-    assert not (tmp_path / "xdg" / "megatrain" / "gguf").exists()
+def test_a_plan_reads_no_weights(megatrain, model, user_cache):
+    here = ["--gpu", "4090", "--host-memory", "64GiB", "--sequence-length", 64]
+    assert "fits" in megatrain.done("plan", "--model", model, *here).output
+    assert not (user_cache / "gguf").exists()
 
 
 def test_what_cannot_be_read_is_refused_in_a_line(megatrain, model, tmp_path, monkeypatch):

@@ -24,14 +24,14 @@ from megatrain.cli.app import app
 from megatrain.data import ImageProcessor, PackedDataset, open_dataset
 from megatrain.report import write_report
 from megatrain.train.sharing import with_own_images
-from tests.cli.cases import sets
+from tests.cli.cases import records, sets
 from tests.cli.test_ranks import assert_same_run, run_of
 from tests.families.plain import train_in_place
 from tests.inside import answering
 from tests.parity.cases import SIZES, noisy, same
 from tests.parity.ranks import run_ranks
 from tests.sweeps import few
-from tests.unit.data_cases import make_tokenizer
+from tests.unit.data_cases import make_tokenizer, write_jsonl
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
@@ -173,11 +173,10 @@ def conversations(folder):
 
 
 def write_run(folder, model, tower, **training):
-    rows = [row for row, _ in conversations(folder)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = write_jsonl(folder / "rows.jsonl", [row for row, _ in conversations(folder)])
     tree = {
         "model": {"path": str(model), "freeze": [tower]},
-        "data": {"path": str(folder / "rows.jsonl"), "sequence_length": 224, "packing": False},
+        "data": {"path": str(rows), "sequence_length": 224, "packing": False},
         "optimizer": {"lr": LR, "betas": [0.9, 0.95], "weight_decay": 0.0},
         "training": {"steps": 4, "batch_size": 7, "micro_batch_size": 3} | training,
         "schedule": {"name": "constant"},
@@ -189,8 +188,7 @@ def write_run(folder, model, tower, **training):
 
 
 def steps(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [r for r in map(json.loads, lines) if "loss" in r or "eval_loss" in r]
+    return [record for record in records(folder) if "loss" in record or "eval_loss" in record]
 
 
 def labelled(processor, question, reply, **media):
@@ -255,20 +253,6 @@ def test_a_run_with_images_is_plain_training(megatrain, tmp_path, caplog, name, 
         assert (tmp_path / "run/model" / kept).read_bytes() == (folder / kept).read_bytes()
 
 
-def test_a_run_with_images_resumes_to_the_bit(megatrain, model, tmp_path):
-    file = write_run(tmp_path, model, "vision_tower", batch_size=3, micro_batch_size=2, steps=5)
-    evaluated = sets(data__eval_fraction=0.3, training__eval_every=2)
-    megatrain.done("train", file, *evaluated)
-    expected, losses = load_file(tmp_path / "run" / FILE), steps(tmp_path / "run")
-    shutil.rmtree(tmp_path / "run")
-    megatrain.done("train", file, *evaluated, *sets(training__steps=3))
-    megatrain.done("train", file, "--resume", *evaluated)
-    assert same(load_file(tmp_path / "run" / FILE), expected)
-    once, twice = ([r.get("loss", r.get("eval_loss")) for r in part] for part in
-                   (losses, steps(tmp_path / "run")))  # fmt: skip
-    assert once == [value for number, value in enumerate(twice) if number != 4]
-
-
 def gif(path):
     frames = [Image.new("RGB", (8, 8), (i, 0, 0)) for i in (0, 90)]
     frames[0].save(path, save_all=True, append_images=frames[1:])
@@ -313,20 +297,10 @@ def test_an_image_that_cannot_be_trained_on_is_named_in_one_line(megatrain, mode
     name = "a.gif" if case == "moving" else "a.png"
     file = write_run(tmp_path, model, "vision_tower")
     row = talk([part(make(tmp_path / name) or name)], "It is 42.")
-    with (tmp_path / "rows.jsonl").open("a") as rows:
-        rows.write(json.dumps(row) + "\n")
+    write_jsonl(tmp_path / "rows.jsonl", [*(each for each, _ in conversations(tmp_path)), row])
     assert_named(megatrain("train", file), f"rows.jsonl:8: .*{problem}")
     shown = megatrain.done("data", file, *sets(data__bad_rows="skip")).output
     assert "1 bad rows are left out" in shown
-
-
-def rows_of(folder, rows):
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def asked_of(folder, row, **keys):
-    rows_of(folder, [row])
-    return sets(data__path=str(folder / "rows.jsonl"), **keys)
 
 
 TEXTS = {"prompt": "a", "chosen": "good", "rejected": "bad", "images": ["p.png"]}
@@ -350,7 +324,8 @@ def test_what_is_not_trained_with_images_is_refused_by_name(megatrain, model, tm
     row, keys, problem = REFUSED[case]
     file = write_run(tmp_path, model, "vision_tower")
     picture(tmp_path, "p.png", 1)
-    result = megatrain("train", file, *asked_of(tmp_path, row, **keys))
+    write_jsonl(tmp_path / "rows.jsonl", [row])
+    result = megatrain("train", file, *sets(**keys))
     assert result.exit_code == 2
     assert re.search(problem, result.output.replace("\n", " ")), result.output
 
@@ -366,10 +341,10 @@ def test_the_data_command_shows_images(megatrain, model, tmp_path):
 
 def test_plans_count_the_encoder_of_images(megatrain, model):
     options = ["--gpu", "4090", "--host-memory", "64GiB", "--cores", "8", "--sequence-length", 128]
-    options += ["--model", model, "--tokens", 1024, "--json"]
-    text = json.loads(megatrain.done("plan", *options).stdout)
+    options += ["--model", model, "--tokens", 1024]
+    text = megatrain.planned(*options)
     assert "the plan is for text: --image" in text["warnings"][0]
-    seen = json.loads(megatrain.done("plan", *options, "--image", "9x12", "--image", "8x8").stdout)
+    seen = megatrain.planned(*options, "--image", "9x12", "--image", "8x8")
     assert not seen["warnings"] and seen["forecast"]["seconds"] > text["forecast"]["seconds"]
     assert seen["forecast"]["device_bytes"]["images"] == 1024 // 128 * 2 * 3 * 8 * 8 * 2
     problems = {"9": "is no size", "9x123456": "99999 at most"}
@@ -394,7 +369,8 @@ def test_tables_with_bytes_are_the_rows_with_files(model, tmp_path, monkeypatch)
     names = [picture(tmp_path, f"{n}.png", n, (8, 8 + n)) for n in range(3)]
     images = [names[:2], [], names[2:]]
     talks = [talk("<image> and <image>", "a"), talk("b", "c"), talk("d", "It is 42.")]
-    rows_of(tmp_path, [row | {"images": of_row} for row, of_row in zip(talks, images, strict=True)])
+    rows = [row | {"images": of_row} for row, of_row in zip(talks, images, strict=True)]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
     data = [[{"bytes": (tmp_path / n).read_bytes(), "path": n} for n in row] for row in images]
     columns = {"messages": [row["messages"] for row in talks], "images": data}
     features = datasets.List(datasets.Image())
@@ -440,9 +416,7 @@ def test_ranks_read_the_images_of_their_own_rows(model, tmp_path):
     assert all(parts) and not parts[0] & parts[1] and parts[0] | parts[1] == {*range(len(rows))}
     changed = ("training.micro_batch_size=2", "training.batch_size=7", "checkpoint.at_end=false")
     for size, folder in ((2, tmp_path / "two"), (1, tmp_path / "one")):
-        (tmp_path / str(size)).mkdir()
-        work = run_of(file, folder, *changed, "training.steps=2")
-        run_ranks(size, tmp_path / str(size), work)
+        run_ranks(size, tmp_path / str(size), run_of(file, folder, *changed, "training.steps=1"))
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
@@ -472,7 +446,7 @@ def ended(model, tmp_path):
 def test_replies_about_pictures_are_preferred_as_by_trl(megatrain, ended, tmp_path):
     rows = [*pairs(tmp_path)]
     file = write_run(tmp_path, ended, "vision_tower", batch_size=5, micro_batch_size=2, steps=3)
-    rows_of(tmp_path, [row | {"images": names} for row, names in rows])
+    write_jsonl(tmp_path / "rows.jsonl", [row | {"images": names} for row, names in rows])
     megatrain.done("train", file, *sets(loss__name="dpo"))
     seen = [row | {"images": [Image.open(tmp_path / n) for n in names]} for row, names in rows]
     plain = transformers.AutoModelForImageTextToText.from_pretrained(ended, dtype=torch.float32)
@@ -518,7 +492,7 @@ def test_rows_that_would_be_cut_through_an_image_are_left_out(megatrain, model, 
     text = {"type": "text", "text": "Tell me a short story about the sea"}
     late, early = talk("the sea", "It is 42."), talk([part("p.png")], "the sea " * 9)
     late["messages"] += talk([text, part("p.png")], "It is 42.")["messages"]
-    rows_of(tmp_path, [late, early])
+    write_jsonl(tmp_path / "rows.jsonl", [late, early])
     output = megatrain.done("data", file, *sets(data__sequence_length=24), "--rows", "2").output
     assert "rows.jsonl:2: 24 tokens" in output and "rows.jsonl:1" not in output
 
@@ -528,8 +502,7 @@ def test_generate_replies_to_pictures_as_transformers_does(megatrain, model, tmp
     text = {"type": "text", "text": "Tell me"}
     asked = [{"role": "user", "content": [{"type": "image", "path": path}, text]}]
     others = [{"role": "user", "content": "the sea"}]
-    lines = [json.dumps({"messages": messages}) for messages in (asked, others)]
-    (tmp_path / "asked.jsonl").write_text("\n".join(lines))
+    write_jsonl(tmp_path / "asked.jsonl", [{"messages": each} for each in (asked, others)])
     options = ["--temperature", "0", "--max-new-tokens", "6", "--precision", "fp32"]
     options += ["--device", "cpu", "--output", str(tmp_path / "replies.jsonl")]
     megatrain.done("generate", model, "--prompts", tmp_path / "asked.jsonl", *options)

@@ -1,10 +1,10 @@
 """What a user can get wrong: one line, the documented exit code, nothing half-written."""
 
-import json
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,8 +17,9 @@ from megatrain.device import cpu
 from megatrain.errors import InputError
 from megatrain.telemetry.gpu import Gpu
 from megatrain.train import second_model, setup
-from tests.cli.cases import SENTENCES, assert_refused, sets
+from tests.cli.cases import SENTENCES, assert_refused, change_run, sets
 from tests.inside import answering
+from tests.unit.data_cases import write_jsonl
 
 TABLE = Path(__file__).with_name("mistakes.yaml")
 MISTAKES: dict[str, dict[str, Any]] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
@@ -131,9 +132,9 @@ def test_debug_adds_the_traceback(megatrain):
 
 
 def test_a_bug_shows_its_traceback_and_ends_with_4(monkeypatch, capsys):
-    monkeypatch.setattr(config, "load", lambda *_: 1 / 0)
     monkeypatch.setattr(sys, "argv", ["megatrain", "train", "x"])
-    with pytest.raises(SystemExit) as ended:
+    bug = patch.object(config, "load", side_effect=ZeroDivisionError)
+    with bug, pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 4
     assert "ZeroDivisionError" in capsys.readouterr().err
@@ -142,30 +143,16 @@ def test_a_bug_shows_its_traceback_and_ends_with_4(monkeypatch, capsys):
 # A run that cannot be prepared closes all engines that it has opened.
 
 
-@pytest.fixture
-def engines(monkeypatch):
-    """The engines that are made, each with whether it has been closed."""
-    made, init, close = {}, Engine.__init__, Engine.close
-
-    def noted(engine, *arguments, **options):
-        init(engine, *arguments, **options)
-        made[engine] = False
-
-    def closed(engine):
-        close(engine)
-        made[engine] = True
-
-    monkeypatch.setattr(Engine, "__init__", noted)
-    monkeypatch.setattr(Engine, "close", closed)
-    return made
-
-
-def fails(*_, **__):
-    raise InputError("broken")
+def noted(name):
+    """A method of engines that notes its calls."""
+    return patch.object(Engine, name, autospec=True, side_effect=getattr(Engine, name))
 
 
 PAIRS = {"chosen": "the cat sat", "rejected": "a dog ran"}
-DPO, GRPO = {"name": "dpo"}, {"name": "grpo", "beta": 0.1, "num_generations": 2}
+DPO, GRPO = (
+    {"name": "dpo"},
+    {"name": "grpo", "beta": 0.1, "num_generations": 2, "max_completion_length": 8},
+)
 
 
 @pytest.mark.parametrize(
@@ -177,21 +164,21 @@ DPO, GRPO = {"name": "dpo"}, {"name": "grpo", "beta": 0.1, "num_generations": 2}
     ids=["pass of the reference", "rollouts"],
 )
 def test_what_fails_leaves_no_engine_open(
-    loss, row, broken, number, run_file, base, tmp_path, monkeypatch, engines
+    loss, row, broken, number, run_file, base, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rewards.py").write_text("def none(completions, **_): return [0.0]\n")
     rows = [row | {"prompt": f"{SENTENCES[each % 3]} {each}"} for each in range(20)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    tree = yaml.safe_load(run_file.read_text())
-    tree["model"], tree["loss"] = {"path": str(base)}, loss
-    tree["data"] = {"path": str(tmp_path / "rows.jsonl"), "sequence_length": 48}
-    tree["training"].pop("eval_every")
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    chosen = {"data": {"path": str(data), "sequence_length": 48}, "training__eval_every": None}
     if loss["name"] == "grpo":
-        tree["loss"] |= {"max_completion_length": 8}
-        tree["rollout"] = {"rewards": ["rewards.py:none"]}
-    run_file.write_text(yaml.safe_dump(tree))
-    monkeypatch.setattr(*broken, fails)
-    with pytest.raises(InputError, match="broken"):
+        chosen["rollout"] = {"rewards": ["rewards.py:none"]}
+    change_run(run_file, model={"path": str(base)}, loss=loss, **chosen)
+    fails, refused = (
+        patch.object(*broken, side_effect=InputError("broken")),
+        pytest.raises(InputError, match="broken"),
+    )
+    with noted("__init__") as opened, noted("close") as closed, fails, refused:
         setup.prepare(load(run_file))
-    assert list(engines.values()) == [True] * number
+    engines = [{call.args[0] for call in calls.mock_calls} for calls in (opened, closed)]
+    assert engines[0] == engines[1] and len(engines[0]) == number

@@ -6,17 +6,17 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import yaml
 
 from megatrain.base.units import GIB
 from megatrain.cli import plan as command
 from megatrain.forecast import op_counter
+from megatrain.forecast.measure import Measurer
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
 from megatrain.telemetry.gpu import Gpu
 from megatrain.train.second_model import Teacher
 from tests.cli.cases import assert_refused as refused
-from tests.cli.cases import sets, tiny_llama
+from tests.cli.cases import change_run, sets, tiny_llama
 from tests.cli.test_distill import distilling, teacher  # noqa: F401
 from tests.inside import answering, sized
 
@@ -48,9 +48,7 @@ def test_without_a_gpu_the_way_to_plan_is_named(megatrain, model_file, monkeypat
 
 def test_json_for_programs(megatrain, model_file):
     sizes = ["--tokens", 256, "--sequence-length", 32, "--total-tokens", "1e6", "--gpus", 8]
-    result = megatrain("plan", "--model", model_file, *HERE, *sizes, "--json", "--no-clip")
-    assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
+    told = megatrain.planned("--model", model_file, *HERE, *sizes, "--no-clip")
     assert told["fits"] is True and told["total_tokens"] == 1_000_000 and told["clip"] is False
     assert told["several_gpus"]["gpus"] == 8
     assert told["host_memory_bytes"] == 64 * GIB
@@ -68,35 +66,32 @@ def test_rows_that_devices_share_are_planned_in_parts(megatrain, run_file):
     each = own.shared(2)
     assert (each.sequence_length, each.rows, each.micro_batch) == (51, 4, 3)
     two = ["--set", "engine.devices=2"]
-    told = json.loads(megatrain("plan", run_file, *HERE, *shared, *two, "--json").stdout)
+    told = megatrain.planned(run_file, *HERE, *shared, *two)
     assert told["several_gpus"]["gpus"] == 2
 
 
 def test_the_plan_of_smaller_states_and_masters_counts_their_bytes(megatrain, run_file):
     def planes(kind, *options):
-        result = megatrain("plan", run_file, *HERE, "--json", "--precision", "bf16", *options)
-        assert result.exit_code == 0, result.output
-        return sum(tier[kind] for tier in json.loads(result.stdout)["bytes_by_tier"].values())
+        told = megatrain.planned(run_file, *HERE, "--precision", "bf16", *options)
+        return sum(tier[kind] for tier in told["bytes_by_tier"].values())
 
     by_key = planes("moments", "--set", "optimizer.states=int8")
     assert planes("moments") * 17 / 64 == pytest.approx(by_key, rel=0.01)
     assert planes("moments", "--states", "int8") == by_key
     assert planes("remainder") == 2 * planes("remainder", "--master", "24") > 0
-    lion = megatrain("plan", run_file, *HERE, "--states", "int8", "--set", "optimizer.name=lion")
-    assert lion.exit_code == 2 and "--states: lion has no such choice" in lion.output
-    other = megatrain("plan", run_file, *HERE, "--master", "16")
-    assert other.exit_code == 2 and "master is 16; it must be 32 or 24" in other.output
+    lion = [*sets(optimizer__name="lion"), "--states", "int8"]
+    megatrain.refused("--states: lion has no such choice", "plan", run_file, *HERE, *lion)
+    of_16 = ["plan", run_file, *HERE, "--master", "16"]
+    megatrain.refused("master is 16; it must be 32 or 24", *of_16)
 
 
 def test_planes_on_a_disk_are_told_with_its_wear(megatrain, run_file, tmp_path):
-    spilled = [
-        "plan", run_file, *HERE, "--set", f"engine.disk={tmp_path}",
-        "--set", "engine.placement={slots: 2, disk_moments: 3}",
-    ]  # fmt: skip
-    text = megatrain(*spilled).stdout
+    placement = {"slots": 2, "disk_moments": 3}
+    there = sets(engine__disk=str(tmp_path), engine__placement=placement)
+    text = megatrain.done("plan", run_file, *HERE, *there).stdout
     assert "host, disk" in text and "TB written a day at this speed" in text
     assert "no rate of the disk is measured here" in text
-    told = json.loads(megatrain(*spilled, "--json").stdout)
+    told = megatrain.planned(run_file, *HERE, *there)
     disk, moments = told["disk"], told["bytes_by_tier"]["disk"]["moments"]
     assert disk["num_bytes"] == disk["written_bytes_a_step"] == moments > 0
     a_day = moments / told["forecast"]["seconds"] * 86400 / 1e12
@@ -170,20 +165,18 @@ def test_what_other_processes_hold_is_left_to_them(megatrain, model_file, monkey
     machine = machine_for("4090", 64 * GIB, 16)
     gpu = Gpu("NVIDIA H200", 1, "580", used_bytes=20 * GIB, other_processes=((77, 19 * GIB),))
     answering(monkeypatch, command, find_gpu=gpu, present_machine=machine)
-    sizes = ["--tokens", 64, "--sequence-length", 32, "--json"]
-    told = json.loads(megatrain("plan", "--model", model_file, *sizes).stdout)
+    sizes = ["--tokens", 64, "--sequence-length", 32]
+    told = megatrain.planned("--model", model_file, *sizes)
     assert told["device_memory_bytes"] == machine.device_memory_bytes - 20 * GIB
     assert "other processes (77) hold 20.0 GiB" in told["warnings"][0]
-    limited = megatrain("plan", "--model", model_file, *sizes, "--device-memory", "10GiB")
-    assert json.loads(limited.stdout)["device_memory_bytes"] == 10 * GIB
+    limited = megatrain.planned("--model", model_file, *sizes, "--device-memory", "10GiB")
+    assert limited["device_memory_bytes"] == 10 * GIB
 
 
 def test_a_placement_of_the_run_file_is_planned(megatrain, run_file):
-    tree = yaml.safe_load(run_file.read_text())
-    tree["engine"]["device_memory"] = "9GiB"
-    tree["engine"]["placement"] = {"slots": 2, "layer_inputs": "host"}
-    run_file.write_text(yaml.safe_dump(tree))
-    told = json.loads(megatrain("plan", run_file, *HERE, "--json").stdout)
+    place = {"slots": 2, "layer_inputs": "host"}
+    change_run(run_file, engine__device_memory="9GiB", engine__placement=place)
+    told = megatrain.planned(run_file, *HERE)
     assert told["forecast"]["placement"]["layer_inputs"] == "host"
     assert told["device_memory_bytes"] == 9 * GIB
     assert told["forecast"]["micro_batch"] == 2 and told["precision"] == "fp32"
@@ -191,38 +184,35 @@ def test_a_placement_of_the_run_file_is_planned(megatrain, run_file):
 
 def test_attention_is_planned_as_the_run_has_it(megatrain, run_file):
     lengths = ["--set", "model.config.max_position_embeddings=2048", "--sequence-length", 2048]
-    ask = ["plan", run_file, *HERE, *lengths, "--tokens", 2048, "--micro-batch", 1, "--json"]
-    fixed = [*ask, "--set", "engine.placement={slots: 2}"]
-    usual = json.loads(megatrain(*fixed).stdout)["forecast"]["device_bytes"]
-    eager = megatrain(*fixed, "--set", "model.attn_implementation=eager")
+    fixed = [run_file, *HERE, *lengths, "--tokens", 2048, "--micro-batch", 1]
+    fixed += ["--set", "engine.placement={slots: 2}", "--set"]
+    usual, eager = (
+        megatrain.planned(*fixed, f"model.attn_implementation={name}")["forecast"]["device_bytes"]
+        for name in ("sdpa", "eager")
+    )
     scores = 2 * 2048 * 2048 * 4  # of two heads
-    told = json.loads(eager.stdout)["forecast"]["device_bytes"]
-    assert told["working set"] > usual["working set"] + scores
+    assert eager["working set"] > usual["working set"] + scores
 
 
 def test_quantised_weights_are_told(megatrain, run_file, model_file):
     config, sizes = json.loads(model_file.read_text()), ["--tokens", 256, "--sequence-length", 32]
+    ask = ["--model", model_file.parent, *HERE, *sizes]
     model_file.write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    result = megatrain("plan", "--model", model_file.parent, *HERE, *sizes)
-    assert result.exit_code == 0 and "are unpacked from mxfp4" in result.stdout
-    wide = dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads"), 128)
-    wide |= {"quantization_config": {"quant_method": "fp8"}, "num_key_value_heads": 128}
+    assert "are unpacked from mxfp4" in megatrain.done("plan", *ask).stdout
+    wide = {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 2}
+    wide |= {"quantization_config": {"quant_method": "fp8"}}
     model_file.write_text(json.dumps(config | wide))
     of_layers = {}
     for base in ("folder", "bf16"):
         adapter = ["--lora-r", 4, "--base", base]
-        result = megatrain("plan", "--model", model_file.parent, *HERE, *sizes, *adapter)
-        assert result.exit_code == 0 and ("are unpacked" in result.stdout) == (base == "bf16")
-        options = ["plan", "--model", model_file.parent, *HERE, *sizes, *adapter, "--json"]
-        tiles = json.loads(megatrain(*options).stdout)["tiles"]
-        of_layers[base] = sum(t["total_bytes"] for t in tiles if "layer" in t["name"])
+        told = megatrain.planned(*ask, *adapter)
+        assert ("are unpacked" in str(told["warnings"])) == (base == "bf16")
+        layers = (tile for tile in told["tiles"] if "layer" in tile["name"])
+        of_layers[base] = sum(tile["total_bytes"] for tile in layers)
     assert of_layers["folder"] < 0.6 * of_layers["bf16"]
     model_file.write_text(json.dumps(config | {"quantization_config": {"quant_method": "hqq"}}))
-    result = megatrain("plan", "--model", model_file.parent, *HERE, *sizes)
-    assert result.exit_code == 0 and "are quantised, and such are not trained" in result.stdout
-    tree = yaml.safe_load(run_file.read_text())
-    tree["model"] = {"path": str(model_file.parent), "tokenizer": tree["model"]["tokenizer"]}
-    run_file.write_text(yaml.safe_dump(tree))
+    assert "are quantised, and such are not trained" in megatrain.done("plan", *ask).stdout
+    change_run(run_file, model__path=str(model_file.parent), model__config=None)
     refused(megatrain("plan", run_file, *HERE), "take the unquantised model (it would fit")
 
 
@@ -233,14 +223,11 @@ def test_a_model_that_cannot_be_followed_cannot_be_planned(
     megatrain, model_file, monkeypatch, where, reason
 ):
     """A recurrence step by step, as Mamba's without its kernels: torch's calls go too deep."""
-
-    def too_deep(*_, **__):
-        raise RecursionError("maximum recursion depth exceeded")
-
+    too_deep = mock.Mock(side_effect=RecursionError("maximum recursion depth exceeded"))
     if where == "count":
         sized(monkeypatch, op_counter, MOST_OPERATIONS=5)
     else:
-        monkeypatch.setattr("megatrain.forecast.measure.Measurer._call", too_deep)
+        sized(monkeypatch, Measurer, _call=too_deep)
     result = megatrain("plan", "--model", model_file, "--sequence-length", 32, *HERE)
     refused(result, "cannot be planned: ")
     assert reason in result.stderr and "train streams all of it" in result.stderr
@@ -270,8 +257,7 @@ def test_a_streamed_teacher_is_counted(megatrain, distilling, tmp_path):  # noqa
         return answers
 
     def forecast(*options):
-        result = megatrain.done("plan", file, "--gpu", "4090", "--json", *options)
-        return json.loads(result.stdout)["forecast"]
+        return megatrain.planned(file, "--gpu", "4090", *options)["forecast"]
 
     plain, told = forecast("--set", "loss={name: sft}"), forecast()
     with mock.patch.object(Teacher, "with_answers", noted):

@@ -17,11 +17,11 @@ from megatrain.config.load import validate
 from megatrain.forecast.workload import Workload
 from megatrain.loss import DPO, Reward
 from megatrain.train.second_model import References
-from tests.cli.cases import SENTENCES, sets
+from tests.cli.cases import SENTENCES, records, sets
 from tests.parity.cases import llama, make_batches, make_engine
+from tests.unit.data_cases import write_jsonl
 
 LANGUAGES = ("yaml", "python")
-FILE = "model.safetensors"
 GOOD, BAD = "on the mat", "a dog ran to the"
 
 
@@ -47,49 +47,25 @@ def preference_file(file_of_rows):
     return made
 
 
-def read(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_run_moves_preferences_and_goes_on_exactly(megatrain, preference_file, tmp_path):
     file = preference_file([pair(number) for number in range(20)], name="dpo")
 
-    def trained(folder, *options):
-        result = megatrain.done("train", file, *sets(output__folder=str(folder)), *options)
-        return result.output, load_file(folder / "model" / "model.safetensors")
-
-    run, length = tmp_path / "run", sets(training__steps=6)
-    said, whole = trained(tmp_path / "whole", *length)
-    trained(run, *sets(training__steps=2))
-    references = (run / "references.json").read_bytes()
-    _, parts = trained(run, *length, "--resume")
-    assert all(torch.equal(parts[name], whole[name]) for name in whole)
-    assert (run / "references.json").read_bytes() == references
-
-    steps = [record for record in read(tmp_path / "whole") if "loss" in record]
-    evaluated = [record for record in read(tmp_path / "whole") if "eval_loss" in record]
+    whole, _ = megatrain.resumed(file, 6, 2)
+    steps, evaluated = records(whole, "loss"), records(whole, "eval_loss")
     # Before its first update the model is the reference.
     assert steps[0]["loss"] == pytest.approx(math.log(2))
     assert steps[0]["rewards/margins"] == pytest.approx(0, abs=1e-4)
     assert evaluated[-1]["eval_rewards/margins"] > 0.1
     assert evaluated[-1]["eval_loss"] < steps[0]["loss"] - 0.02
-    assert "margin" in said
     assert evaluated[-1]["eval_rewards/accuracies"] == 1.0
-    megatrain.done("report", tmp_path / "whole")
-    assert (tmp_path / "whole" / "report.html").is_file()
 
 
 def test_a_reward_model_is_made_of_a_language_model(megatrain, preference_file, tmp_path):
     rows = [pair(number) for number in range(20)]
     file = preference_file(rows, name="reward", center_rewards_coefficient=0.01)
-    length = sets(training__steps=6)
-    megatrain.done("train", file, *length, *sets(output__folder="whole"))
-    megatrain.done("train", file, *sets(training__steps=2))
-    megatrain.done("train", file, *length, "--resume")
+    megatrain.done("train", file)
     assert not (tmp_path / "run" / "references.json").exists()
-    whole, parts = (load_file(tmp_path / f / "model" / FILE) for f in ("whole", "run"))
-    assert all(torch.equal(parts[name], whole[name]) for name in whole)
-    evaluated = [record for record in read(tmp_path / "run") if "eval_loss" in record]
+    evaluated = records(tmp_path / "run", "eval_loss")
     assert evaluated[-1]["eval_loss"] < evaluated[0]["eval_loss"]
     assert evaluated[-1]["eval_rewards/accuracies"] == 1.0
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model").eval()
@@ -107,16 +83,11 @@ def test_a_reward_model_may_be_an_adapter(megatrain, preference_file, tmp_path):
     """Its head is trained and goes with it, as PEFT has it; checkpoints leave the base out."""
     rows = [pair(number) for number in range(20)]
     file = preference_file(rows, name="reward")
-    adapter = {"adapter__method": "lora", "adapter__r": 8, "optimizer__lr": 0.01}
-    length = sets(training__steps=6, **adapter)
-    megatrain.done("train", file, *length, *sets(output__folder="whole"))
-    megatrain.done("train", file, *sets(training__steps=2, **adapter))
-    megatrain.done("train", file, *length, "--resume")
-    name = "adapter_model.safetensors"
-    whole, parts = (load_file(tmp_path / f / "model" / name) for f in ("whole", "run"))
-    assert "base_model.model.score.weight" in whole
-    assert all(torch.equal(parts[name], whole[name]) for name in whole)
-    evaluated = [record for record in read(tmp_path / "run") if "eval_loss" in record]
+    adapter, name = {"adapter__method": "lora", "adapter__r": 8}, "adapter_model.safetensors"
+    length = sets(training__steps=6, optimizer__lr=0.01, **adapter)
+    megatrain.resumed(file, 6, 2, *length, name=name)
+    assert "base_model.model.score.weight" in load_file(tmp_path / "run" / "model" / name)
+    evaluated = records(tmp_path / "run", "eval_loss")
     assert evaluated[-1]["eval_rewards/accuracies"] == 1.0
     [saved] = sorted((tmp_path / "run" / "checkpoints").glob("step-*6"))
     manifest = json.loads((saved / "manifest.json").read_text())
@@ -135,7 +106,7 @@ def test_a_reward_model_may_be_an_adapter(megatrain, preference_file, tmp_path):
 
     again = sets(model__path=str(tmp_path / "out"), output__folder="again", training__steps=1)
     megatrain.done("train", file, *again)
-    [first] = [record for record in read(tmp_path / "again") if "grad_norm" in record]
+    [first] = records(tmp_path / "again", "grad_norm")
     assert first["rewards/accuracies"] == 1.0  # it goes on with what it has learnt
     megatrain.done("plan", file, *length, "--gpu", "4090")
 
@@ -149,14 +120,14 @@ def test_margins_of_the_data_are_taken_off(megatrain, preference_file, tmp_path)
     for name, each in margins.items():
         paths[name] = str(tmp_path / f"{name}.jsonl")
         told = [pair(20 + number) | {"margin": number} for number in each]
-        Path(paths[name]).write_text("".join(json.dumps(row) + "\n" for row in told))
+        write_jsonl(Path(paths[name]), told)
     still = sets(training__steps=1, training__eval_every=1, optimizer__lr=1e-12)
     still += sets(data__eval_fraction=0.0, data__eval_path=paths)
     logs = []
     for margin in (True, False):
         how = sets(output__folder=str(tmp_path / str(margin)), loss__margin=margin)
         megatrain.done("train", file, *still, *how)
-        logs.append(read(tmp_path / str(margin))[-1])
+        logs.append(records(tmp_path / str(margin))[-1])
     [with_margins, without] = logs
     for name, each in margins.items():
         gap = without[f"eval_{name}_rewards/margins"]

@@ -56,11 +56,16 @@ def run_of(run_file, folder, *changed, resume=False, at=None):
     return work
 
 
+def one_rank(megatrain, run_file, *changed):
+    """The same run by one rank, in the folder `one`."""
+    options = [part for each in (*CHANGED, *changed) for part in ("--set", each)]
+    megatrain.done("train", run_file, *options, *sets(output__folder="one"))
+
+
 @pytest.mark.exhaustive
 def test_a_run_goes_on_with_any_number_of_ranks(megatrain, run_file, tmp_path, caplog):
     """A rank of two dies, three are told to stop, and one finishes, as one that does all of it."""
-    changed = [part for each in CHANGED for part in ("--set", each)]
-    megatrain.done("train", run_file, *changed, "--set", "output.folder=one")
+    one_rank(megatrain, run_file)
     folder = tmp_path / "several"
 
     def dies(done):
@@ -79,8 +84,6 @@ def test_a_run_goes_on_with_any_number_of_ranks(megatrain, run_file, tmp_path, c
         end()
 
     on_disk = f"engine.disk={tmp_path}", "engine.placement={disk_moments: 9, disk_weights: 2}"
-    for name in ("two", "three"):
-        (tmp_path / name).mkdir()
     run_ranks(2, tmp_path / "two", lost, whole=False)
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
     verify(folder / "checkpoints" / "step-00000003")
@@ -113,8 +116,7 @@ def assert_same_run(one, several, least=1e-12):
 def test_a_run_of_ranks_that_share_rows_is_that_of_one(megatrain, run_file, tmp_path):
     """Two stop on the way, and go on as one; rows are filled up to different lengths."""
     changed = ("data.packing=false", "training.micro_batch_size=2", "training.steps=4")
-    given = [part for each in (*CHANGED, *changed) for part in ("--set", each)]
-    megatrain.done("train", run_file, *given, "--set", "output.folder=one")
+    one_rank(megatrain, run_file, *changed)
     several = str(tmp_path / "several")
     work = run_of(run_file, several, *changed, "engine.sequence_parallel=2", at=stopped_at(2))
     assert run_ranks(2, tmp_path, work) == ["SIGTERM"] * 2
@@ -125,7 +127,6 @@ def test_a_run_of_ranks_that_share_rows_is_that_of_one(megatrain, run_file, tmp_
 def two_then_three(run_file, tmp_path, at, *changed):
     """Two ranks begin a run in the folder `several` and are stopped after a step, three go on."""
     for size, resume in ((2, False), (3, True)):
-        (tmp_path / str(size)).mkdir()
         stop = None if resume else stopped_at(at)
         work = run_of(run_file, str(tmp_path / "several"), *changed, resume=resume, at=stop)
         ended = run_ranks(size, tmp_path / str(size), work)
@@ -170,17 +171,10 @@ def opened(path, given, **options):
 def test_every_micro_batch_is_one_ranks_own():
     """In their order, and each rank has one, without labels if there are too few."""
 
-    def step(*rows):
-        return [
-            {"input_ids": torch.ones(n, 5).long(), "labels": torch.ones(n, 5).long()} for n in rows
-        ]
-
-    for rows, parts in (
-        ((4, 4, 4, 2), [[4, 4], [4, 2]]),
-        ((2,), [[], [2]]),
-        ((9, 1, 1), [[9], [1, 1]]),
-    ):
-        micro_batches = step(*rows)
+    shares = (((4, 4, 4, 2), [[4, 4], [4, 2]]), ((2,), [[], [2]]), ((9, 1, 1), [[9], [1, 1]]))
+    for rows, parts in shares:
+        each = [torch.ones(n, 5).long() for n in rows]
+        micro_batches = [{"input_ids": ids, "labels": ids} for ids in each]
         for rank, wanted in enumerate(parts):
             found = part_of(micro_batches, Alike(rank, 2))
             labelled = [each for each in found if (each["labels"] != -100).any()]
@@ -274,15 +268,13 @@ def laid_out(ranks_of_a_host):
 
 @pytest.mark.exhaustive
 def test_a_run_on_two_hosts_goes_on_with_one_rank(megatrain, run_file, tmp_path):
-    changed = [part for each in CHANGED for part in ("--set", each)]
-    megatrain.done("train", run_file, *changed, "--set", "output.folder=one")
+    one_rank(megatrain, run_file)
     folder = str(tmp_path / "several")
 
     def work(group):
         with laid_out("2") as shapes:
             return run_of(run_file, folder, at=stopped_at(3))(group), shapes
 
-    (tmp_path / "ranks").mkdir()
     assert run_ranks(4, tmp_path / "ranks", work) == [("SIGTERM", [(2, 2)])] * 4
     megatrain.done("train", folder, "--resume", "--set", "engine.devices=1")
     assert_same_run(tmp_path / "one", tmp_path / "several")
@@ -300,7 +292,6 @@ def test_hosts_of_other_sizes_and_folders_are_refused(run_file, tmp_path):
         with other, pytest.raises(InputError, match=r"rank 0 has made, is not to be seen from"):
             run_of(run_file, str(tmp_path / "unseen"))(group)
 
-    (tmp_path / "ranks").mkdir()
     run_ranks(3, tmp_path / "ranks", work)
     assert not [path for path in (tmp_path / "unseen").iterdir() if "seen" in path.name]
 
@@ -313,5 +304,4 @@ def test_full_sharding_keeps_the_model_once_on_all_hosts(run_file, tmp_path):
             run_of(run_file, str(tmp_path / "full"), *changed)(group)
         return shapes
 
-    (tmp_path / "ranks").mkdir()
     assert run_ranks(2, tmp_path / "ranks", work) == [[(1, 2)]] * 2

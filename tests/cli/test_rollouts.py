@@ -7,8 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-import yaml
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import megatrain as package
@@ -17,11 +15,12 @@ from megatrain.data import load_tokenizer
 from megatrain.data.prompts import prompt_ids
 from megatrain.errors import RunFailed
 from megatrain.train.rollouts import Rewards
-from tests.cli.cases import SENTENCES, sets, tiny_llama
-from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, two_then_three
+from tests.cli.cases import SENTENCES, change_run, records, sets, tiny_llama
+from tests.cli.test_ranks import assert_same_run, one_rank, run_of, two_then_three
 from tests.parity.ranks import run_ranks
 from tests.structure.source_tree import ROOT
 from tests.sweeps import few
+from tests.unit.data_cases import write_jsonl
 
 REWARDS = """
 import torch
@@ -89,30 +88,28 @@ def note(prompts, completion_ids, **kwargs):
 @pytest.fixture
 def rollout_file(run_file, base, tmp_path):
     def made(loss, rewards=("short", "wanted"), **rollout):
-        tree = yaml.safe_load(run_file.read_text())
-        data = tmp_path / "prompts.jsonl"
-        with data.open("w") as file:
-            for number in range(20):
-                text = f"{SENTENCES[number % 3]} {number}"
-                prompt = text if number % 2 else [{"role": "user", "content": text}]
-                row = {"prompt": prompt, "answer": ("the", "none")[number % 5 == 4]}
-                file.write(json.dumps(row) + "\n")
+        texts = [f"{SENTENCES[number % 3]} {number}" for number in range(20)]
+        rows = [
+            {
+                "prompt": text if number % 2 else [{"role": "user", "content": text}],
+                "answer": "none" if number % 5 == 4 else "the",
+            }
+            for number, text in enumerate(texts)
+        ]
+        data = write_jsonl(tmp_path / "prompts.jsonl", rows)
         (tmp_path / "rewards.py").write_text(REWARDS)
-        tree["model"] = {"path": str(base)}
-        tree["data"] = {"path": str(data), "sequence_length": 48}
-        tree["training"] = {"steps": 4, "batch_size": 4, "micro_batch_size": 3}
-        tree["optimizer"] = {"lr": 0.003}
-        tree["schedule"] = {"name": "constant"}
-        tree["loss"] = {"max_completion_length": 8, "num_generations": 3} | loss
-        tree["rollout"] = {"rewards": [f"rewards.py:{name}" for name in rewards]} | rollout
-        run_file.write_text(yaml.safe_dump(tree))
-        return run_file
+        return change_run(
+            run_file,
+            model={"path": str(base)},
+            data={"path": str(data), "sequence_length": 48},
+            training={"steps": 4, "batch_size": 4, "micro_batch_size": 3},
+            optimizer={"lr": 0.003},
+            schedule={"name": "constant"},
+            loss={"max_completion_length": 8, "num_generations": 3} | loss,
+            rollout={"rewards": [f"rewards.py:{name}" for name in rewards]} | rollout,
+        )
 
     return made
-
-
-def read(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 LOSSES = {
@@ -129,18 +126,9 @@ def test_a_run_learns_from_replies_and_goes_on_exactly(megatrain, rollout_file, 
     packed |= {"optimizer__lr": 0.1}
     changes = sets(**packed if "beta" in loss else {})
 
-    def trained(folder, *options):
-        folder_set = sets(output__folder=str(folder))
-        result = megatrain.done("train", file, *folder_set, *changes, *options)
-        [path] = (folder / "model").glob("*.safetensors")
-        return result.output, load_file(path)
-
-    said, whole = trained(tmp_path / "whole")
-    trained(tmp_path / "run", *sets(training__steps=1))
-    _, parts = trained(tmp_path / "run", "--resume")
-    assert all(torch.equal(parts[name], whole[name]) for name in whole)
-    first, *others = read(tmp_path / "whole")
-    assert "reward" in said
+    kind = "adapter_model" if "beta" in loss else "model"
+    whole, _ = megatrain.resumed(file, 4, 1, *changes, name=f"{kind}.safetensors")
+    first, *others = records(whole)
     assert first["seen"] == 0 and first["completions/max_length"] <= 8
     assert first["reward"] < 0 < first["reward_std"]
     for stage in ("generate", "reward", "logprobs", "train"):
@@ -214,7 +202,7 @@ def test_held_out_prompts_are_rewarded(megatrain, rollout_file, tmp_path):
     }
     early = {"training__early_stopping": {"patience": 9}, "training__steps": 2}
     result = megatrain.done("train", file, *sets(**held, **early))
-    first, last = [record for record in read(tmp_path / "run") if "eval_seconds" in record]
+    first, last = records(tmp_path / "run", "eval_seconds")
     assert (first["step"], first["eval_seen"]) == (1, 1)
     assert (last["step"], last["eval_seen"]) == (2, 2)
     length = first["eval_completions/mean_length"]
@@ -227,7 +215,7 @@ def test_held_out_prompts_are_rewarded(megatrain, rollout_file, tmp_path):
     log.write_text("".join(log.read_text().splitlines(True)[:-1]))
     early["training__steps"] = 3
     megatrain.done("train", file, "--resume", *sets(**held, **early))
-    again = [record for record in read(tmp_path / "run") if "eval_seconds" in record]
+    again = records(tmp_path / "run", "eval_seconds")
     assert [(each["step"], each["eval_seen"]) for each in again] == [(1, 1), (2, 2), (3, 3)]
 
 
@@ -271,16 +259,32 @@ MISTAKES = {
     "loss": (["rewards.py:hasty"], "reward hasty failed: ValueError: log_metric: 'loss' is a name"),
     "none": (["rewards.py:number"], "rewards.py has no function 'number'"),
     "twice": (["rewards.py:few", "rewards.py:few"], "two functions have one name"),
+    "nobody": (  # it would end well with a model that has learnt nothing
+        ["rewards.py:nothing", "rewards.py:undefined"],
+        "step 1: no function of rollout.rewards has rewarded any of the 12 replies: each returned "
+        "None or NaN for all of them; correct .* with training.on_nonfinite: skip; its rows: ",
+    ),
+    "no module": (["no_such_module:f"], "cannot be imported"),
+    "long": (["rewards.py:few"], "the prompt has .* tokens, and data.sequence_length"),
+    "no prompt": (["rewards.py:few"], "no field 'prompt'"),
+    "a prompt elsewhere": (["rewards.py:few"], "no field 'prompt': its fields are"),
+}
+OF_DATA = {
+    "long": {"data__sequence_length": 10},
+    "no prompt": {"data__fields": {"prompt": None}},
+    "a prompt elsewhere": {"data__fields": {"prompt": "question"}},
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_bad_rewards_are_told_in_a_line(megatrain, rollout_file, name):
+def test_bad_rewards_and_prompts_are_told_in_a_line(megatrain, rollout_file, tmp_path, name):
     rewards, message = MISTAKES[name]
     file = rollout_file({"name": "grpo"})
-    result = megatrain("train", file, *sets(rollout__rewards=rewards))
-    assert result.exit_code in (2, 4)
+    chosen = sets(rollout__rewards=rewards, **OF_DATA.get(name, {}))
+    result = megatrain("train", file, *chosen)
+    assert result.exit_code == (4 if "step 1: " in message or name == "loss" else 2)
     assert re.search(message, result.stderr), result.stderr
+    assert not (tmp_path / "run" / "model").exists()
 
 
 def test_replies_drawn_at_another_temperature_are_not_learnt_from(megatrain, rollout_file):
@@ -294,21 +298,6 @@ def test_replies_drawn_at_another_temperature_are_not_learnt_from(megatrain, rol
     assert "for another rollout.temperature (0.8, and now 1.2); set it back" in said
     megatrain.done("train", file, "--resume", *sets(training__steps=2))
     result = megatrain.done("train", file, "--resume", *hot, *sets(training__steps=3))
-
-
-def test_a_step_whose_replies_nobody_rewards_ends_the_run(megatrain, rollout_file):
-    """It would end well with a model that has learnt nothing."""
-    file = rollout_file({"name": "grpo"}, ["nothing", "undefined"])
-    result = megatrain("train", file)
-    assert result.exit_code == 4
-    (line,) = [line for line in result.stderr.splitlines() if "error:" in line]
-    assert line.startswith(
-        "megatrain: error: step 1: no function of rollout.rewards has rewarded any of the 12 "
-        "replies: each returned None or NaN for all of them; correct the functions, or leave such "
-        "steps out with training.on_nonfinite: skip; its rows: "
-    )
-    assert "failed" in read(file.parent / "run")[0]
-    assert not (file.parent / "run" / "model").exists()
 
 
 IN_VAIN = {
@@ -326,10 +315,10 @@ def test_steps_that_learn_nothing_of_rewards_are_said(megatrain, rollout_file, b
     drawn = {"training__seed": 1, "model": {"config": tiny_llama(), "tokenizer": str(base)}}
     drawn = drawn if "beta" in IN_VAIN[words] else {}
     megatrain.done("train", file, *sets(**drawn, training__steps=3))
-    assert read(file.parent / "run")[0].get("kl", 0) == pytest.approx(0, abs=1e-9)
+    assert records(file.parent / "run")[0].get("kl", 0) == pytest.approx(0, abs=1e-9)
     assert words in caplog.text and "step 3: " in caplog.text
     assert ("step 2: " in caplog.text) == ("no reply has ended" in words)
-    alike = [record["frac_reward_zero_std"] for record in read(file.parent / "run")]
+    alike = [record["frac_reward_zero_std"] for record in records(file.parent / "run")]
     assert alike == [1, 0, 1]
 
 
@@ -350,25 +339,10 @@ def test_replies_are_drawn_as_the_run_file_says(megatrain, rollout_file, tmp_pat
 def test_a_step_whose_replies_nobody_rewards_may_be_left_out(megatrain, rollout_file, tmp_path):
     file = rollout_file({"name": "grpo", "num_iterations": 2}, ["at_first"])
     megatrain.done("train", file, *sets(training__on_nonfinite="skip", training__steps=3))
-    first, *others = read(tmp_path / "run")
+    first, *others = records(tmp_path / "run")
     assert "rewarded any of the 12 replies" in first["skipped"] and "loss" not in first
     assert all("loss" in record for record in others)
     assert ["reward" in record for record in others] == [True, False]
-
-
-REFUSED = {
-    "the prompt has .* tokens, and data.sequence_length": {"data__sequence_length": 10},
-    "no field 'prompt'": {"data__fields": {"prompt": None}},
-    "no field 'prompt': its fields are": {"data__fields": {"prompt": "question"}},
-    "cannot be imported": {"rollout__rewards": ["no_such_module:f"]},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_done_is_refused_by_name(megatrain, rollout_file, message):
-    result = megatrain("train", rollout_file({"name": "grpo"}), *sets(**REFUSED[message]))
-    assert result.exit_code == 2, result.output
-    assert re.search(message, result.stderr), result.stderr
 
 
 def test_the_example_is_a_run_file_whose_rewards_tell_right_from_wrong():
@@ -399,20 +373,18 @@ def test_ranks_learn_from_the_replies_of_one(megatrain, rollout_file, tmp_path, 
     with (tmp_path / "rewards.py").open("a") as module:
         module.write(NOTE)
     held = (*held, "optimizer={name: sgd, lr: 0.1}")  # AdamW makes noise of sums visible
-    changed = [part for each in (*CHANGED, *held) for part in ("--set", each)]
-    megatrain.done("train", file, *changed, *sets(output__folder="one"))
+    one_rank(megatrain, file, *held)
     noted = (tmp_path / "noted").read_text()
     (tmp_path / "noted").unlink()
     two_then_three(file, tmp_path, 0, *held)
     assert (tmp_path / "noted").read_text() == noted != ""
     assert_same_run(tmp_path / "one", tmp_path / "several", least=1e-7)
-    for mine, other in zip(read(tmp_path / "several"), read(tmp_path / "one"), strict=True):
+    for mine, other in zip(records(tmp_path / "several"), records(tmp_path / "one"), strict=True):
         names = ("reward", "rewards/short/std", "completions/mean_length", "kl")
         for name in (*names, *(f"eval_{name}" for name in names)):
             wanted = pytest.approx(other.get(name, 0), rel=1e-4, abs=1e-7)
             assert mine.get(name, 0) == wanted, name
     broken = rollout_file(LOSSES["grpo"], ("broken",))
-    (tmp_path / "broken").mkdir()
 
     def fails(group):
         with pytest.raises(RunFailed, match="reward broken failed: KeyError"):

@@ -16,12 +16,11 @@ from tests.cli.test_images import (
     assert_plain,
     labelled,
     picture,
-    rows_of,
     talk,
     write_model,
     write_run,
 )
-from tests.unit.data_cases import make_tokenizer
+from tests.unit.data_cases import make_tokenizer, write_jsonl
 
 RATE = 800  # samples a second, of which the model hears one second
 SOUND = "<|audio_bos|><|AUDIO|><|audio_eos|>"
@@ -80,7 +79,7 @@ def run(tmp_path):
     """The folder of a model that hears, and a run file on sounds."""
     model = write_model(tmp_path / "model", qwen2_audio)
     file = write_run(tmp_path, model, "audio_tower", steps=3, batch_size=4)
-    rows_of(tmp_path, [row for row, *_ in conversations(tmp_path)])
+    write_jsonl(tmp_path / "rows.jsonl", [row for row, *_ in conversations(tmp_path)])
     return model, file
 
 
@@ -116,7 +115,7 @@ WRONG = {
 def test_a_sound_that_cannot_be_trained_on_is_named_in_one_line(megatrain, run, tmp_path, case):
     make, problem = WRONG[case]
     make(tmp_path / "a.wav")
-    rows_of(tmp_path, [talk("What is it?", "calm", audio="a.wav")])
+    write_jsonl(tmp_path / "rows.jsonl", [talk("What is it?", "calm", audio="a.wav")])
     assert_named(megatrain("train", run[1]), f"rows.jsonl:1: .*{problem}")
 
 
@@ -175,7 +174,7 @@ def test_a_run_with_films_is_plain_training(megatrain, tmp_path, packing):
     keys = {"steps": 3, "batch_size": 3}
     keys |= {"batch_size": 1, "micro_batch_size": 1} if packing else {}
     file = write_run(tmp_path, model, "visual", **keys)
-    rows_of(tmp_path, [row for row, _ in talks])
+    write_jsonl(tmp_path / "rows.jsonl", [row for row, _ in talks])
     megatrain.done("train", file, *sets(data__packing=packing))
     processor = transformers.AutoProcessor.from_pretrained(model)
     batches = []

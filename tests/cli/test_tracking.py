@@ -1,14 +1,14 @@
 """Trackers get what `metrics.jsonl` gets, for real, and never end a run."""
 
 import json
+from unittest import mock
 
 import pytest
 from accelerate.tracking import TensorBoardTracker
 
 from megatrain import config
-from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.trackers import Trackers
-from tests.cli.cases import assert_refused
+from tests.cli.cases import records
 
 TENSORBOARD = ("--set", "tracking.to=tensorboard", "--set", "training.steps=3")
 
@@ -27,36 +27,28 @@ def test_tensorboard_has_the_metrics_of_a_run_and_of_its_continuation(megatrain,
     megatrain.done("train", run_file, *TENSORBOARD)
     longer = ("--set", "training.steps=5")
     megatrain.done("train", run_file, "--resume", *TENSORBOARD, *longer)
-    records = list(read_metrics(run / "metrics.jsonl"))
     found = scalars(run / "tracking" / "tensorboard")
     for there, here in (("train/loss", "loss"), ("eval/loss", "eval_loss"),
                         ("train/learning_rate", "lr")):  # fmt: skip
-        ours = [(each["step"], each[here]) for each in records if here in each]
+        ours = [(each["step"], each[here]) for each in records(run, here)]
         assert len(ours) >= 2
         assert found[there] == [(step, pytest.approx(value)) for step, value in ours]
 
 
-def test_a_tracker_that_fails_costs_one_warning(megatrain, run_file, monkeypatch, caplog):
-    def log(self, values, step=None, **kwargs):
-        raise ConnectionError("no route\nto host")
-
-    monkeypatch.setattr(TensorBoardTracker, "log", log)
-    megatrain.done("train", run_file, *TENSORBOARD)
+def test_a_tracker_that_fails_costs_one_warning(megatrain, run_file, caplog):
+    broken = ConnectionError("no route\nto host")
+    with mock.patch.object(TensorBoardTracker, "log", side_effect=broken):
+        megatrain.done("train", run_file, *TENSORBOARD)
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert told == ["tensorboard: no route; it gets no more, the run goes on"]
     assert (run_file.parent / "run" / "model" / "model.safetensors").is_file()
 
 
-def test_a_tracker_that_does_not_start_is_refused_and_leaves_nothing(
-    megatrain, run_file, monkeypatch
-):
-    def start(self):
-        raise PermissionError("not logged in")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(TensorBoardTracker, "start", start)
-        result = megatrain("train", run_file, *TENSORBOARD)
-    assert_refused(result, "tracking.to: tensorboard does not start: not logged in")
+def test_a_tracker_that_does_not_start_is_refused_and_leaves_nothing(megatrain, run_file):
+    refused = "tracking.to: tensorboard does not start: not logged in"
+    broken = PermissionError("not logged in")
+    with mock.patch.object(TensorBoardTracker, "start", side_effect=broken):
+        megatrain.refused(refused, "train", run_file, *TENSORBOARD)
     assert [path.name for path in (run_file.parent / "run").iterdir()] == [".lock"]
     megatrain.done("train", run_file, *TENSORBOARD)
 

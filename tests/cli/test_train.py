@@ -14,9 +14,8 @@ from megatrain import AdamW, Placement
 from megatrain.config import load
 from megatrain.loss import LabelSmoothing
 from megatrain.model.trained import Trained
-from megatrain.telemetry.metrics import read_metrics
 from megatrain.train import data, second_model, setup
-from tests.cli.cases import assert_refused, sets
+from tests.cli.cases import assert_refused, records, sets
 
 
 def test_a_run_leaves_all_it_promises(trained):
@@ -39,10 +38,9 @@ def test_a_run_leaves_all_it_promises(trained):
 
 def test_metrics_hold_every_step_and_every_evaluation(trained):
     folder, _ = trained
-    records = list(read_metrics(folder / "metrics.jsonl"))
-    steps = [record for record in records if "loss" in record]
+    steps = records(folder, "loss")
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
-    assert [record["step"] for record in records if "eval_loss" in record] == [3, 6]
+    assert [record["step"] for record in records(folder, "eval_loss")] == [3, 6]
     # Linear schedule: two steps of warm-up from 0 to 0.01, then down to 0 after the last one.
     assert [record["lr"] for record in steps] == pytest.approx(
         [0, 0.005, 0.01, 0.0075, 0.005, 0.0025]
@@ -68,17 +66,15 @@ def test_the_resolved_config_repeats_the_run_bit_for_bit(megatrain, trained, tmp
 
 
 def test_labels_are_smoothed_in_steps_but_not_in_evaluations(megatrain, run_file, tmp_path):
-    options = ("--set", "optimizer.lr=1e-12", "--set", "output.folder=run")
+    options = {"optimizer__lr": 1e-12, "training__steps": 1, "training__eval_every": 1}
     found = []
     for share in (0.0, 0.5):
-        smooth = ("--set", f"loss.label_smoothing={share}", "--set", f"output.folder=run{share}")
-        megatrain.done("train", run_file, *options, *smooth)
-        found.append(read_metrics(tmp_path / f"run{share}" / "metrics.jsonl"))
-    for plain, smoothed in zip(*found, strict=True):
-        if "eval_loss" in plain:
-            assert smoothed["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-6)
-        else:
-            assert smoothed["loss"] != plain["loss"]
+        smooth = {"loss__label_smoothing": share, "output__folder": f"run{share}"}
+        megatrain.done("train", run_file, *sets(**options, **smooth))
+        found.append(records(tmp_path / f"run{share}"))
+    (plain, evaluated), (smoothed, evaluated_again) = found
+    assert smoothed["loss"] != plain["loss"]
+    assert evaluated_again["eval_loss"] == pytest.approx(evaluated["eval_loss"], rel=1e-6)
 
 
 def weights(folder):
@@ -103,9 +99,9 @@ def test_epochs_are_passes_over_all_rows_and_nothing_need_be_evaluated(
     written = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     ends = GenerationConfig.from_pretrained(tmp_path / "run" / "model").eos_token_id
     assert (written.eos_token, written.eos_token_id) == ("a", ends)
-    records = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
-    assert [record["step"] for record in records] == [*range(1, 20)]  # 38 rows, 4 a step, twice
-    assert records[0]["epoch"] == pytest.approx(2 / 19, abs=1e-4) and records[-1]["epoch"] == 2
+    log = records(tmp_path / "run")
+    assert [record["step"] for record in log] == [*range(1, 20)]  # 38 rows, 4 a step, twice
+    assert log[0]["epoch"] == pytest.approx(2 / 19, abs=1e-4) and log[-1]["epoch"] == 2
 
 
 def test_export_casts_and_generate_reads_a_run(megatrain, trained, tmp_path):

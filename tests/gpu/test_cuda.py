@@ -96,6 +96,12 @@ def test_the_schedule_changes_no_bit(clip, tied):
         Placement(resident=(*tables, *(f"layer {i}" for i in range(6))), save_activations=6),
         Placement(slots=2, keep_weights=4),
         Placement(slots=2, keep_weights=4, passes=2, save_all=2, resident=("layer 2",)),
+        Placement(slots=1, gradient_lanes=1, keep_rows=False),
+        Placement(slots=3, keep_rows=False, layer_inputs="host", save_activations=2),
+        Placement(slots=3, offload_activations=4, save_activations=2),
+        Placement(slots=2, offload_activations=6, layer_inputs="host"),
+        Placement(slots=3, save_attention="device"),
+        Placement(slots=3, save_attention="host", layer_inputs="host", offload_activations=2),
     ]
     for placement in placements:
         losses, norms, masters = train("cuda", batches, placement=placement, **options)

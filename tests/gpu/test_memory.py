@@ -2,7 +2,6 @@
 
 import gc
 import multiprocessing
-from typing import Any
 
 import pytest
 import torch
@@ -15,24 +14,6 @@ from tests.gpu.test_cuda import model, steps, train
 from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error
 
 pytestmark = pytest.mark.gpu
-
-EAGER: list[dict[str, Any]] = [
-    {"slots": 1, "gradient_lanes": 1, "keep_rows": False},
-    {"slots": 3, "keep_rows": False, "layer_inputs": "host", "save_activations": 2},
-    {"slots": 3, "offload_activations": 4, "save_activations": 2},
-    {"slots": 2, "offload_activations": 6, "layer_inputs": "host"},
-    {"slots": 3, "save_attention": "device"},
-    {"slots": 3, "save_attention": "host", "layer_inputs": "host", "offload_activations": 2},
-]
-
-
-@pytest.mark.parametrize("choices", EAGER, ids=str)
-def test_where_things_wait_changes_no_bit(choices):
-    batches = steps(3)
-    wanted = train("cuda", batches, placement=Placement(slots=1))
-    losses, norms, masters = train("cuda", batches, placement=Placement(**choices))
-    assert (losses, norms) == wanted[:2]
-    assert all(torch.equal(masters[name], wanted[2][name]) for name in masters)
 
 
 def test_compiled_graphs_are_the_same_on_the_host():

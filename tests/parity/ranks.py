@@ -28,6 +28,7 @@ def run_ranks(size: int, folder: Path, work: Work, *, whole: bool = True) -> lis
 
     Nothing, if not all ranks live to the end (`whole`).
     """
+    folder.mkdir(exist_ok=True)
     children = [start(partial(_rank, rank, size, folder, work)) for rank in range(size)]
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     errors = [folder / f"error {rank}" for rank in range(size)]

@@ -466,7 +466,6 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(rule, tmp_pat
         return masters(engine) | adapters, loss
 
     adapters: dict[str, torch.Tensor] = {}  # all names differ from those of the other engine
-    (tmp_path / "ranks").mkdir()
     [(trained, loss), *_] = run_ranks(2, tmp_path, save)
     others = run_ranks(3, tmp_path / "ranks", load)
     assert not [path for path in tmp_path.iterdir() if "none" in path.name]
@@ -542,7 +541,6 @@ def test_any_layout_goes_on_from_a_checkpoint_of_hosts_bit_for_bit(tmp_path):
     wanted, loss = load((1, 1))(None)
     assert all(same(wanted, found) for found in every)
     for shape in ((1, 2), (2, 1), (3, 1)):
-        (tmp_path / f"ranks {shape}").mkdir()
         for found, own in run_ranks(shape[0] * shape[1], tmp_path / f"ranks {shape}", load(shape)):
             assert same(found, wanted) and own == pytest.approx(loss, rel=2e-6)
         again = saved_state(tmp_path / f"again {shape}")

@@ -14,7 +14,7 @@ from megatrain.model.micro_batch import Batch
 from tests.race.schedule import STEPS, Alike, Told, schedules, shared_schedules, trace
 from tests.sweeps import few
 
-PARTS = 6  # of all schedules; the first, which has every wait, is in the plain run
+PARTS = 12  # of all schedules; the first, which has every wait, is in the plain run
 
 
 @functools.cache
@@ -139,7 +139,7 @@ def test_each_wait_of_their_way_is_needed(beside, waits, racing):
 
 def collectives(size=3, hosts=1):
     """Of some schedules what each rank puts on; they have other numbers of micro-batches."""
-    for schedule in islice(shared_schedules(), 0, None, 3):
+    for schedule in islice(shared_schedules(), 0, None, 5):
         said: dict = {}
         for _ in range(2):  # the first time they only say what they have
             each = [
