@@ -17,7 +17,7 @@ OLDEST_VERSIONS := torch==2.10.0 transformers==5.6.0
 # says: without it each worker compiles all tests anew, 6 seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-part test-all test-extras test-tutorial test-install compat fuzz soak check lint format bench-cpu bench-regression native wheel models site clean
+.PHONY: help demo test test-part test-all test-extras test-tutorial test-install compat fuzz check lint format bench-cpu bench-regression native wheel models site clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -65,10 +65,7 @@ compat: $(OLDEST)/.installed native  ## the parity core with the oldest torch an
 		tests/unit/test_probe.py
 
 fuzz: $(STAMP)  ## 120,000 hostile files to everything that reads; a quarter of an hour
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) tests.reliability.readers 10000
-
-soak: $(STAMP)  ## a run by each optimizer rule, killed, stopped, resumed, evaluated; five minutes
-	OMP_NUM_THREADS=1 $(RUN) tests.reliability.soak
+	MEGATRAIN_FUZZ=10000 $(PYTEST) -m exhaustive -k many_inputs tests/reliability/test_hostile.py
 
 check: lint  ## lint, format, types and structure
 	$(RUN) pytest -q tests/structure

@@ -12,9 +12,9 @@ import signal
 import pytest
 
 from megatrain.checkpoint import verify
-from megatrain.telemetry.metrics import read_metrics
-from tests.cli.cases import sets
+from tests.cli.cases import records, sets
 from tests.reliability.cases import AT_STEP, logged, model_bytes, start_run, toy_run
+from tests.sweeps import few
 
 SLOW = pytest.mark.exhaustive
 CHOICES = {"training__steps": 8, "training__eval_every": 4, "checkpoint__every": 3}
@@ -102,19 +102,6 @@ at = lambda step: os.write(2, b"a warning of a library")
     assert model_bytes(tmp_path / "run") == model_bytes(whole)
 
 
-def test_a_model_that_cannot_be_written_loses_no_step(start, goes_on):
-    fault = """
-import errno
-import megatrain.train.loop as loop
-def full(*args):
-    raise OSError(errno.ENOSPC, "No space left on device")
-loop.write_model = full
-"""
-    out = failed_with(start(fault, *sets(checkpoint__at_end=False)), 4, "No space left on device")
-    assert "the state after step 8 is saved" in out
-    goes_on()
-
-
 def test_a_full_disk_at_a_save_costs_that_checkpoint_only(start, run, whole):
     """Files may not grow beyond 30 kB from step 14 to 19; the try after step 25 has room again.
 
@@ -142,89 +129,6 @@ def at(step):
     assert (saved / "keep").exists()
 
 
-CHANGES = {
-    "cut short": "os.truncate(path, 100)",
-    "overwritten": "open(path, 'r+b').write(b'1234')",
-    "grown": "open(path, 'ab').write(b'1234')",
-}
-
-
-@pytest.mark.parametrize(
-    "change", ["cut short", *(pytest.param(c, marks=SLOW) for c in ("overwritten", "grown"))]
-)
-def test_data_that_change_end_the_run_after_a_save(start, goes_on, run, change):
-    fault = (
-        AT_STEP
-        + f"""
-import glob, os
-def at(step):
-    if step == 5:
-        path, = glob.glob({str(run.parent)!r} + "/cache/*/tokens.bin")
-        {CHANGES[change]}
-"""
-    )
-    out = failed_with(start(fault), 4, "tokens.bin: ", "is not as it was written")
-    (step,) = {int(line.split()[5]) for line in out.splitlines() if "is saved; --resume" in line}
-    assert step >= 4  # rows of two steps were read ahead
-    assert "made again" in goes_on()
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        "ValueError('lost')",
-        pytest.param("MemoryError('lost')", marks=SLOW),
-        pytest.param("OSError('lost')", marks=SLOW),
-    ],
-)
-def test_a_loader_worker_that_dies_ends_the_run_with_its_traceback(start, goes_on, error):
-    fault = f"""
-from megatrain.data import PackedDataset
-batch, calls = PackedDataset.batch, []
-def dying(self, rows):
-    calls.append(rows)
-    if len(calls) == 13:
-        raise {error}
-    return batch(self, rows)
-PackedDataset.batch = dying
-"""
-    out = failed_with(start(fault), 4, "its rows cannot be read: ", "lost", "in dying")
-    assert "is saved; --resume goes on there" in out
-    goes_on()
-
-
-def test_an_evaluation_that_fails_loses_no_step(start, goes_on):
-    fault = """
-import torch
-from megatrain.api import Engine
-def dying(self, rows):
-    raise RuntimeError("lost")
-Engine.score = dying
-"""
-    process = start(fault)
-    assert process.wait() == 4
-    assert "the state after step 4 is saved" in process.output and "lost" in process.output
-    goes_on()
-
-
-def test_an_update_that_dies_leaves_no_half_state_behind(start, goes_on):
-    fault = """
-import megatrain.kernels as kernels
-update, calls = kernels.update, []
-def dying(rule, tile, by, options):
-    calls.append(options.step)
-    if calls.count(5) == 3:
-        raise RuntimeError("lost")
-    return update(rule, tile, by, options)
-kernels.update = dying
-"""
-    process = start(fault)
-    assert process.wait() == 4
-    assert "in dying" in process.output  # the traceback
-    assert "the state before the failure is not saved: a step was broken off" in process.output
-    assert "going on after step 3" in goes_on()
-
-
 NAN_AT = """
 import megatrain.train.steps as steps
 from megatrain.engine.head import Head
@@ -248,11 +152,94 @@ def poisoned_in(steps, times='float("nan")', then="pass"):
     return NAN_AT.format(steps=steps, times=times, then=then)
 
 
-def test_a_step_that_comes_out_otherwise_the_second_time_is_a_fault_of_the_hardware(start, goes_on):
-    fault = poisoned_in([5], then="step_of.remove(at[0])")
-    text = "step 5: loss and gradient norm are 4.", "and were nan and nan", "fault of the hardware"
-    assert "the state after step 4 is saved" in failed_with(start(fault), 4, *text)
-    goes_on()
+CHANGED = (
+    AT_STEP
+    + """
+import glob, os
+def at(step):
+    if step == 5:
+        path, = glob.glob("{folder}/cache/*/tokens.bin")
+        {change}
+"""
+)
+DYING = """
+from {module} import {owner}
+whole, calls = {owner}.{name}, []
+def dying(*args, **named):
+    calls.append({call})
+    if {when}:
+        raise {error}
+    return whole(*args, **named)
+{owner}.{name} = dying
+"""
+
+
+def dying(module, owner, name, error="ValueError('lost')", when="True", call="None"):
+    """A function that fails, at the call that `when` says."""
+    names = {"module": module, "owner": owner, "name": name, "when": when, "call": call}
+    return DYING.format(**names, error=error)
+
+
+def rows_lost(error):
+    """A thread that loads rows dies."""
+    fault = dying("megatrain.data", "PackedDataset", "batch", error, "len(calls) == 13")
+    return fault, ("its rows cannot be read: ", "lost", "in dying", "is saved; --resume goes on")
+
+
+NO_ROOM = "OSError(28, 'No space left on device')"
+BROKEN_OFF = "the state before the failure is not saved: a step was broken off"
+# What is wrong, and what is said of it.
+FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "no room for the model": (
+        dying("megatrain.train", "loop", "write_model", NO_ROOM),
+        ("No space left on device", "the state after step 8 is saved"),
+    ),
+    "data cut short": (
+        CHANGED.replace("{change}", "os.truncate(path, 100)"),
+        ("tokens.bin: ", "is not as it was written", "is saved; --resume"),
+    ),
+    "an evaluation": (
+        dying("megatrain.api", "Engine", "score", "RuntimeError('lost')"),
+        ("the state after step 4 is saved", "lost"),
+    ),
+    "an update": (
+        dying("megatrain", "kernels", "update", when="calls.count(5) == 3", call="args[3].step"),
+        ("in dying", BROKEN_OFF),
+    ),
+    "rows": rows_lost("ValueError('lost')"),
+    "a step that comes out otherwise the second time": (
+        poisoned_in([5], then="step_of.remove(at[0])"),
+        (
+            *("step 5: loss and gradient norm are 4.", "and were nan and nan"),
+            *("fault of the hardware", "the state after step 4 is saved"),
+        ),
+    ),
+    "a loss that is not finite": (
+        poisoned_in([5]),
+        ("step 5: the loss is nan", "rows.jsonl:", "the state after step 4 is saved"),
+    ),
+    "data overwritten": (
+        CHANGED.replace("{change}", "open(path, 'r+b').write(b'1234')"),
+        ("tokens.bin: ", "is not as it was written"),
+    ),
+    "data grown": (
+        CHANGED.replace("{change}", "open(path, 'ab').write(b'1234')"),
+        ("tokens.bin: ", "is not as it was written"),
+    ),
+    "rows without memory": rows_lost("MemoryError('lost')"),
+    "rows on a bad disk": rows_lost("OSError('lost')"),
+}
+
+
+@pytest.mark.parametrize("name", few(FAULTS, *range(7)))
+def test_what_fails_ends_the_run_and_loses_no_step_that_was_whole(start, goes_on, run, name):
+    fault, texts = FAULTS[name]
+    process = start(fault.replace("{folder}", str(run.parent)), *sets(checkpoint__at_end=False))
+    assert process.wait() == 4, process.output
+    assert [text for text in texts if text not in process.output] == []
+    out = goes_on()
+    assert "going on after step 3" in out or name != "an update"
+    assert "made again" in out or "data" not in name
 
 
 @SLOW
@@ -276,10 +263,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_the_state_before_is_saved(s
 def test_steps_that_are_not_finite_are_left_out_if_wanted(start, run):
     skip = sets(training__on_nonfinite="skip", training__steps=10)
     out = start(poisoned_in([4, 5, 6]), *skip).finish()
-    records = list(read_metrics(run.parent / "run" / "metrics.jsonl"))
-    assert [r["step"] for r in records if "skipped" in r] == [4, 5, 6]
-    assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 7, 8, 9, 10]
-    skipped = next(r for r in records if "skipped" in r)
+    ours = run.parent / "run"
+    skipped, *_ = left_out = records(ours, "skipped")
+    assert [record["step"] for record in left_out] == [4, 5, 6]
+    assert [record["step"] for record in records(ours, "loss")] == [1, 2, 3, 7, 8, 9, 10]
     assert "the loss is nan" in skipped["skipped"] and "rows.jsonl:" in skipped["rows"]
     assert "step 4/10  left out: the loss is nan" in out
     kept = verify(run.parent / "run" / "checkpoints" / "step-00000010")

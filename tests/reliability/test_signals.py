@@ -11,13 +11,14 @@ from tests.sweeps import few
 
 CHOICES = {"training__steps": 6, "training__eval_every": 2, "checkpoint__every": 3}
 
-# Makes a part of the run say its name and take long, so that a signal meets it.
-SLOW = """
+# Makes a part of the run say its name and wait, so that a signal meets it.
+HELD = """
 import pathlib, time
 from {module} import {owner}
 def slow(*args, whole={owner}.{name}, **kwargs):
     print("PHASE", flush=True)
-    {wait}
+    while not pathlib.Path({go!r}).exists():
+        time.sleep(0.01)
     return whole(*args, **kwargs)
 {owner}.{name} = slow
 """
@@ -46,6 +47,7 @@ stop.time = types.SimpleNamespace(monotonic=monotonic)
 PHASES = {
     "reading": ("megatrain.train", "setup", "run_tokenizer"),
     "loading": ("megatrain.train", "setup", "_engine"),
+    "resuming": ("megatrain.train", "setup", "_saved_engine"),
     "step": ("megatrain.api", "Engine", "step"),
     "evaluation": ("megatrain.api", "Engine", "score"),
     "save": ("megatrain.checkpoint", "saver", "publish"),
@@ -53,18 +55,10 @@ PHASES = {
 }
 
 
-def slow(phase, seconds):
-    return _slow(phase, f"time.sleep({seconds})")
-
-
 def held(phase, go):
     """The part waits until the file `go` is there: after a signal, however late that comes."""
-    return _slow(phase, f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)")
-
-
-def _slow(phase, wait):
     module, owner, name = PHASES[phase]
-    return SLOW.format(module=module, owner=owner, name=name, wait=wait)
+    return HELD.format(module=module, owner=owner, name=name, go=str(go))
 
 
 @pytest.fixture
@@ -116,17 +110,14 @@ def test_one_signal_ends_the_run_well_and_loses_nothing(
     assert model_bytes(folder) == model_bytes(whole)
 
 
-@pytest.mark.parametrize("phase", few(["loading", "step", "save"], 2))
-def test_a_second_signal_ends_it_at_once(run, tmp_path, start, phase):
+@pytest.mark.parametrize("phase", few(["resuming", "step", "save"], 2))
+def test_a_second_signal_ends_it_at_once(run, tmp_path, start, phase, go):
     """Whatever it is doing; the checkpoint before is whole."""
     start("", *sets(training__steps=3)).finish()
-    name = "_saved_engine" if phase == "loading" else None
-    before = slow(phase, 60)
-    before = before.replace("_engine", name) if name else before
-    before += CLOCK.format(later=str(tmp_path / "later"))
+    before = held(phase, go) + CLOCK.format(later=str(tmp_path / "later"))
     process = start(before, "--resume", *sets(training__steps=100000))
     process.until("PHASE")
-    if phase != "loading":  # there the first one ends it
+    if phase != "resuming":  # there the first one ends it
         process.send(signal.SIGINT)
         process.until("stopping after this step")
         process.send(signal.SIGINT)  # as timeout(1) does
@@ -134,8 +125,8 @@ def test_a_second_signal_ends_it_at_once(run, tmp_path, start, phase):
         (tmp_path / "later").touch()
     last = signal.SIGINT if phase == "step" else signal.SIGTERM
     process.send(last)
-    assert process.wait() == (0 if phase == "loading" else 128 + last)
-    assert ("stopped at once" in process.output) == (phase != "loading")
+    assert process.wait() == (0 if phase == "resuming" else 128 + last)
+    assert ("stopped at once" in process.output) == (phase != "resuming")
     assert [verify(tmp_path / "run" / "checkpoints" / "step-00000003").step] == [3]
     assert checkpoint_steps(tmp_path / "run") == [3]
 
