@@ -141,7 +141,7 @@ def test_a_checkpoint_refuses_another_file(megatrain, model, tmp_path, tokenizer
 
 
 def test_a_plan_reads_no_weights(megatrain, model, user_cache):
-    here = ["--gpu", "4090", "--host-memory", "64GiB", "--sequence-length", 64]
+    here = ["--gpu", "4090", "--host-memory", "64GiB", "--sequence-length", 64, "--tokens", 256]
     assert "fits" in megatrain.done("plan", "--model", model, *here).output
     assert not (user_cache / "gguf").exists()
 

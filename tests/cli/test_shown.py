@@ -139,7 +139,7 @@ def test_the_notebook_s_cells_run(tmp_path, tokenizer_folder, monkeypatch):
 
 
 def test_the_demo_trains_and_samples(megatrain, monkeypatch, tmp_path):
-    sized(monkeypatch, demo, CORPUS_BYTES=200_000)
+    sized(monkeypatch, demo, CORPUS_BYTES=60_000)
     small = ["training.steps=3", "data.sequence_length=32", "engine.device=cpu"]
     options = [part for override in small for part in ("--set", override)]
     result = megatrain.done("demo", *options)

@@ -134,5 +134,5 @@ def test_a_run_survives_kills_by_each_rule_with_other_placements(tokenizer_folde
     def resumed():
         return sets(engine__placement=drawn_placement(choice))
 
-    kills = {"kills": 6, "steps": 60, "choices": choices, "resumed": resumed}
-    assert len(kill_and_go_on(tokenizer_folder, tmp_path, **kills)) == 6
+    kills = {"kills": 4, "steps": 50, "choices": choices, "resumed": resumed}
+    assert len(kill_and_go_on(tokenizer_folder, tmp_path, **kills)) == 4
