@@ -8,8 +8,9 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, MistralConfig, MistralForCausalLM
 
 from megatrain import AdamW, Engine, Placement
+from megatrain.compat.transformers import attention_of
 from megatrain.model.causal_attention import causal_attention
-from megatrain.model.documents import BY_IMAGES
+from megatrain.model.documents import BY_IMAGES, BY_WINDOWS
 from tests.inside import program_of
 from tests.parity.cases import relative_error
 
@@ -102,9 +103,26 @@ def test_images_attend_in_one_call_as_they_do_alone(width):
     assert relative_error(*({"": gradient} for gradient in gradients)) < 0.02
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_plain_rows_attend_in_windows_as_masks_let_them(compiled):
+    at, results = Placement(compile=compiled), []
+    ids = torch.randint(VOCAB, (3, 256), generator=torch.Generator().manual_seed(0))
+    batches = [[{"input_ids": rows, "labels": rows} for rows in ids.split(2)]] * 3
+    for device, name in (("cuda", BY_WINDOWS), ("cpu", "sdpa")):
+        rule, how = AdamW(lr=1e-3), at if device == "cuda" else None
+        with Engine(mistral(24), optimizer=rule, device=device, placement=how or "auto") as engine:
+            assert attention_of(program_of(engine).capture.model.config) == name
+            results.append(updates(engine, batches))
+    (one, moved), (other, wanted) = results
+    assert one == pytest.approx(other, rel=2e-3)
+    for name in wanted:
+        assert torch.cosine_similarity(moved[name].flatten(), wanted[name].flatten(), 0) > 0.97
+
+
 @pytest.mark.parametrize("edges", [None, (0, 100, 600, 1024, 1200, 2048)])
 @pytest.mark.parametrize("window", [0, 128])
-def test_the_kernel_with_sinks_is_attention_by_logits(window, edges):
+@pytest.mark.parametrize("sinks", [True, False])
+def test_the_kernel_is_attention_by_logits(window, edges, sinks):
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 1024, heads, 64) for heads in (8, 2, 2)]
     leaves = [torch.randn(s, generator=generator).bfloat16() for s in (*shapes, (8,))]
@@ -112,7 +130,8 @@ def test_the_kernel_with_sinks_is_attention_by_logits(window, edges):
     for device in ("cpu", "cuda"):
         on = [leaf.to(device).requires_grad_() for leaf in leaves]
         told = None if edges is None else torch.tensor(edges, dtype=torch.int32, device=device)
-        out, whole = causal_attention(*on, told, 1024, window, 0.125)
+        on = on[: 3 + sinks]
+        out, whole = causal_attention(*on, *[None] * (not sinks), told, 1024, window, 0.125)
         direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
         gradients = torch.autograd.grad(out, on, direction.to(device))
         named = {str(n): x.float().cpu() for n, x in enumerate((out, whole, *gradients))}
