@@ -12,19 +12,17 @@ import torch
 from megatrain.device import Buffer
 from megatrain.device.base import Memory, kind_of
 from megatrain.device.trace import MetaDevice
-from megatrain.engine.assemble import Assembly
 from megatrain.engine.step import Parts, TrainingParts
 from megatrain.forecast.notes import Notes, Once
 from megatrain.forecast.op_counter import Place
 from megatrain.forecast.profile import Profile
-from megatrain.forecast.simulate import STEADY, Forecast, forecast, process_bytes, unrun
+from megatrain.forecast.simulate import STEADY, Forecast, assembled, forecast, process_bytes
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.model.spec import PROBE_SHAPE, ModelSpec
 from megatrain.optim import PlaneKind
 from megatrain.placement import Placement, Precision
 from megatrain.source.tiles import DTYPES, Model
-from megatrain.store.store import Store
 from megatrain.tile import TileKind
 
 # Memory of a step that is free while replies are generated.
@@ -69,9 +67,7 @@ def needs_of(
     Of a step's `tokens`, if they are known, `distinct` ones differ; None: they may all.
     """
     device, dtype = _Counting(), DTYPES[model.precision]
-    store = Store(device, model.layouts, dtype, rule=model.rule, placement=placement)
-    eager = replace(placement, compile=False, chunk_tokens=None)
-    assembly = Assembly(device, unrun(model), store, dtype, eager)
+    assembly = assembled(device, model, placement)
     parts: Parts
     if model.optimizer is None:
         parts = assembly.inference()

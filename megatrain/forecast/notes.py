@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -29,6 +28,7 @@ from megatrain.model.capture import Capture, Ref
 from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.media import of_media
 from megatrain.model.spec import Layer, ModelSpec, Structure
+from megatrain.telemetry.host import package_versions
 from megatrain.tile.formats import PACKINGS
 
 Value = TypeVar("Value")
@@ -168,10 +168,8 @@ class Notes(Once):
         def value() -> Value:
             if self._file is None:
                 return make()
-            name, codec = (
-                hashlib.sha256(repr(key).encode()).hexdigest()[:24],
-                _codec(cast(Any, kind)),
-            )
+            name = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+            codec = _codec(cast(Any, kind))
             with suppress(KeyError, TypeError, ValueError):
                 return cast(Value, codec.validate_json(self._values[name]))
             new = make()
@@ -203,12 +201,9 @@ def _codec(kind: Any) -> Any:
 
 
 @cache
-def versions() -> dict[str, str]:
+def versions() -> dict[str, str | None]:
     """The versions of all code on which measurements depend; ours by its files."""
-    found = {}
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
     files = sorted(Path(megatrain.__file__).parent.rglob("*.py"))
     stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return found | {"megatrain": hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]}
+    ours = hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
+    return package_versions(_PACKAGES) | {"megatrain": ours}

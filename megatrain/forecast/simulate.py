@@ -17,7 +17,7 @@ from megatrain.device.base import COMPUTE, DEVICE_STREAMS, DISK_STREAMS, UPDATE
 from megatrain.device.trace import ClockDevice
 from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.sink import PIECE, GradAccumulator, Sink
-from megatrain.engine.step import TrainingParts, train_step
+from megatrain.engine.step import train_step
 from megatrain.forecast.op_counter import Ledger, Place
 from megatrain.forecast.prices import CostModel, Declared
 from megatrain.forecast.profile import TWO_VISITS, Profile, grouped
@@ -27,7 +27,7 @@ from megatrain.model.micro_batch import MicroBatch, Weights
 from megatrain.optim import Plane
 from megatrain.parallel.distributed import ALONE, Foreseen
 from megatrain.placement import Placement
-from megatrain.source.tiles import Model
+from megatrain.source.tiles import DTYPES, Model
 from megatrain.store.store import DiskStaging, Lane, Store, Tile, own_numel
 from megatrain.telemetry.metrics import model_tflops
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, critical_path, window
@@ -185,13 +185,26 @@ def forecast(
     )
     device, passes = ClockDevice(costs), 1 if joint else placement.passes
     batch = measured.batch(rows, micro_batch, _followed(placement, steps), passes)
-    if (sharing := model.ranks * model.hosts) > 1:
-        batch = measured.with_all_rows(batch, rows * sharing, model.ranks)
+    if (ranks := model.ranks * model.hosts) > 1:
+        batch = measured.with_all_rows(batch, rows * ranks, model.ranks)
     if joint:
         batch = replace(batch, micro=[replace(micro, loss=TWO_VISITS) for micro in batch.micro])
     costs.group = max(map(grouped, batch.micro))
     costs.puts = 3 if placement.layer_inputs == "host" else 2
-    store, parts = _assemble(device, measured, model, placement, declared, clip, joint=joint)
+    assembly = assembled(
+        device,
+        model,
+        placement,
+        measured,
+        ranks=Foreseen(0, ranks, model.ranks, hosts=model.hosts) if ranks > 1 else ALONE,
+        sinks=CoarseSink,
+        staging=_CoarseDiskStaging,
+        unpacking=declared.unpack,
+    )
+    assert model.optimizer is not None
+    parts = assembly.training(model.optimizer, 1.0 if clip else None)
+    if joint and parts.passes > 1:  # as the engine takes such a step
+        parts = replace(parts.under(assembly.policies(device=False)), passes=1)
     if measured.media is not None:
         parts = replace(parts, trunk=parts.encoded)
         ledger.add_bytes("images", rows * measured.media_bytes)
@@ -204,7 +217,8 @@ def forecast(
         train_step(parts, batch)
         end = device.now
         spans = window(device.spans, begin, end)
-    host, planes_bytes = host_bytes(store, parts), sum(store.bytes_by_plane().values())
+    host = host_bytes(assembly.store, parts)
+    planes_bytes = sum(assembly.store.bytes_by_plane().values())
     # Rooms of graphs on the host are as if all groups were as large as the first.
     every = sum(map(grouped, batch.micro)), costs.group * len(batch.micro)
     host["host_kept_bytes"] = host["host_kept_bytes"] * every[0] // every[1]
@@ -259,46 +273,20 @@ def process_bytes(
     return max(PROCESS_BYTES, _EARLY_PROCESS_BYTES + arriving - later)
 
 
-def _assemble(
-    device: ClockDevice,
-    measured: Profile,
-    model: Model,
-    placement: Placement,
-    declared: Declared,
-    clip: bool,
-    *,
-    joint: bool,
-) -> tuple[Store, TrainingParts]:
-    store = Store(device, model.layouts, measured.dtype, rule=model.rule, placement=placement)
-    ranks = model.ranks * model.hosts
-    assembly = Assembly(
-        device,
-        unrun(model, measured),
-        store,
-        measured.dtype,
-        replace(placement, compile=False, chunk_tokens=None),  # nothing is run
-        Foreseen(0, ranks, model.ranks, hosts=model.hosts) if ranks > 1 else ALONE,
-        sinks=CoarseSink,
-        staging=_CoarseDiskStaging,
-        unpacking=declared.unpack,
-    )
-    assert model.optimizer is not None
-    parts = assembly.training(model.optimizer, 1.0 if clip else None)
-    if joint and parts.passes > 1:  # as the engine takes such a step
-        parts = replace(parts.under(assembly.policies(device=False)), passes=1)
-    return store, parts
-
-
-def unrun(model: Model, measured: Profile | None = None) -> "ModelProgram":
-    """The program of a model whose units are assembled, and do not compute."""
+def assembled(
+    device: Device, model: Model, placement: Placement, measured: Profile | None = None, **more: Any
+) -> Assembly:
+    """The assembly of a model whose units do not compute; `more`: as of `Assembly`."""
 
     def repeats(visit: int, weights: Callable[[], Weights], batch: MicroBatch) -> bool:
         assert measured is not None
         return measured.layer(visit, len(batch.inputs["input_ids"])).repeating is not None
 
-    spec = model.spec
-    unrun_program = SimpleNamespace(spec=spec, capture=spec.capture, repeats=repeats)
-    return cast("ModelProgram", unrun_program)
+    dtype, spec = DTYPES[model.precision], model.spec
+    store = Store(device, model.layouts, dtype, rule=model.rule, placement=placement)
+    unrun = SimpleNamespace(spec=spec, capture=spec.capture, repeats=repeats)
+    eager = replace(placement, compile=False, chunk_tokens=None)
+    return Assembly(device, cast("ModelProgram", unrun), store, dtype, eager, **more)
 
 
 class CoarseSink(Sink):

@@ -7,9 +7,10 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatrain.base.json_yaml import read_json
 from megatrain.base.units import GIB, MIB
@@ -177,12 +178,8 @@ def machine_for(
 
 def update_gbps(cores: int, host: str = "server") -> float:
     """The expected rate of host memory during updates, GB/s."""
-    known = _SERVER_GBPS[-1][1]
-    for (few, low), (many, high) in pairwise(_SERVER_GBPS):
-        if cores <= many:
-            known = low + (high - low) * (max(cores, few) - few) / (many - few)
-            break
-    return min(known, _HOST_LIMIT_GBPS[host])
+    numbers, known = zip(*_SERVER_GBPS, strict=True)
+    return min(float(np.interp(cores, numbers, known)), _HOST_LIMIT_GBPS[host])
 
 
 VERSION = 1

@@ -5,7 +5,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -125,14 +125,11 @@ _PACKAGES = ("megatrain", "torch", "transformers", "datasets", "tokenizers", "sa
 
 def environment(device: str) -> dict[str, Any]:
     """Versions, machine and GPU, as plain JSON values; holds no user, host or file names."""
-    gpu, packages = find_gpu(device), dict[str, str | None].fromkeys(_PACKAGES)
-    for name in _PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            packages[name] = metadata.version(name)
+    gpu = find_gpu(device)
     return {
         "python": platform.python_version(),
         "commit": commit(),
-        "packages": packages,
+        "packages": package_versions(_PACKAGES),
         "system": platform.system(),
         "kernel": platform.release(),
         "cpu": cpu_name(),
@@ -143,6 +140,15 @@ def environment(device: str) -> dict[str, Any]:
         "device": device,
         "gpu": gpu and {name: vars(gpu)[name] for name in ("name", "memory_bytes", "driver")},
     }
+
+
+def package_versions(names: Sequence[str]) -> dict[str, str | None]:
+    """The versions of these packages; None: it is not installed."""
+    versions = dict[str, str | None].fromkeys(names)
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def commit() -> str | None:
