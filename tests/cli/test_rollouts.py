@@ -266,11 +266,13 @@ MISTAKES = {
     ),
     "no module": (["no_such_module:f"], "cannot be imported"),
     "long": (["rewards.py:few"], "the prompt has .* tokens, and data.sequence_length"),
+    "all long": (["rewards.py:few"], "no prompt that can be used"),
     "no prompt": (["rewards.py:few"], "no field 'prompt'"),
     "a prompt elsewhere": (["rewards.py:few"], "no field 'prompt': its fields are"),
 }
 OF_DATA = {
     "long": {"data__sequence_length": 10},
+    "all long": {"data__sequence_length": 10, "data__overlong": "drop"},
     "no prompt": {"data__fields": {"prompt": None}},
     "a prompt elsewhere": {"data__fields": {"prompt": "question"}},
 }

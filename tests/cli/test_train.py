@@ -142,8 +142,6 @@ FOR_DATA = {
     "bad_rows": "skip", "overlong": "drop", "hub_config": "one", "hub_split": "test",
     "cache_dir": "kept", "path": ["a", "b"], "weights": [1, 3], "repeat": True, "eval_path": "c",
 }  # fmt: skip
-FOR_PROMPTS = ("loss={name: grpo, max_completion_length: 8}", "rollout.rewards=[a:b]")
-FOR_PROMPTS += ("data.weights=", "data.repeat=false", "data.eval_fraction=0")
 
 
 def test_each_key_of_a_run_file_reaches_whom_it_is_for(run_file, monkeypatch):
@@ -154,17 +152,13 @@ def test_each_key_of_a_run_file_reaches_whom_it_is_for(run_file, monkeypatch):
     of_data = [f"data.{key}={json.dumps(value)}" for key, value in FOR_DATA.items()]
     config = load(run_file, [*CHANGED, *of_data, "data.eval_fraction=0"])
     with monkeypatch.context() as patch:
-        for name in ("open_dataset", "open_prompts"):
-            patch.setattr(data, name, lambda path, **options: {"path": path} | options)
+        patch.setattr(data, "open_dataset", lambda path, **options: {"path": path} | options)
         training, evaluation = data.open_data(config, "tokenizer", 9)
-        prompts, _ = data.open_data(load(run_file, [*of_data, *FOR_PROMPTS]), "tokenizer", 9)
     wanted = {name: value for name, value in FOR_DATA.items() if name != "eval_path"}
     wanted |= {"seed": 7, "vocab_size": 9, "tokenizer": "tokenizer"}
     assert {name: training[name] for name in wanted} == wanted
     del wanted["weights"], wanted["repeat"]
     assert {name: evaluation[""][name] for name in wanted} == wanted | {"path": "c"}
-    wanted = {"longest": 16, "drop": True, "chat": True, "hub_split": "test", "bad_rows": "skip"}
-    assert {name: prompts[name] for name in wanted} == wanted
     with pytest.raises(InterruptedError):
         setup.prepare(load(run_file, CHANGED))
     assert {name: engine.call_args.kwargs[name] for name in FOR_ENGINE} == FOR_ENGINE

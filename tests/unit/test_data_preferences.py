@@ -260,16 +260,12 @@ def test_prompts_are_held_out_of_all_sources_by_the_seed(tmp_path):
 
 
 def test_prompts_are_as_long_as_may_be_and_known_with_their_answers(tmp_path):
-    rows = [{"prompt": "It is", "answer": 1}, {"prompt": "It is 42 and it is 42", "answer": 1}]
+    rows = [{"prompt": "It is", "answer": 1}, {"prompt": "It is 42 and it is 42"}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     short, long = prompts(path).row_lengths
     assert prompts(path, longest=long).row_lengths == [short, long]
     assert prompts(path, longest=long - 1, drop=True).row_lengths == [short]
-    with pytest.raises(
-        InputError, match=rf"a\.jsonl:2: the prompt has {long} tokens, .*{long - 1}:"
-    ):
-        prompts(path, longest=long - 1)
-    other = write_jsonl(tmp_path / "b.jsonl", [rows[0], rows[1] | {"answer": 2}])
+    other = write_jsonl(tmp_path / "b.jsonl", [rows[0] | {"answer": 2}, rows[1]])
     assert prompts(other).fingerprint != prompts(path).fingerprint
 
 

@@ -16,6 +16,7 @@ from megatrain.config import ModelSection
 from megatrain.data.prompts import end_of_turn, prompt_ids
 from megatrain.generate import Sampling
 from megatrain.generate.sampling import OwnDraws
+from megatrain.generate.texts import stop_ids
 from megatrain.train.data import run_ends
 from tests.unit.data_cases import chat_tokenizer, encode_row, make_tokenizer, talk
 
@@ -55,6 +56,14 @@ ENDS = {"qwen": "<|im_end|>", "marked": "<|im_end|>", "llama3": "<|eot_id|>", "m
 def test_the_token_that_ends_a_reply_is_found_in_the_template(name):
     tokenizer = chat_tokenizer(name)
     assert end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids(ENDS[name])
+
+
+def test_a_text_ends_with_the_models_tokens_and_a_chat_with_its_turn_too():
+    engine = SimpleNamespace(generation_config=GenerationConfig(eos_token_id=[3]))
+    tokenizer = chat_tokenizer("llama3")
+    assert stop_ids(engine, tokenizer, chat=False) == {3, tokenizer.eos_token_id}
+    turn = tokenizer.convert_tokens_to_ids(ENDS["llama3"])
+    assert stop_ids(engine, tokenizer, chat=True) == {3, tokenizer.eos_token_id, turn}
 
 
 def test_without_a_token_at_its_end_a_reply_ends_with_none():

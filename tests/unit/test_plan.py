@@ -10,7 +10,7 @@ from megatrain.base.units import GIB, parse_bytes
 from megatrain.cli.plan import experts_of_step
 from megatrain.errors import InputError
 from megatrain.forecast.simulate import Forecast
-from megatrain.forecast.workload import Workload
+from megatrain.forecast.workload import Generation, Workload
 from megatrain.loss import DPO
 from megatrain.machine import machine_for
 from megatrain.model.build import load_config
@@ -205,12 +205,14 @@ def test_several_gpus_share_the_step_and_the_host():
 
     class Seen(planner.Planner):
         def fitting(self, machine, workload, *, thorough=True):
-            plans.append((machine, workload))
-            return super().fitting(machine, workload, thorough=thorough)
+            plans.append((machine, workload, super().fitting(machine, workload, thorough=thorough)))
+            return plans[-1][-1]
 
     ask = Workload(tokens_per_step=1024, sequence_length=16, placement=Placement(slots=2))
     several = planner.several_gpus(Seen(found), MACHINE, ask, 4)
-    machine, part = plans[-1]
+    machine, part, forecast = plans[-1]
+    assert replace(ask, generation=Generation(8, rows=6)).shared(4).generation.rows == 2
+    assert several["host_bytes"] == 4 * forecast.host_peak_bytes
     assert part.tokens_per_step == 256 and part.ranks == 4
     assert machine.host_memory_bytes == MACHINE.host_memory_bytes // 4
     assert several["gpus"] == 4 and several["tokens_per_second"] == 1024 / several["seconds"]

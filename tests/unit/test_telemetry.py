@@ -18,7 +18,7 @@ from megatrain.base.units import GIB, MIB, parse_bytes, size
 from megatrain.device.base import COMPUTE, COPY_IN, UPDATE
 from megatrain.device.trace import ClockDevice, Cost
 from megatrain.errors import InputError, RunFailed
-from megatrain.telemetry import host
+from megatrain.telemetry import host, timeline
 from megatrain.telemetry.console import PASSING, Share, StderrHandler, TrainingProgress
 from megatrain.telemetry.host import environment
 from megatrain.telemetry.metrics import MetricsWriter, read_metrics
@@ -228,6 +228,11 @@ def test_idle_time_is_put_down_to_what_was_waited_for():
     assert found.idle == pytest.approx({"weights arrived": 1.5, "launch": 0.1, "end of step": 1.0})
     assert found.work["compute", "layer"] == pytest.approx(2.0)  # numbers are left out of names
     assert found.rows()[0] == ("compute: layer", pytest.approx(2.0))
+
+
+def test_a_part_of_a_recording_has_its_part_of_the_bytes():
+    spans = [Span("copy in", "layer 0", 1.0, 3.0, (), 100)]
+    assert timeline.window(spans, 2.0, 9.0) == [Span("copy in", "layer 0", 0.0, 1.0, (), 50)]
 
 
 def test_the_critical_path_leads_from_the_end_to_the_beginning():
