@@ -19,7 +19,7 @@ REPRESENTATIVE = {
 
 
 # Images train in parity/test_media.py, too.
-QUICK = ("kimi_k25", "glmasr")
+QUICK = ("glmasr",)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ _BESIDE = ("context", "libraries", "allocator", "images")
 
 _SHARE = 1.06  # what forecasts may be wrong by; searches leave 5 % of a budget
 
-_USUAL = {("gpt_oss", 0), ("mixtral", 3), ("openai-gpt", 1)}
+_USUAL = {("gpt_oss", 0), ("openai-gpt", 1)}
 
 
 class Taken(NamedTuple):

@@ -13,7 +13,7 @@ from tests.families.tiny import tiny_model
 from tests.parity.cases import in_dtype, llama, make_batches, make_engine, masters, parameters, same
 from tests.sweeps import swept
 
-RATE, STEPS = 1e-6, 50
+RATE, STEPS = 1e-6, 20
 
 
 def moved(after, before):

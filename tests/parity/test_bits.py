@@ -43,7 +43,7 @@ def layer(engine):
 
 @pytest.mark.parametrize(
     ("rule", "place"),
-    few(sorted(product(SWEPT, PLACES), key=lambda each: each not in USUAL), 0, 1, 2),
+    few(sorted(product(SWEPT, PLACES), key=lambda each: each not in USUAL)),
 )
 def test_checksums_change_nothing(rule, place):
     options: dict = {"rule": rule, "precision": "bf16", "placement": PLACES[place]}

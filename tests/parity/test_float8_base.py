@@ -112,9 +112,8 @@ def test_gradients_are_those_of_plain_pytorch_that_quantises_so(family, base):
 
 
 PLACEMENTS = {
-    "boundaries on the host": Placement(slots=3, layer_inputs="host"),
     "kept graphs": Placement(passes=2, save_activations=2, save_all=1),
-    "kept on the host": Placement(offload_activations=2, slots=3),
+    "kept on the host": Placement(offload_activations=2, slots=3, layer_inputs="host"),
     "resident, kept weights": Placement(resident=("layer 1",), keep_weights=2),
 }
 
@@ -155,18 +154,16 @@ def test_a_run_is_resumed_to_the_bit_and_only_in_float8(base, tmp_path):
         Engine.load(tmp_path / "saved", precision="bf16")
 
 
-def test_a_merged_model_is_the_same_in_either_precision(tmp_path):
+@pytest.mark.parametrize("base", few(BASES, 1))
+def test_a_merged_model_is_the_same_in_either_precision(base, tmp_path):
     """What is merged are the base's values as they rest, never codes of a product."""
-    for base in BASES:
-        files = []
-        for precision in ("bf16", "fp8"):
-            folder = tmp_path / f"{base} {precision}"
-            options = {"base": base, "placement": Placement(resident=("layer 1",))}
-            with make_engine(adapted(), precision=precision, **options) as engine:
-                engine.evaluate(make_batches(1)[0])
-                engine.save_pretrained(folder, merged=True)
-            files.append((folder / "model.safetensors").read_bytes())
-        assert files[0] == files[1], base
+    files, options = [], {"base": base, "placement": Placement(resident=("layer 1",))}
+    for precision in ("bf16", "fp8"):
+        with make_engine(adapted(), precision=precision, **options) as engine:
+            engine.evaluate(make_batches(1)[0])
+            engine.save_pretrained(tmp_path / precision, merged=True)
+        files.append((tmp_path / precision / "model.safetensors").read_bytes())
+    assert files[0] == files[1]
 
 
 def test_texts_come_of_the_values_that_codes_stand_for():

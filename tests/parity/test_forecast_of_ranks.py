@@ -57,7 +57,7 @@ def foretold(found):
     ])  # fmt: skip
 
 
-@swept(together=1, layout=[*LAYOUTS], placed=[*PLACEMENTS])
+@swept(together=0, layout=[*LAYOUTS], placed=[*PLACEMENTS])
 def test_two_ranks_keep_and_exchange_what_is_foretold(layout, placed, tmp_path):
     each, hosts, streams = LAYOUTS[layout]
     placement, workload = PLACEMENTS[placed], WHOLE.shared(each, hosts)

@@ -115,7 +115,7 @@ def engine():
     return Engine(tiny_model("llama").eval(), precision="fp32", device="cpu")
 
 
-@pytest.mark.parametrize("family", ["llama", "mamba", "bloom", "recurrent_gemma"])
+@pytest.mark.parametrize("family", few(["bloom", "recurrent_gemma", "llama", "mamba"], 0, 1))
 def test_padding_changes_no_text(family, caplog):
     """Also of a model whose states run on over it: its prompts share no batch."""
     caplog.set_level("INFO", "megatrain")
