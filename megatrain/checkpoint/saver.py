@@ -280,13 +280,8 @@ class Saver:
         """Args: `reverse`: the last tile is the first to be updated; others as of StagingBlocks."""
         self._device, self._tiles, self._ranks = device, tiles, ranks
         self._reverse = reverse
-        self._spare = snapshot.StagingBlocks(device, spare_bytes, host_limit)
+        self.spare = snapshot.StagingBlocks(device, spare_bytes, host_limit)
         self.last: Saving | None = None
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory for saves; 0 until a save needs some."""
-        return self._spare.num_bytes
 
     def begin(self, folder: Path, contents: Contents, *, background: bool) -> Saving:
         """Start saving the state after the updates started so far; waits for an earlier save.
@@ -299,12 +294,12 @@ class Saver:
         leaving = any(job.leaving for job in jobs)
 
         def prepare() -> str:
-            self._spare.prepare(pieces, leaving=leaving, background=background)
+            self.spare.prepare(pieces, leaving=leaving, background=background)
             return str(folder)
 
         require_same([{"folder to save to": path} for path in self._ranks.agree(prepare)])
         ranks = self._ranks.second_group
-        self.last = Saving(self._device, folder, contents, jobs, self._spare, ranks)
+        self.last = Saving(self._device, folder, contents, jobs, self.spare, ranks)
         try:
             self.last.snapshot.start(self._device, jobs)
         except BaseException:

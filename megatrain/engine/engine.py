@@ -56,9 +56,9 @@ _LEANER = (
     "and layers save nothing for the backward"
 )
 
+_TYPES_DIFFER = "expected scalar type|to have the same dtype|must have the same dtype|same dtype"
 
 # What holds memory, and goes when the engine is closed.
-_TYPES_DIFFER = "expected scalar type|to have the same dtype|must have the same dtype|same dtype"
 _BUILT = (
     *("_parts", "_store", "_saver", "_program", "_policies", "_intake", "_checks"),
     "_expert_loads",
@@ -547,7 +547,7 @@ class PlacedEngine:
     def memory(self) -> dict[str, int]:
         """Bytes in use: host planes, rows, gradients, boundaries; disk; device and its peak."""
         sizes = host_bytes(self._store, self._parts)
-        sizes["host_checkpoint_bytes"] = self._saver.host_bytes
+        sizes["host_checkpoint_bytes"] = self._saver.spare.num_bytes
         totals = {"host_bytes": sum(sizes.values()), "disk_bytes": self._store.disk.num_bytes}
         return {**sizes, **totals, **self.device.memory()}
 
