@@ -265,7 +265,7 @@ def integer_folder(folder, how, acts=False):
             (GPTQ | {"bits": 8, "group_size": -1}, False), (AWQ | {"group_size": -1}, False),
             (scheme(), False),
         ],
-        *(0, 5),
+        *(0, 1, 2, 5),
     ),
 )  # fmt: skip
 def test_values_of_integers_are_those_of_their_library(how, acts, tmp_path, caplog):
@@ -390,6 +390,20 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
 def test_other_formats_are_refused_by_what_is_other(settings, said):
     with pytest.raises(InputError, match=f"quantised by {said}.*; only NF4 of bitsandbytes"):
         quantised_base({"quantization_config": settings}, "config.json")
+
+
+def test_scales_may_be_exponents_of_two(folder, tmp_path):
+    values = []
+    for kind in (torch.float32, torch.uint8, torch.float8_e8m0fnu):
+        tensors = load_file(folder / "model.safetensors")
+        for name in (name for name in tensors if name.endswith("_scale_inv")):
+            exponents = torch.arange(tensors[name].numel()).view_as(tensors[name]) % 8 + 118
+            scales = exponents if kind == torch.uint8 else torch.exp2(exponents - 127)
+            tensors[name] = scales.to(kind)
+        copied = Path(shutil.copytree(folder, tmp_path / str(kind)))
+        write(copied, tensors, FP8)
+        values.append(masters(make_engine(copied)))
+    assert same(values[0], values[1]) and same(values[0], values[2])
 
 
 def test_parts_in_another_shard_than_the_values_count_as_read(folder, tmp_path, caplog):
