@@ -6,7 +6,6 @@ import mmap
 import os
 import random
 import threading
-from itertools import pairwise
 from math import prod
 from types import SimpleNamespace
 
@@ -97,16 +96,6 @@ def test_an_error_is_kept_stops_the_work_and_lets_nothing_hang(worker):
         cause = caught.value.__cause__
         assert isinstance(cause, ZeroDivisionError)
         assert cause.__traceback__ is not None
-
-
-def test_an_error_of_ours_is_raised_as_it_is(worker):
-    def fail():
-        raise InputError("this line")
-
-    worker.put("fail", fail)
-    worker.wait(worker.mark())
-    with pytest.raises(InputError, match="^this line$"):
-        worker.check()
 
 
 # The launching thread is ahead of the GPU, but not so far that a full queue could stand still.
@@ -217,24 +206,6 @@ def test_entries_are_disjoint_aligned_and_complete(given_parameters):
         assert torch.equal(view.flatten(), plane[entry.offset : entry.offset + entry.numel])
         assert torch.equal(entry.view(plane), view)
     assert layout.num_parameters == sum(prod(shape) for _, shape, _ in given_parameters)
-
-
-@given(parameters, st.data())
-def test_runs_cover_each_group_once_and_nothing_frozen(given_parameters, data):
-    layout = TileLayout("tile", given_parameters)
-    trainable = [group for _, _, group in given_parameters if group is not None]
-    first = {entry.name: entry.group for entry in layout.trainable}
-    assert [group for group, _, _ in layout.runs(first)] == sorted(set(trainable))
-    moved = {name: data.draw(st.integers(0, 3)) for name in first}
-    for groups in (first, moved):
-        runs = layout.runs(groups)
-        assert all(one[0] != other[0] for one, other in pairwise(runs))
-        covered = {place: group for group, start, stop in runs for place in range(start, stop)}
-        assert set(covered) == set(range(layout.trainable_numel))
-        for entry in layout.entries:
-            places = range(entry.offset, entry.offset + entry.numel)
-            assert {covered.get(place) for place in places} <= {groups.get(entry.name)}
-    assert layout.trainable == tuple(e for e in layout.entries if e.group is not None)
 
 
 @given(parameters, st.integers(1, 4), st.data())

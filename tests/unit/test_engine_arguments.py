@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -30,7 +29,6 @@ def refuse(work, message, kind=InputError):
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "precision": ({"precision": "fp16"}, "precision is 'fp16'; it must be bf16, fp32 or fp8"),
     "norm of zero": ({"max_grad_norm": 0}, "max_grad_norm is 0; it must be positive, or None"),
-    "norm as text": ({"max_grad_norm": "1"}, "max_grad_norm is '1'"),
     "device": ({"device": "tpu"}, "no device 'tpu'; write cpu, cuda or cuda:N"),
     "placement": ({"placement": "best"}, "placement is 'best'; it must be 'auto' or a Placement"),
     "resident": (
@@ -41,7 +39,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": "adamw"},
         "optimizer is 'adamw'; it must be megatrain.AdamW",
     ),
-    "optimizer class": ({"optimizer": AdamW}, "optimizer is <class .*; it must be megatrain.AdamW"),
     "loss": ({"loss": "dpo"}, "loss is 'dpo'; it must be one of megatrain.loss, such as DPO()"),
     "seed": ({"seed": "abc"}, "seed is 'abc'; it must be an integer"),
     "tokens of a step": ({"tokens_per_step": 0}, "tokens_per_step is 0; it must be an integer"),
@@ -72,7 +69,6 @@ def test_models_that_are_none(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     refuse(lambda: Engine(None), "the model is a NoneType; give a transformers model")
-    refuse(lambda: Engine(nn.Linear(2, 2)), "the model is a Linear")
     refuse(lambda: Engine(tmp_path / "nowhere"), "no such folder")
     refuse(lambda: Engine(file), "not a folder")
     refuse(lambda: Engine(tmp_path), "no config.json there")
@@ -80,7 +76,6 @@ def test_models_that_are_none(tmp_path):
 
 def test_models_that_cannot_be_trained():
     refuse(lambda: Engine(AutoConfig.for_model("t5")), "no causal language model for a t5")
-    refuse(lambda: Engine(AutoConfig.for_model("vit")), "no causal language model for a vit")
     padded = config()
     padded.pad_token_id = padded.vocab_size
     refuse(lambda: Engine(padded), rf"pad_token_id is {padded.vocab_size}, and the table of the ll")

@@ -121,19 +121,6 @@ def test_what_muon_does_on_the_device_is_counted():
     assert muon.bounds[COMPUTE] - adamw.bounds[COMPUTE] > least > 0
 
 
-def test_a_layers_flops_are_those_of_its_matrices():
-    measured = Profile(tiny_spec(), torch.bfloat16, TOKENS, compiled=True)
-    work = measured.layer(3, 4)
-    matrices = sum(p.numel() for p in tiny_spec().layers[0].module.parameters() if p.dim() == 2)
-    forward = 2 * matrices * 4 * TOKENS
-    assert work.forward.product_flops == work.again.product_flops == forward
-    assert work.backward.product_flops == 2 * forward
-    # Causal: half of two products of [T, 64] with [64, T], for 4 rows and 4 heads.
-    attention = 4 * 4 * 2 * TOKENS * TOKENS * 64
-    assert work.forward.attention_flops == attention
-    assert work.backward.attention_backward_flops == attention * 5 // 2
-
-
 def test_a_recurrence_that_would_take_minutes_to_count_is_refused():
     config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)
     model = spec(open_source(config).model)

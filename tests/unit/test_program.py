@@ -1,6 +1,5 @@
 """A program of a model: masks, what runs before layers, compiled and random layers, weights."""
 
-from collections import Counter
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,10 +12,10 @@ import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-from transformers import LlamaConfig, masking_utils
+from transformers import masking_utils
 
 from benchmarks.options import peak_process_bytes
-from megatrain import AdamW, DoesNotFit, Engine, Placement
+from megatrain import DoesNotFit, Placement
 from megatrain.base.seeds import derived_seed
 from megatrain.base.units import GIB
 from megatrain.cli.models import qwen2_config
@@ -105,19 +104,12 @@ def engine():
 
 def test_the_backward_ends_where_the_layers_begin(engine, monkeypatch):
     """And positions are looked at once: transformers' look for packed rows waits for the device."""
-    called: Counter[str] = Counter()
-    running = ["epilogue"]
-    prologue, forward = ModelProgram.prologue, Capture.forward
-
-    def told(self, weights, batch, *features):
-        running[0] = "backward" if batch.calls else "forward"
-        values = prologue(self, weights, batch, *features)
-        running[0] = "epilogue"
-        return values
+    called: list[int] = []
+    forward = Capture.forward
 
     def counted(self, handler, *rest):
         def one(*given):
-            called[running[0]] += 1
+            called.append(1)
             return handler(*given)
 
         return forward(self, one, *rest)
@@ -130,11 +122,10 @@ def test_the_backward_ends_where_the_layers_begin(engine, monkeypatch):
         return find(position_ids)
 
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", look)
-    monkeypatch.setattr(ModelProgram, "prologue", told)
     monkeypatch.setattr(Capture, "forward", counted)
     engine.step(STEP)
-    every = LAYERS * len(STEP)
-    assert called == {"forward": every, "epilogue": every, "backward": len(STEP)}
+    # All layers in the forward and behind them, and the first one in the backward.
+    assert len(called) == (2 * LAYERS + 1) * len(STEP)
     assert len(looks) == len(STEP)
 
 
@@ -160,17 +151,6 @@ def quickly(monkeypatch):
     compiled_by(monkeypatch, "eager")
 
 
-def _engine(vocab_size=32, hidden_size=8, **changes):
-    sizes = dict(intermediate_size=8, num_hidden_layers=3, num_attention_heads=2)
-    config = LlamaConfig(vocab_size=vocab_size, hidden_size=hidden_size, **sizes)
-    return Engine(config, optimizer=AdamW(), device="cpu", placement=Placement(**changes))
-
-
-def _step(engine, width=4):
-    ids = torch.ones(2, width).long()
-    return engine.step([{"input_ids": ids, "labels": ids}] * 2)
-
-
 def test_kernels_are_launched_without_python_s_lock():
     """By torch's own launcher, which keeps it, a GPU that waits for the host waits for ever."""
     with torch._inductor.config.patch(use_static_cuda_launcher=True):
@@ -191,13 +171,13 @@ def test_a_large_tensor_is_not_copied_to_the_host_to_time_a_kernel():
 
 @pytest.mark.exhaustive
 def test_layers_of_a_kind_are_compiled_once_for_a_purpose(quickly):
-    before = num_compilations()
-    with _engine(compile=True, save_activations=1) as engine:
-        _step(engine)
-        assert num_compilations() - before == 3  # computed again, kept graph; the loss
-        _step(engine)
-        assert num_compilations() - before == 3
-        _step(engine, width=6)  # another length
+    before, placement = num_compilations(), Placement(compile=True, save_activations=1)
+    [short, again], [longer] = make_batches(2, ((2, 4), (2, 4))), make_batches(1, ((2, 6),))
+    with make_engine(llama(), placement=placement, precision="bf16") as engine:
+        for step in (short, again):
+            engine.step(step)
+            assert num_compilations() - before == 3  # computed again, kept graph; the loss
+        engine.step(longer)
         assert num_compilations() - before > 3
 
 
