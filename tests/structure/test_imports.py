@@ -8,7 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from tests.structure.source_tree import LEVELS, MODULES, ROOT, imports, level_of, nodes, own_imports
+from tests.structure.source_tree import MODULES, ROOT, imports, level_of, nodes, own_imports
 
 CUDA_FILE = "megatrain.device.cuda"
 
@@ -200,8 +200,3 @@ def test_help_and_the_plain_import_load_nothing_slow(arguments):
     )
     assert (run.returncode, run.stderr.split()) == (0, [])
     assert ("Usage: megatrain" in run.stdout) == bool(arguments)
-
-
-def test_the_level_table_has_no_part_twice():
-    parts = [part for level in LEVELS for part in level]
-    assert len(parts) == len(set(parts))

@@ -84,12 +84,6 @@ def test_every_document_is_a_page_of_the_site():
     assert not missing, f"not in mkdocs.yml: {missing}"
 
 
-def test_makefile_targets_say_what_they_do():
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in make_targets():
-        assert re.search(rf"^{target}:.*## \S", makefile, flags=re.MULTILINE), target
-
-
 def test_what_to_read_first_is_there():
     """The files that docs/engine.md names beside each package are in one of its packages."""
     text = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")

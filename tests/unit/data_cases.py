@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,13 @@ def encode_row(tokenizer: Any, row: dict[str, Any], where: str = "rows.jsonl:1")
     assert isinstance(example, Conversation)
     found = Encoder(tokenizer, None).conversation(PlacedExample(0, 1, where, example))
     return found.ids, found.targets
+
+
+def spoken(tokenizer: Any, row: dict[str, Any]) -> tuple[str, list[str]]:
+    """The whole text of a row, and the runs of it that are learnt."""
+    ids, targets = encode_row(tokenizer, row)
+    runs = groupby(zip(ids.tolist(), targets.tolist(), strict=True), key=lambda t: t[1])
+    return tokenizer.decode(ids), [tokenizer.decode([i for i, _ in r]) for on, r in runs if on]
 
 
 @contextmanager

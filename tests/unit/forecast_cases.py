@@ -1,18 +1,12 @@
 """Models and a machine for tests of forecasts."""
 
 from functools import cache
-from typing import NamedTuple
 
-import torch
-from torch import Tensor
 from transformers import LlamaConfig, MixtralConfig
 
 from megatrain.base.units import GIB
 from megatrain.machine import Machine
-from megatrain.model.capture import Rows
-from megatrain.model.micro_batch import Activations, MicroBatch
 from megatrain.model.probe import spec
-from megatrain.model.program import ModelProgram
 from megatrain.model.spec import ModelSpec
 from megatrain.source.source import open_source
 
@@ -99,39 +93,3 @@ def small_machine(device_mib: float = 1e9, host_gib: float = 1e6) -> Machine:
             "launch_seconds": 0.0,
         }
     )
-
-
-class LayerCall(NamedTuple):
-    """What a layer is called with; `flat` is the memory that its weights lie in."""
-
-    flat: Tensor
-    weights: dict[str, Tensor]
-    micro: MicroBatch
-    values: Activations
-
-
-def layer_call(program: ModelProgram, visit: int, shape: tuple[int, int]) -> LayerCall:
-    """Random numbers in the program's dtype for rows and tokens of `shape`, with real positions."""
-    model, dtype = program.spec, program.dtype
-    layer, ids = model.layers[visit], torch.zeros(shape, dtype=torch.long)
-    widths = dict(model.capture.model.named_parameters())
-    tables = {
-        name: torch.randn(1, widths[name].shape[1], dtype=dtype, requires_grad=True)
-        for name in model.gathered
-    }
-    rows = Rows(ids, ids, tables, torch.zeros(1, dtype=torch.long))
-    micro = MicroBatch({"input_ids": ids}, ids, rows)
-    with torch.enable_grad():
-        made = program.prologue({}, micro)
-    [width] = {value.shape[-1] for value in made.values()}
-    values = {
-        ref: torch.randn(*shape, width, dtype=dtype, requires_grad=True) for ref in layer.inputs
-    }
-    numel = sum(p.numel() for p in layer.module.parameters())
-    flat, weights, start = torch.randn(numel).to(dtype) / 50, {}, 0
-    for name, p in layer.module.named_parameters():
-        weights[name] = (
-            flat[start : start + p.numel()].view(p.shape).detach().requires_grad_(p.requires_grad)
-        )
-        start += p.numel()
-    return LayerCall(flat, weights, micro, values)

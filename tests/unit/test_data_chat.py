@@ -1,6 +1,5 @@
 """Chats become tokens of which exactly the assistant's are to predict."""
 
-import itertools
 import json
 import logging
 
@@ -17,6 +16,7 @@ from tests.unit.data_cases import (
     encode_row,
     make_tokenizer,
     refused,
+    spoken,
     talk,
     write_jsonl,
 )
@@ -29,17 +29,6 @@ REPLIES = {
     "mistral": ["It is 42.</s>", "You are welcome: naïve café</s>"],
     "gemma": ["It is 42.<end_of_turn>", "You are welcome: naïve café<end_of_turn>"],
 }
-
-
-def encode(tokenizer, messages, tools=None):
-    row = {"messages": messages, "tools": tools}
-    return encode_row(tokenizer, row, "chat.jsonl:1")
-
-
-def spoken(tokenizer, ids, targets):
-    """The text of each run of tokens to predict."""
-    runs = itertools.groupby(zip(ids.tolist(), targets.tolist(), strict=True), key=lambda t: t[1])
-    return [tokenizer.decode([i for i, _ in run]).lstrip() for wanted, run in runs if wanted]
 
 
 def dataset(tmp_path, tokenizer, rows, **options):
@@ -56,10 +45,10 @@ def test_only_replies_with_their_end_of_turn_are_learnt(name):
     messages = TWO_TURNS if name not in ("mistral", "gemma") else talk(
         *(m["content"].replace(" ☕", "") for m in TWO_TURNS)
     )  # fmt: skip
-    ids, targets = encode(tokenizer, messages)
-    whole = tokenizer.apply_chat_template(messages, return_dict=False)
-    assert ids.tolist() == whole
-    assert spoken(tokenizer, ids, targets) == REPLIES[name]
+    ids, _ = encode_row(tokenizer, {"messages": messages})
+    assert ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
+    runs = spoken(tokenizer, {"messages": messages})[1]
+    assert [run.lstrip() for run in runs] == REPLIES[name]
 
 
 def test_marks_in_the_template_decide_over_prefixes():
@@ -69,9 +58,9 @@ def test_marks_in_the_template_decide_over_prefixes():
         "message['content'] + '<|im_end|>' }}{% endgeneration %}{{",
         "message['content'] }}{% endgeneration %}{{ '<|im_end|>' +",
     )
-    assert spoken(tokenizer, *encode(tokenizer, TWO_TURNS))[0] == "It is 42."
+    assert spoken(tokenizer, {"messages": TWO_TURNS})[1][0] == "It is 42."
     first = [m | {"weight": 0} if m["content"].startswith("You") else m for m in TWO_TURNS]
-    assert spoken(tokenizer, *encode(tokenizer, first)) == ["It is 42."]
+    assert spoken(tokenizer, {"messages": first})[1] == ["It is 42."]
 
 
 def test_tools_reach_the_template_and_tool_calls_are_learnt(tmp_path):
@@ -107,14 +96,13 @@ def test_tools_reach_the_template_and_tool_calls_are_learnt(tmp_path):
     ],
 )
 def test_a_row_that_the_template_refuses_is_named(messages, problem):
-    with pytest.raises(InputError, match=f"chat.jsonl:1.*({problem})"):
-        encode(chat_tokenizer("mistral"), messages)
+    with pytest.raises(InputError, match=f"rows.jsonl:1.*({problem})"):
+        encode_row(chat_tokenizer("mistral"), {"messages": messages})
 
 
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"dialog": []}, "not of the first row's format .*its fields are 'dialog'"),
         ({"messages": []}, "must be a non-empty list"),
         ({"messages": ["hello"]}, "message 1 must be an object, not str"),
         ({"messages": [{"role": 1, "content": "hello"}]}, "message 1 has no 'role'"),
@@ -213,7 +201,7 @@ HOSTILE = {
 def test_a_hostile_template_is_refused(name):
     source, reason = HOSTILE[name]
     with pytest.raises(InputError, match=f"chat template.*{reason}"):
-        encode(make_tokenizer(source), TWO_TURNS)
+        encode_row(make_tokenizer(source), {"messages": TWO_TURNS})
 
 
 # Where replies begin and end does not depend on what they say.
@@ -249,8 +237,7 @@ def phi3(template=PHI3, **options):
 
 
 def learnt(tokenizer, *contents):
-    ids, targets = encode_row(tokenizer, {"messages": talk(*contents)})
-    return tokenizer.decode(ids[targets])
+    return "".join(spoken(tokenizer, {"messages": talk(*contents)})[1])
 
 
 PARTS = ["D", "d", "e", "end", "text", "endoftext", "|", ">", "<", "|>", "<|end|>", "a", "assist"]

@@ -3,8 +3,6 @@
 Each is a small one of our own with a habit of a well-known model's.
 """
 
-import itertools
-
 import pytest
 
 from megatrain.data.encoders import Encoder
@@ -12,7 +10,8 @@ from megatrain.data.examples import PlacedExample
 from megatrain.data.prompts import end_of_turn
 from megatrain.data.rows import Reading
 from megatrain.errors import InputError
-from tests.unit.data_cases import LLAMA3, encode_row, make_tokenizer, talk
+from tests.unit import data_cases
+from tests.unit.data_cases import LLAMA3, make_tokenizer, talk
 
 READING = Reading("auto", {})
 SPECIAL = ("<s>", "</s>", "<pad>", "<|a|>", "<|u|>", "<|end|>", "<|stop|>", "<think>", "</think>",
@@ -62,10 +61,7 @@ TEMPLATES = {
 
 def spoken(template, row, tokenizer=None):
     """The whole text, and the runs of it that are learnt."""
-    tokenizer = tokenizer or make_tokenizer(template, special=SPECIAL)
-    ids, targets = encode_row(tokenizer, row)
-    runs = itertools.groupby(zip(ids.tolist(), targets.tolist(), strict=True), key=lambda t: t[1])
-    return tokenizer.decode(ids), [tokenizer.decode([i for i, _ in r]) for on, r in runs if on]
+    return data_cases.spoken(tokenizer or make_tokenizer(template, special=SPECIAL), row)
 
 
 TURNS = talk("ask 1", "tell 2", "ask 3", "tell 4", system="be 0")

@@ -19,6 +19,8 @@ from megatrain.forecast.profile import Profile
 from megatrain.forecast.workload import Workload
 from megatrain.loss import CROSS_ENTROPY, DPO, JointLoss
 from megatrain.model import token_chunks
+from megatrain.model.capture import Rows
+from megatrain.model.micro_batch import MicroBatch
 from megatrain.model.probe import spec
 from megatrain.source.source import open_source
 from tests.parity.cases import Noting
@@ -26,7 +28,6 @@ from tests.parity.test_tiles import TAKEN, model_of
 from tests.sweeps import few
 from tests.unit.forecast_cases import (
     experts_config,
-    layer_call,
     small_machine,
     tiny_config,
     wide_config,
@@ -222,7 +223,7 @@ def test_compiled_code_works_with_what_is_foretold(measured, saves, tmp_path):
     torch.compiler.reset()
     program = measured._measurer.program
     program.compile()
-    _, weights, micro, values = layer_call(program, 0, (MLP_ROWS, MLP_TOKENS))
+    weights, micro, values = layer_call(program, (MLP_ROWS, MLP_TOKENS))
 
     def step():
         made = list(program.layer(0, weights, micro, values, saves).values())
@@ -233,6 +234,21 @@ def test_compiled_code_works_with_what_is_foretold(measured, saves, tmp_path):
     taken = _peak_bytes(step, tmp_path / "trace.json")
     ends = 2 * MLP_ROWS * MLP_TOKENS * MLP_WIDTH * 2  # the result, and its gradient
     assert taken - ends == pytest.approx(peak_of(measured.layer(0, MLP_ROWS), saves), rel=0.005)
+
+
+def layer_call(program, shape):
+    """Random weights, a micro-batch and inputs of a program's first layer."""
+    layer, ids = program.spec.layers[0], torch.zeros(shape, dtype=torch.long)
+    named = dict(program.spec.capture.model.named_parameters())
+
+    def drawn(*shape):
+        return torch.randn(*shape).div(50).to(program.dtype).requires_grad_()
+
+    tables = {name: drawn(1, named[name].shape[1]) for name in program.spec.gathered}
+    rows = Rows(ids, ids, tables, torch.zeros(1, dtype=torch.long))
+    micro = MicroBatch({"input_ids": ids}, ids, rows)
+    weights = {name: drawn(*p.shape) for name, p in layer.module.named_parameters()}
+    return weights, micro, {ref: drawn(*shape, MLP_WIDTH) for ref in layer.inputs}
 
 
 def _peak_bytes(run, trace):

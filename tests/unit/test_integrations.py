@@ -33,8 +33,7 @@ from tests.unit.trainer_cases import (
 
 
 class OwnTrainer(Trainer):
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
+    """What a user has already."""
 
 
 def test_a_streamed_trainer_learns_what_a_plain_one_does(tmp_path):
@@ -274,12 +273,6 @@ OF_TRL: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "rows": ("SFTTrainer", {}, {}, "CAUSAL_LM"),
     "packed": ("SFTTrainer", {}, {"packing": True, "max_length": 24}, "CAUSAL_LM"),
     "pairs": ("DPOTrainer", {}, {}, "CAUSAL_LM"),
-    "scores": (
-        "RewardTrainer",
-        {"modules_to_save": ["score"], "task_type": "SEQ_CLS"},
-        {},
-        "SEQ_CLS",
-    ),
     "scores of no task": ("RewardTrainer", {"modules_to_save": ["score"]}, {}, "SEQ_CLS"),
 }
 

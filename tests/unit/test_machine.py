@@ -10,6 +10,7 @@ from unittest import mock
 
 import pynvml
 import pytest
+import torch
 
 from megatrain import machine as rates
 from megatrain.base.units import GIB, MIB
@@ -93,15 +94,6 @@ def test_an_unknown_gpu_is_answered_with_the_nearest(text, hint):
     with pytest.raises(InputError, match="unknown GPU") as error:
         named_gpu(text)
     assert hint in str(error.value)
-
-
-def test_doctor_names_what_is_untested(monkeypatch):
-    assert doctor._untested(None) is None
-    assert "shares the host's memory" in str(doctor._untested(Gpu("NVIDIA GB10", 0, "580")))
-    monkeypatch.setattr(doctor.torch.version, "hip", "7.0")
-    assert doctor._untested(Gpu("AMD Instinct MI300X", GIB, "7")) == "AMD's GPUs"
-    told = [str(finding) for finding in findings(replace(HEALTHY, untested="AMD's GPUs"), {})]
-    assert any("untested on AMD's GPUs" in line and "--share" in line for line in told)
 
 
 def test_memory_that_is_shared_is_one_size_less_what_the_system_keeps():
@@ -211,6 +203,7 @@ TROUBLES = {
     "pinning": ({}, {"to_device_pageable_gbps": 10.0}, "cannot be pinned"),
     "CUDA": ({"gpu": None, "torch_cuda": None}, RATES, "without CUDA"),
     "driver": ({"gpu": None}, RATES, "the driver shows no GPU"),
+    "untested": ({"untested": "AMD's GPUs"}, RATES, "MegaTrain is untested on AMD's GPUs"),
 }
 
 
@@ -220,7 +213,21 @@ def test_each_trouble_is_found_alone_and_has_a_remedy(name):
     assert not findings(HEALTHY, RATES)
     first, *others = findings(replace(HEALTHY, **changes), measured)
     assert text in first.what and first.remedy and not others
-    assert first.wrong == (changes.get("gpu", GPU) is not None)
+    assert first.wrong == (changes.get("gpu", GPU) is not None and name != "untested")
+
+
+@pytest.mark.parametrize(
+    ("name", "hip", "untested"),
+    [
+        ("NVIDIA GB10", None, "a GPU that shares the host's memory"),
+        ("AMD Instinct MI300X", "7.0", "AMD's GPUs"),
+        ("NVIDIA H200", None, None),
+    ],
+)
+def test_what_is_untested_is_known(name, hip, untested, monkeypatch, tmp_path):
+    answering(monkeypatch, doctor, find_gpu=replace(GPU, name=name))
+    sized(monkeypatch, torch.version, hip=hip)
+    assert doctor.collect("cuda", tmp_path).untested == untested
 
 
 def test_a_driver_may_leave_questions_unanswered(monkeypatch):

@@ -8,7 +8,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.functional import pad
 from transformers import Trainer
 
 from megatrain import SGD, AdamW, InputError
@@ -58,23 +57,16 @@ from tests.unit.kernel_cases import (  # noqa: F401
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "negative rate": ({"lr": -1e-5}, "lr is -1e-05; it must be a number, not negative"),
     "nan": ({"lr": math.nan}, "lr is nan"),
-    "text": ({"lr": "1e-5"}, "lr is '1e-5'"),
     "true": ({"lr": True}, "lr is True"),
     "negative eps": ({"eps": -1e-8}, "eps is -1e-08"),
     "negative decay": ({"weight_decay": -0.1}, "weight_decay is -0.1"),
     "beta of one": ({"betas": (0.9, 1.0)}, r"betas are \(0.9, 1.0\); .* two numbers in \[0, 1\)"),
-    "nan beta": ({"betas": (0.9, math.nan)}, "betas are"),
     "three betas": ({"betas": (0.9, 0.95, 0.99)}, "betas are"),
     "dampened nesterov": (
         {"nesterov": True, "momentum": 0.9, "dampening": 0.1},
         "nesterov needs momentum and no dampening, and they are 0.9 and 0.1",
     ),
-    "nesterov without momentum": (
-        {"nesterov": True, "momentum": 0.0, "dampening": 0.0},
-        "nesterov needs momentum",
-    ),
     "nesterov of a name": ({"nesterov": "yes"}, "nesterov is 'yes'; it must be False or True"),
-    "a beta alone": ({"betas": 0.9}, "betas are 0.9"),
     "pattern alone": ({"no_decay": "bias"}, "no_decay is 'bias'; it must be a list of patterns"),
     "unknown states": ({"states": "fp8"}, "states is 'fp8'; it must be fp32 or bf16 or int8"),
     "bad pattern": ({"no_decay": ["("]}, r"no_decay is \['\('\]; it must"),
@@ -170,7 +162,6 @@ MISUSED: dict[str, tuple[Any, str]] = {
         changed(lambda groups: groups[0]["param_names"].pop(), loads=True),
         "groups given are of other parameters",
     ),
-    "no group loaded": (lambda o: o.load_state_dict({"param_groups": [1]}), "brings no moments"),
     "a tensor in a group": (
         lambda o: o.param_groups[1].update(mine=torch.zeros(2)) or o.saved_groups(),
         "'mine' is a Tensor, which no checkpoint can hold",
@@ -324,23 +315,6 @@ def test_a_second_moment_s_root_is_off_by_less_than_a_code(values):
     assert torch.allclose(decode_second(codes, scales).double(), found**2, rtol=1e-6, atol=1e-44)
 
 
-def beside_largest(shares, largest):
-    """Groups of these shares of `largest`, which ends each group."""
-    rows = shares[: len(shares) // (GROUP - 1) * (GROUP - 1)].view(-1, GROUP - 1)
-    return pad(rows * largest, (0, 1), value=largest).flatten()
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-30, 3e38, 7.7e-5])
-def test_codes_never_fall_when_values_grow(scale):
-    values = beside_largest(torch.linspace(-1, 1, 100 * 1000), scale)
-    first = encode_first(values)[0].view(-1, GROUP)[:, :-1].flatten()
-    assert (first.int().diff() >= 0).all() and first.unique().numel() == 255
-    if scale < 1e30:  # squares, whose roots are spread evenly
-        values = beside_largest(torch.linspace(0, 1, 50 * 1000).square(), scale)
-        second = encode_second(values)[0].view(-1, GROUP)[:, :-1].flatten()
-        assert (second.int().diff() >= 0).all() and second.unique().numel() == 256
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_makes_its_group_nan_and_no_other(bad):
     values = torch.ones(3 * GROUP)
@@ -477,24 +451,3 @@ def test_24_bits_move_by_small_learning_rates_what_fp32_moves(kind):
     # The spread of the mean: some 0.4 units of 2**-14 by the root of the size, a hundredth of it.
     assert short.mean() == pytest.approx(exact.mean().item(), rel=0.05)
     assert short.unique().numel() > 1 and not (short * 2**14 % 1).any()
-
-
-def longest_steps(gradients, kind):
-    """Of each element [GROUP], over updates with a learning rate of 1."""
-    state = whole_state(GROUP, kind)
-    hyper = {"lr": 1.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
-    steps = []
-    for number, grad in enumerate(gradients, 1):
-        state["weights"].zero_()  # so that no step is too small for them
-        adamw(reference, **state, grad=grad, **hyper, step=number)
-        steps.append(state["weights"].clone())
-    return torch.stack(steps).abs().amax(0)
-
-
-def test_tiny_gradients_and_rare_ones_move_what_they_move_in_fp32():
-    tiny = [torch.full((GROUP,), 1e-20)] * 3  # eps is far larger, and is told from no step
-    rare = [torch.zeros(GROUP)] * 30 + [torch.randn(GROUP)] + [torch.zeros(GROUP)] * 30
-    for gradients in (tiny, rare):
-        found, wanted = (longest_steps(gradients, kind) for kind in ("int8", "fp32"))
-        assert (wanted > 0).all()
-        assert torch.allclose(found, wanted, rtol=0.1)

@@ -318,26 +318,8 @@ class Fixed:
     host = empty
 
 
-def device():
-    return ClockDevice(Fixed())
-
-
 def put(clock, stream, name):
     return clock.run(stream, name, lambda: name)
-
-
-def test_a_stream_waits_for_an_event_and_says_why():
-    clock = device()
-    put(clock, UPDATE, "update 5")
-    landed = clock.record(UPDATE)
-    put(clock, UPDATE, "later 7")
-    put(clock, COMPUTE, "a 1")
-    clock.wait(COMPUTE, landed, "version due")
-    put(clock, COMPUTE, "nothing")
-    put(clock, COMPUTE, "b 1")
-    last = clock.spans[-1]
-    assert (last.start, last.end, last.after) == (5, 6, ("version due",))
-    assert breakdown(clock.spans, COMPUTE).idle["version due"] == 4
 
 
 @pytest.mark.parametrize(
