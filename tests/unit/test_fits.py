@@ -164,15 +164,6 @@ def settled(
     return auto.settle(asked, "auto", tokens, length, None, loss)
 
 
-def test_auto_takes_the_memory_that_is_free_and_says_why(monkeypatch, caplog):
-    with caplog.at_level(logging.INFO):
-        found = settled(monkeypatch, opened(), machine=small_machine(1e6))
-    assert found.planned is not None and found.planned.tokens_per_step == 512
-    assert found.planned.micro_batch_tokens == 64 * found.micro_batch
-    text = caplog.text
-    assert "micro-batches of" in text and "s a step expected" in text and "bound by " in text
-
-
 @pytest.mark.parametrize(("tokens", "length", "wanted"), [
     (None, None, (98_304, 1024)), (512, None, (512, 512)), (None, 64, (98_304, 64)),
 ])  # fmt: skip
@@ -182,8 +173,9 @@ def test_sizes_that_nobody_gives_are_stated_ones(monkeypatch, tokens, length, wa
     assert seen[0].loss == DPO()
 
 
-def test_of_several_ranks_each_is_planned_with_its_part(monkeypatch):
+def test_of_several_ranks_each_is_planned_with_its_part_and_told_why(monkeypatch, caplog):
     """Of a step's rows, of host memory and of updates, by the link that was measured."""
+    caplog.set_level(logging.INFO)
     alone, ranks = opened(), Alike(0, 3, on_host=3, link_gbps=0.25)
     model = Model(alone.model.spec, alone.model.rule, ranks.size)
     seen: list[Forecast] = []
@@ -196,6 +188,9 @@ def test_of_several_ranks_each_is_planned_with_its_part(monkeypatch):
     assert told.machine.host_memory_bytes == 4 * GIB and told.machine.link_gbps == 0.25
     assert told.machine.update_gbps == pytest.approx(machine.update_gbps / 3)
     assert told.placement == found.placement
+    assert found.planned.micro_batch_tokens == 64 * found.micro_batch
+    for words in ("micro-batches of", "s a step expected", "bound by "):
+        assert words in caplog.text
 
 
 def test_a_model_that_is_run_rests_on_a_device_with_twice_the_room(monkeypatch):
@@ -225,7 +220,7 @@ def peak_of(step, loss=None, **choices):
 
 
 @pytest.mark.parametrize("loss", few([None, DPO(0.3)]))
-@pytest.mark.parametrize("choices", few(PLACEMENTS.values(), 2, 3))
+@pytest.mark.parametrize("choices", few(PLACEMENTS.values(), 3))
 def test_a_step_without_memory_is_computed_again_from_less(choices, loss, caplog):
     """As plain training on the halves of its micro-batches, to the bit; and so are later steps."""
     step, losses = STEP if loss is None else replies(loss), [] if loss is None else [loss]
@@ -320,14 +315,14 @@ def test_a_first_step_larger_than_planned_goes_without(planned_small, number, gr
 
 
 def test_a_step_that_the_limit_refused_now_fits():
-    """Graphs of the large step take 218 MiB, which the limit does not leave: it keeps none."""
-    ids = torch.randint(100, (700, 60), generator=torch.Generator().manual_seed(0))
+    """Graphs of the large step take 125 MiB, which the limit does not leave: it keeps none."""
+    ids = torch.randint(100, (400, 60), generator=torch.Generator().manual_seed(0))
     small, large = ([{"input_ids": part, "labels": part}] for part in (ids[:20], ids))
-    limit = process_bytes() + 80 * MIB
+    limit = process_bytes() + 50 * MIB
     engine = make_engine(llama(), placement=Placement(offload_activations=3), host_memory=limit)
     engine.step(small)
     taken = engine.memory()["host_kept_bytes"]
-    assert 700 / 20 * taken > 200 * MIB
+    assert 400 / 20 * taken > 120 * MIB
     engine.step(large)
     assert engine.memory()["host_kept_bytes"] == 0
 

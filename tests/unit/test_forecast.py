@@ -58,14 +58,14 @@ PLACEMENTS = {
 
 
 @cache
-def forecasts(tied=False):
-    return ForecastCache(tiny_spec(tied=tied))
+def forecasts(layers=6, tied=False):
+    return ForecastCache(tiny_spec(layers, tied=tied))
 
 
-def told(placement, *, clip=True, precision="bf16", tied=False, rule=None):
+def told(placement, *, clip=True, precision="bf16", rule=None, **model):
     compiled, rule = placement.compile, rule or AdamW()
     workload = Workload(ROWS * TOKENS, TOKENS, None, clip, precision, compiled, rule)
-    return forecasts(tied).of(small_machine(), placement, workload, 4)
+    return forecasts(**model).of(small_machine(), placement, workload, 4)
 
 
 CASES = {
@@ -85,12 +85,12 @@ def test_host_memory_is_the_engines_to_the_byte(name, rule):
     optimizer = SWEPT[rule]()
     if isinstance(optimizer, Muon):  # whose products are slow on most CPUs, and all hold as much
         optimizer = replace(optimizer, ns_steps=1)
-    found = told(placement, clip=clip, precision=precision, tied=tied, rule=optimizer)
+    found = told(placement, clip=clip, precision=precision, rule=optimizer, layers=3, tied=tied)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(512, (ROWS, TOKENS), generator=generator)
     step = [{"input_ids": part, "labels": part} for part in ids.split(4)]
     with Engine(
-        tiny_config(tied=tied),
+        tiny_config(3, tied=tied),
         optimizer=optimizer,
         max_grad_norm=1.0 if clip else None,
         precision=precision,
@@ -249,7 +249,9 @@ def measured_step(name):
     return predict({**result, "machine": H200.as_dict() | limit})
 
 
-@pytest.mark.parametrize("name", few(["3b-8x1024-12gib", "3b-96x1024", "7b-96x1024"]))
+@pytest.mark.parametrize(
+    "name", few(["7b-16x1024-24gib", "3b-8x1024-12gib", "3b-96x1024", "7b-96x1024"])
+)
 def test_recorded_steps_are_foretold(name):
     seconds, device, host = measured_step(name).errors()
     assert abs(seconds) < 0.1 and abs(device) < 0.03 and abs(host) < 0.03

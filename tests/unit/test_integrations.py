@@ -13,7 +13,6 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer
 from tests.inside import program_of
-from tests.parity.cases import llama
 from tests.sweeps import few, quick, swept
 from tests.unit.data_cases import chat_tokenizer
 from tests.unit.trainer_cases import (
@@ -26,6 +25,7 @@ from tests.unit.trainer_cases import (
     padded,
     rows,
     same_weights,
+    small,
     text_trainer,
     trainer,
     weights,
@@ -55,8 +55,8 @@ class WithoutKwargs(LlamaForCausalLM):
 
 
 def without_kwargs():
-    made = WithoutKwargs(llama().config)
-    made.load_state_dict(llama().state_dict())
+    made = WithoutKwargs(small().config)
+    made.load_state_dict(small().state_dict())
     return made
 
 
@@ -91,7 +91,7 @@ def losses_and_norms(kind, model, data, folder, **also):
             (without_kwargs, rows(5)),
             (without_kwargs, rows(9)),
             (without_kwargs, Stream()),
-            (llama, Stream()),
+            (small, Stream()),
         ],
         *(1, 3),
     ),
@@ -108,13 +108,13 @@ def test_uneven_micro_batches_count_as_a_plain_trainer_counts_them(tmp_path, mak
 
 def test_what_is_no_tensor_in_a_batch_is_honoured_or_refused(tmp_path):
     wanted, got = (
-        losses_and_norms(kind, llama(), rows(4), tmp_path, use_cache=False, logits_to_keep=0)
+        losses_and_norms(kind, small(), rows(4), tmp_path, use_cache=False, logits_to_keep=0)
         for kind in (Trainer, Unsaved)
     )
     assert torch.tensor(got).allclose(torch.tensor(wanted), rtol=1e-5)
     for name, value in {"names": ["a", "b"], "use_cache": True, "logits_to_keep": 1}.items():
         with pytest.raises(InputError, match=f"micro-batch 0 has '{name}', "):
-            losses_and_norms(Unsaved, llama(), rows(4), tmp_path, **{name: value})
+            losses_and_norms(Unsaved, small(), rows(4), tmp_path, **{name: value})
 
 
 def test_a_streamed_trainer_goes_on_exactly(tmp_path):
@@ -155,7 +155,7 @@ class InFloat8(StreamedTrainer, Trainer):
 def test_a_trainer_in_bf16_may_multiply_in_float8_and_goes_on_so(tmp_path):
     trainers = []
     for start in (None, str(tmp_path / "checkpoint-2")):
-        model = get_peft_model(llama(), LoraConfig(r=4, target_modules="all-linear"))
+        model = get_peft_model(small(), LoraConfig(r=4, target_modules="all-linear"))
         args = arguments(tmp_path, bf16=True, max_steps=3, eval_strategy="no")
         trainers.append(InFloat8(model, args, train_dataset=rows(16), data_collator=padded))
         trainers[-1].train(resume_from_checkpoint=start)
@@ -186,7 +186,7 @@ def test_a_new_head_is_drawn_by_the_seed(tmp_path):
     """As RewardTrainer draws that of a model which is named and has none."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     tokenizer = chat_tokenizer("qwen")
-    llama(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    small(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
     data = datasets.Dataset.from_list([{"chosen": "the sea", "rejected": "the 1"}])
     pad = {"pad_token_id": tokenizer.pad_token_id}
     made = []
@@ -212,7 +212,7 @@ def test_a_model_is_not_loaded_otherwise(tmp_path, changes, options, message):
     args = arguments(tmp_path)
     args.model_init_kwargs = changes
     with pytest.raises(InputError, match=message):
-        Streamed(llama(), args, train_dataset=rows(4), **options)
+        Streamed(small(), args, train_dataset=rows(4), **options)
 
 
 # PEFT's adapters under a streamed Trainer are trained as under the plain one.
@@ -222,7 +222,7 @@ def adapter_trainer(kind, folder, keys, **changes):
     torch.manual_seed(0)  # adapters are drawn
     config = LoraConfig(**({"r": 4, "target_modules": "all-linear"} | keys))
     return kind(
-        get_peft_model(llama(), config),
+        get_peft_model(small(), config),
         arguments(folder, weight_decay=0.5, **changes),
         train_dataset=rows(16),
         eval_dataset=rows(5, seed=1),
@@ -248,7 +248,7 @@ def test_an_adapter_learns_what_it_does_under_the_plain_one(tmp_path, keys, chan
         lambda kind: adapter_trainer(kind, tmp_path / kind.__name__, keys, **changes), near=1e-5
     )
     same_weights(*made)
-    whole = PeftModel.from_pretrained(llama(), tmp_path / "Streamed")
+    whole = PeftModel.from_pretrained(small(), tmp_path / "Streamed")
     described = json.loads((tmp_path / "Streamed/adapter_config.json").read_text())
     assert described["r"] == 4 and whole.peft_config["default"].use_dora == ("use_dora" in keys)
 
@@ -257,7 +257,7 @@ def test_other_methods_of_peft_are_refused_by_name(tmp_path):
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     with pytest.raises(InputError, match=r"PromptTuning|PROMPT_TUNING"):
         Streamed(
-            get_peft_model(llama(), config),
+            get_peft_model(small(), config),
             arguments(tmp_path, eval_strategy="no"),
             train_dataset=rows(4),
         )

@@ -195,7 +195,7 @@ def test_tails_threads_and_instruction_sets(instruction_set):  # noqa: F811
 
 # The AdamW kernels: bit for bit torch's arithmetic, on every instruction set, length and form.
 
-SIZES = [*range(19), 31, 33, 63, 64, 65, 70, 1023, 1025, (1 << 16) + 1, 140_003]
+SIZES = [*range(19), 31, 33, 63, 64, 65, 70, 1023, 1025, 140_003]
 FORMS = {
     "split": split_state,
     "whole": whole_state,

@@ -25,7 +25,6 @@ from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer, heeded
 from megatrain.integrations.objectives import Scores, Waiting
 from tests.families.tiny import tiny_model
-from tests.parity.cases import llama
 from tests.sweeps import few, quick
 from tests.unit.data_cases import chat_tokenizer
 from tests.unit.trainer_cases import (
@@ -37,6 +36,7 @@ from tests.unit.trainer_cases import (
     padded,
     rows,
     same,
+    small,
     text_trainer,
     trainer,
 )
@@ -174,7 +174,7 @@ def test_a_loss_or_model_of_trl_that_the_engine_does_not_have_is_refused(
 ):
     model = None
     if not isinstance(changes, dict):
-        config = llama(vocab_size=len(chat_tokenizer("qwen"))).config
+        config = small(vocab_size=len(chat_tokenizer("qwen"))).config
         config.num_labels, config.pad_token_id, changes = 1, changes, {}
         model = LlamaForSequenceClassification(config)
     with pytest.raises(InputError, match=message):
@@ -311,7 +311,7 @@ CHANGES = {
     "label_smoother, changed": set_own("label_smoother", str),
     "engine_options, changed": set_own("engine_options", {"device_memory": "1GiB"}),
     "trainer.optimizer": set_own("optimizer", torch.optim.SGD([torch.zeros(1)], lr=1.0)),
-    "model, changed": set_own("model", llama()),
+    "model, changed": set_own("model", small()),
     "log": lambda made: setattr(made, "log", lambda logs, *_: made.state.log_history.append(logs)),
     "accelerator.backward, replaced": lambda made: setattr(made.accelerator, "backward", print),
     "accelerator.gradient_accumulation_steps, changed": lambda made: setattr(

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from transformers import LlamaForSequenceClassification, Trainer, TrainerCallbac
 from megatrain.integrations import StreamedTrainer
 from tests.parity.cases import VOCAB, llama, noisy
 from tests.unit.data_cases import chat_tokenizer
+
+small = partial(llama, num_hidden_layers=1)
 
 
 class Streamed(StreamedTrainer, Trainer):
@@ -102,7 +105,7 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
 
 def trainer(kind: Any, folder: Path, *, options: Any = None, **changes: Any) -> Any:
     return kind(
-        copy.deepcopy(llama()),
+        small(),
         arguments(folder, **changes),
         train_dataset=rows(16),
         eval_dataset=rows(5, seed=1),
@@ -152,7 +155,7 @@ def text_trainer(
             for n, e in enumerate(texts)
         ]
     if model is None:
-        model = llama(vocab_size=len(tokenizer), num_hidden_layers=1, max_position_embeddings=256)
+        model = small(vocab_size=len(tokenizer), max_position_embeddings=256)
     if options is None:
         options = {"ref_model": copy.deepcopy(model)} if kind is plain is trl.DPOTrainer else {}
     if plain is trl.RewardTrainer and not hasattr(model, "score"):
