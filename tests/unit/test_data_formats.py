@@ -319,19 +319,6 @@ def test_nulls_that_tables_fill_in_are_not_arguments(tmp_path):
     )
 
 
-def test_what_was_found_is_said_in_a_line_also_from_kept_tokens(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    rows = [{"instruction": ASK, "input": "", "output": TELL, "text": "x", "id": 3}]
-    for name in ("a.jsonl", "b.jsonl"):
-        write_jsonl(tmp_path / name, rows)
-    for _ in range(2):
-        caplog.clear()
-        opened([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], tmp_path)
-        (message,) = (r.getMessage() for r in caplog.records)
-        assert message.startswith("data: 2 files (first: ") and ": instructions; " in message
-        assert message.endswith("not read: 'text', 'id'")
-
-
 def test_bad_rows_are_left_out_counted_and_listed(tmp_path, caplog):
     bad = [{"question": 3, "answer": "a"}, {"text": "b"}, {**ROWS[0], "label": False},
            {"question": "a", "answer": "\ud800"}]  # fmt: skip

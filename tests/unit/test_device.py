@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import random
@@ -115,50 +116,6 @@ class Gpu:
         self.reached += 1
 
 
-@pytest.fixture
-def busy():
-    """A host thread, at work until it is told otherwise."""
-    worker, over = HostStream("update", torch.zeros(1, dtype=torch.int32)), threading.Event()
-    worker.put("work", over.wait)
-    yield worker, over
-    over.set()
-    worker.close()
-
-
-def paced(seconds=0.001):
-    """Every piece takes so long to launch."""
-    now = 0.0
-
-    def clock():
-        nonlocal now
-        now += seconds
-        return now
-
-    return LaunchThrottle(Gpu().record, clock)
-
-
-def launch(pace, name):
-    """One piece, by a thread that is given a moment to be through."""
-
-    def piece():
-        with pace.piece(name):
-            pass
-
-    thread = threading.Thread(target=piece)
-    thread.start()
-    thread.join(0.1)
-    return thread
-
-
-def waits(pace, name, over):
-    """Whether a piece is launched only when the host thread's work is over."""
-    thread = launch(pace, name)
-    waited = thread.is_alive()
-    over.set()
-    thread.join()
-    return waited
-
-
 def test_it_is_a_few_pieces_ahead():
     gpu = Gpu()
     pace = LaunchThrottle(gpu.record)
@@ -169,13 +126,26 @@ def test_it_is_a_few_pieces_ahead():
 
 
 @pytest.mark.parametrize(("seconds", "seen"), [(0.001, 0), (1.0, 1), (1.0, 10)])
-def test_a_piece_that_may_be_large_waits_for_host_threads(busy, seconds, seen):
-    """One that has not been seen, or was large."""
-    (worker, over), pace = busy, paced(seconds)
+def test_a_piece_that_may_be_large_waits_for_host_threads(worker, seconds, seen):
+    """One that has not been seen, or was large: every one takes so long to launch."""
+    clock, over = itertools.count(0, seconds), threading.Event()
+    pace = LaunchThrottle(Gpu().record, lambda: next(clock))
+
+    def launch():
+        with pace.piece("layer"):
+            pass
+
     for _ in range(seen):
-        launch(pace, "layer").join()
+        launch()
+    worker.put("work", over.wait)
     pace.note_wait(worker, worker.mark())
-    assert waits(pace, "layer", over)
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join(0.1)
+    waited = thread.is_alive()
+    over.set()
+    thread.join()
+    assert waited
 
 
 # Planes: their layout, their memory on the host, their files on a disk.

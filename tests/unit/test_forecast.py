@@ -14,7 +14,7 @@ from megatrain import SGD, AdamW, Engine, Lion, Muon, Placement
 from megatrain.base.units import MIB
 from megatrain.device import CpuDevice
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, GATHER, HOSTS, REDUCE
-from megatrain.forecast import simulate
+from megatrain.forecast import op_counter, simulate
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.profile import Profile
@@ -121,12 +121,12 @@ def test_what_muon_does_on_the_device_is_counted():
     assert muon.bounds[COMPUTE] - adamw.bounds[COMPUTE] > least > 0
 
 
-def test_a_recurrence_that_would_take_minutes_to_count_is_refused():
+def test_a_recurrence_that_would_take_minutes_to_count_is_refused(monkeypatch):
     config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)
     model = spec(open_source(config).model)
     assert Profile(model, torch.bfloat16, 8, compiled=True).layer(0, 1).forward.kernels > 10
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(NotForeseeable, match="operations"):
-        patch.setattr("megatrain.forecast.op_counter.MOST_OPERATIONS", 20)
+    sized(monkeypatch, op_counter, MOST_OPERATIONS=20)
+    with pytest.raises(NotForeseeable, match="operations"):
         Profile(model, torch.bfloat16, 8, compiled=True).layer(0, 1)
 
 

@@ -62,12 +62,9 @@ def test_every_listed_gpu_is_found_by_its_name_and_has_sensible_figures():
     ("text", "name"),
     [
         ("rtx4090", "RTX 4090"),
-        ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX 4070 Ti SUPER"),
         ("3080ti", "RTX 3080 Ti"),
         ("NVIDIA H100 80GB HBM3", "H100 SXM"),
         ("B200 192 GB", "B200"),
-        ("NVIDIA H100 PCIe", "H100 PCIe"),
-        ("NVIDIA L4", "L4"),
         ("NVIDIA L40", "L40"),
         ("NVIDIA GB10", "GB10"),
         ("AMD Radeon 8060S Graphics", "Strix Halo"),
@@ -82,11 +79,9 @@ def test_a_gpu_goes_by_many_names(text, name):
     ("text", "hint"),
     [
         ("A100", "did you mean A100 40GB or A100 80GB?"),
-        ("4090 ti", "did you mean"),
         ("NVIDIA GeForce RTX 3060 Ti", "did you mean"),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "unknown GPU"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "unknown GPU"),
-        ("TPU", "known are B300, "),
         ("", "known are "),
     ],
 )

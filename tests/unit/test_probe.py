@@ -175,13 +175,6 @@ def test_states_that_the_configuration_asks_for_are_left_out():
         assert engine.config.output_hidden_states
 
 
-def test_layers_that_differ_by_an_attribute_are_two_kinds():
-    model = tiny()
-    model.model.layers[1].self_attn.scaling *= 2
-    kinds = [layer.kind for layer in spec(emptied(model)).layers]
-    assert kinds[0] is kinds[2] is not kinds[1]
-
-
 class Tabled(LlamaForCausalLM):
     """With a table that follows the model's type, and one that does not."""
 

@@ -19,7 +19,6 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.utils.import_utils import enable_tf32
 
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer, heeded
@@ -415,36 +414,6 @@ def test_an_argument_is_heeded_on_resume(name, tmp_path):
     assert got == wanted
     otherwise, folders = resumed(Trainer, tmp_path / "otherwise", {})
     assert (lines(plain), wanted) != (lines(otherwise), folders)
-
-
-@pytest.mark.exhaustive  # memory is measured at length
-def test_what_decides_how_torch_computes_and_what_is_measured_is_heeded(tmp_path, monkeypatch):
-    """While steps are taken, as under the plain trainer; `run_name` is what trackers read."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # transformers sets it
-    monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
-
-    def note(args, **_):
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        noted.append((deterministic, torch.backends.fp32_precision, args.run_name))
-
-    measured, noted, before = [], [], torch.backends.fp32_precision
-    settings = {"full_determinism": True, "run_name": "a name", "tf32": True}
-    try:
-        for kind in (Trainer, Streamed):
-            torch.use_deterministic_algorithms(False)
-            torch.backends.fp32_precision = "ieee"
-            enable_tf32.cache_clear()
-            options = {"callbacks": [at("on_pre_optimizer_step", note, step=1)]}
-            made = trainer(
-                kind, tmp_path, options=options, skip_memory_metrics=False, **SHORT | settings
-            )
-            made.train()
-            measured.append({n for n in made.state.log_history[-1] if "_mem_" in n})
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.backends.fp32_precision = before
-    assert noted == [(True, "tf32", "a name")] * 2
-    assert measured[0] and measured[0] == measured[1]
 
 
 def test_accelerate_unwraps_the_model_to_the_stand_in(tmp_path):

@@ -331,7 +331,6 @@ def refusal(folder, model):
     [
         ("llama", UP, None, f"tensor '{UP}' is missing from the checkpoint of a LlamaForCausalLM"),
         ("llama", UP, lambda w: w.T, "LlamaForCausalLM needs .* do not belong together"),
-        ("llama", UP, lambda w: w.to(torch.int8), "has dtype int8, and .* holds floats; use"),
         (
             "llama",
             UP,
@@ -400,12 +399,10 @@ def test_an_index_that_leaves_the_folder(escape, tmp_path):
     ("text", "said"),
     [
         (b"\xff\xfe", "its JSON cannot be read"),
-        (b"[1]", "its JSON is not an object"),
         (b"{}", "no weight_map"),
         (b'{"weight_map": {"a": 3}}', "which is not in the folder"),
         (b'{"weight_map": {"a": "x", "a": "y"}}', "key 'a' is there twice"),
         (b'{"a":' * 100_000, "nested too deeply"),
-        (b'{"weight_map": ' + b"9" * 5000 + b"}", "its JSON cannot be read"),
         (b'{"' + b"a" * 2000 + b'": 1}', "longer than 1000 characters"),
     ],
 )
@@ -421,14 +418,11 @@ def test_a_broken_index(text, said, tmp_path):
     [
         (b"", b"", None, r"its JSON cannot be read"),
         (b"", b"", 2**63, r"ask for a header of 9223372036854775808 bytes"),
-        (b"{}", b"", 2**32, r"ask for a header of 4294967296 bytes"),
         (b'{"a":{},"a":{}}', b"", None, r"key 'a' is there twice"),
         ({"a": 1}, b"", None, "damaged or truncated: .*; fetch the file again"),
         ({"a": entry(0, 4) | {"shape": [1] * 99}}, b"1234", None, "'a' has an impossible shape"),
-        ({"a": entry(0, 0, [0, 2**63])}, b"", None, "'a' has an impossible shape"),
         ({"a": entry(0, 2**62, [2**60])}, b"1234", None, "damaged or truncated"),
         ({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12), None, "damaged or truncated"),
-        ({"a": entry(0, 4)}, bytes(8), None, "damaged or truncated"),
         ({"a": entry(0, 1, [1], "F8_E5M2")}, b"1", None, "'a' is stored as F8_E5M2; only plain"),
     ],
 )
