@@ -15,8 +15,6 @@ import torch
 from rich.console import Console
 
 from megatrain.base.units import GIB, MIB, parse_bytes, size
-from megatrain.device.base import COMPUTE, COPY_IN, UPDATE
-from megatrain.device.trace import ClockDevice, Cost
 from megatrain.errors import InputError, RunFailed
 from megatrain.telemetry import host, timeline
 from megatrain.telemetry.console import PASSING, Share, StderrHandler, TrainingProgress
@@ -290,55 +288,3 @@ def test_a_run_keeps_the_timeline_of_an_early_step(tmp_path, steps, refused, kep
     if steps == 8:
         timeline.draw()
         assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-
-
-# The device that keeps time: what runs at once, what waits, and what couples resources.
-
-
-class Fixed:
-    """Work named `... 3` takes three seconds; a byte takes one second to copy.
-
-    The caller takes none to put anything there, unless told so: `slow` work two, besides.
-    """
-
-    def __init__(self, put_seconds=0.0):
-        self.put_seconds = put_seconds
-
-    def run(self, stream, name, work, reads, writes):
-        last = name.split()[-1]
-        seconds = float(last) if last.isdigit() else 0.0
-        return Cost(seconds, 2.0 * ("slow" in name), "blocking" in name, result=work())
-
-    def copy(self, stream, num_bytes):
-        return float(num_bytes)
-
-    def empty(self, name, numel, dtype):
-        return torch.empty(numel, dtype=dtype, device="meta")
-
-    host = empty
-
-
-def put(clock, stream, name):
-    return clock.run(stream, name, lambda: name)
-
-
-@pytest.mark.parametrize(
-    ("names", "put_seconds", "spans"),
-    [
-        (("slow 1", "slow 1"), 0.0, [(0, 2), (2, 4)]),  # a device waits for launches
-        (("a 1", "b 1"), 1.5, [(0, 1.5), (1.5, 3)]),
-        (("nothing", "a 1"), 1.5, [(1.5, 3)]),  # no work, but a launch
-        (("a 9", "slow 1", "slow 1"), 0.0, [(0, 9), (9, 10), (10, 11)]),  # launches hide
-        (("blocking 9", "slow 1"), 0.0, [(0, 9), (9, 11)]),  # what comes next is launched later
-    ],
-)
-def test_launches_take_time_beside_work(names, put_seconds, spans):
-    clock = ClockDevice(Fixed(put_seconds))
-    for name in names:
-        put(clock, COMPUTE, name)
-    assert [(span.start, span.end) for span in clock.spans] == spans
-    put(clock, UPDATE, "update 1")  # which a host thread launches
-    assert clock.spans[-1].seconds == 1
-    here = clock.empty("slot", 8, torch.bfloat16)
-    clock.copy(COPY_IN, here, clock.host("weights", 8, torch.bfloat16, pinned=True), 3)
-    assert (clock.spans[-1].seconds, clock.spans[-1].num_bytes) == (6, 6)

@@ -159,8 +159,6 @@ def test_an_argument_of_trl_is_heeded(plain, changes, tmp_path):
 @pytest.mark.parametrize(
     ("plain", "changes", "message"),
     [
-        (trl.DPOTrainer, {"loss_type": ["exo_pair"], "label_smoothing": 0.1},
-         "args.loss_type: it must be one of"),
         (trl.DPOTrainer, {"loss_type": ["sigmoid", "sft"]}, "args.loss_type: it must be one of"),
         (trl.DPOTrainer, {"label_smoothing": 0.1},
          "args.label_smoothing: DPOTrainer's sigmoid has none"),
@@ -461,13 +459,17 @@ def test_what_a_callback_cannot_change_is_refused(name, tmp_path):
     assert made.engine.optimizer.num_steps == 0
 
 
+def scored(*counts, **more):
+    """The loss of micro-batches of a pair, each one of so many of its step."""
+    ids = torch.full((2, 3), 7)
+    pair = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more}
+    scores = Scores(trl.RewardConfig(use_cpu=True, bf16=False), pad=0, pad_of_model=0)
+    return scores.step([Waiting(pair, None, count) for count in counts], engine=None)[1]
+
+
 def test_a_micro_batch_counts_by_its_own_step_of_the_trainer():
     """A stream may end within a step, whose part is then added to the next one."""
-    ids = torch.full((2, 3), 7)
-    pair = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    scores = Scores(trl.RewardConfig(use_cpu=True, bf16=False), pad=0, pad_of_model=0)
-    _, loss = scores.step([Waiting(pair, None, 4), Waiting(pair, None, 2)], engine=None)
-    assert loss.shares == (1 / 4, 1 / 2)
+    assert scored(4, 2).shares == (1 / 4, 1 / 2)
 
 
 @pytest.mark.parametrize(
@@ -483,11 +485,8 @@ def test_a_micro_batch_counts_by_its_own_step_of_the_trainer():
 )
 def test_pairs_of_other_shapes_than_trls_are_refused(name, shape, message):
     """TRL takes a margin [pairs, 1] from each pair's, and the mean of all differences."""
-    ids = torch.full((2, 3), 7)
-    pair = {"input_ids": ids, "attention_mask": torch.ones_like(ids), name: torch.ones(shape)}
-    scores = Scores(trl.RewardConfig(use_cpu=True, bf16=False), pad=0, pad_of_model=0)
     with pytest.raises(InputError, match=message):
-        scores.step([Waiting(pair, None, 1)], engine=None)
+        scored(1, **{name: torch.ones(shape)})
 
 
 def test_autocast_around_a_trainer_is_refused(tmp_path):

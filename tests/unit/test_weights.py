@@ -449,6 +449,21 @@ def test_pickle_weights_are_refused(tmp_path):
     assert resolve_model(folder) == folder
 
 
+@pytest.fixture
+def hub(monkeypatch):
+    """What a download is asked for, and its answer: a folder, or an error."""
+    asked: dict[str, Any] = {}
+
+    def download(name, **options):
+        asked.update(options)
+        if isinstance(asked["answer"], Exception):
+            raise asked["answer"]
+        return str(asked["answer"])
+
+    monkeypatch.setattr(weights, "snapshot_download", download)
+    return asked
+
+
 class _Response:
     headers: dict[str, str] = {}  # noqa: RUF012
     request = None
@@ -464,26 +479,14 @@ class _Response:
         (hub_errors.GatedRepoError, "accept the terms on its hub page, .*restricts access"),
     ],
 )
-def test_the_hub_refuses(error, said, monkeypatch):
-    if isinstance(error, type):
-        error = error("many\nlines", response=_Response())
-
-    def download(*_, **__):
-        raise error
-
-    monkeypatch.setattr(weights, "snapshot_download", download)
+def test_the_hub_refuses(error, said, hub):
+    hub["answer"] = error("many\nlines", response=_Response()) if isinstance(error, type) else error
     with pytest.raises(InputError, match=f"^owner/name: .*{said}") as caught:
         resolve_model("owner/name")
     assert "\n" not in str(caught.value)
 
 
-def test_never_downloads_pickles(tmp_path, monkeypatch):
-    folder = model_folder(tmp_path / "m")
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(
-        weights, "snapshot_download", lambda name, **kwargs: asked.update(kwargs) or str(folder)
-    )
+def test_never_downloads_pickles(tmp_path, hub):
+    hub["answer"] = folder = model_folder(tmp_path / "m")
     assert resolve_model("owner/name") == folder
-    assert not any(
-        pattern.endswith(("bin", "pt", "pth", "*")) for pattern in asked["allow_patterns"]
-    )
+    assert not any(each.endswith(("bin", "pt", "pth", "*")) for each in hub["allow_patterns"])
