@@ -45,8 +45,7 @@ def parts(column):
             ("7b|int8|RTX 3090|65536", 64, True),
             ("7b|fp32|RTX 3090|65536", 64, False),
             ("7b|lora|RTX 4090|65536", 2048, True),
-        ],
-        *(0, 1),
+        ]
     ),
 )
 def test_a_plan_is_what_the_planner_says_now(kept, column, host_gib, fits):
