@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megatrain import AdamW, Placement
-from megatrain.config import load
+from megatrain.config import DataSection, load
 from megatrain.loss import LabelSmoothing
 from megatrain.model.trained import Trained
 from megatrain.train import data, second_model, setup
@@ -149,6 +149,7 @@ def test_each_key_of_a_run_file_reaches_whom_it_is_for(run_file, monkeypatch):
     monkeypatch.setattr(setup, "StepLoader", loader)
     monkeypatch.setattr(setup, "Engine", engine)
     monkeypatch.setattr(second_model, "Engine", engine)
+    assert FOR_DATA.keys() == DataSection.model_fields.keys() - {"eval_fraction"}
     of_data = [f"data.{key}={json.dumps(value)}" for key, value in FOR_DATA.items()]
     config = load(run_file, [*CHANGED, *of_data, "data.eval_fraction=0"])
     with monkeypatch.context() as patch:
