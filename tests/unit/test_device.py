@@ -99,6 +99,16 @@ def test_an_error_is_kept_stops_the_work_and_lets_nothing_hang(worker):
         assert cause.__traceback__ is not None
 
 
+def test_an_error_of_ours_is_raised_as_it_is(worker):
+    def fail():
+        raise InputError("this line")
+
+    worker.put("fail", fail)
+    worker.wait(worker.mark())
+    with pytest.raises(InputError, match="^this line$"):
+        worker.check()
+
+
 # The launching thread is ahead of the GPU, but not so far that a full queue could stand still.
 
 

@@ -247,6 +247,8 @@ def layer_call(program, shape):
     tables = {name: drawn(1, named[name].shape[1]) for name in program.spec.gathered}
     rows = Rows(ids, ids, tables, torch.zeros(1, dtype=torch.long))
     micro = MicroBatch({"input_ids": ids}, ids, rows)
+    with torch.enable_grad():
+        program.prologue({}, micro)
     weights = {name: drawn(*p.shape) for name, p in layer.module.named_parameters()}
     return weights, micro, {ref: drawn(*shape, MLP_WIDTH) for ref in layer.inputs}
 
