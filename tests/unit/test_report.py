@@ -161,6 +161,7 @@ def test_a_damaged_file_costs_only_what_it_says(tmp_path, damaged):
 
 def test_a_run_that_goes_on_and_one_that_failed(tmp_path):
     run = write_run(tmp_path / "run", steps=5, total=100)
+    (run / "timeline.json").unlink()
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
     text = made(run).text
@@ -216,7 +217,8 @@ def test_names_are_text_whatever_is_in_them(tmp_path):
 
 
 def test_samples_of_a_page_are_escaped_and_bounded(tmp_path):
-    run = write_run(tmp_path / "run")
+    (run := tmp_path / "run").mkdir()
+    (run / "metrics.jsonl").touch()
     evil = "<script>alert(1)</script>"
     images = ["data:image/jpeg;base64,aGE=", "https://example.org/a.png", f"data:,{evil}"]
     sample = {"place": evil, "images": images, "runs": [[evil, True], ["b" * 9000, False]]}
