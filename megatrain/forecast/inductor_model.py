@@ -41,6 +41,8 @@ _SMALL = 16
 # an H200 they take that much longer than a copy of what they touch (benchmarks/results).
 _BACKWARD_TOUCHES = 1.5
 
+_FLOPS = 4  # fields of a work, the first ones
+
 _UNITS = 10_000  # of memory, in torch's choice of what a graph keeps
 
 # Their results are held for the backward rather than computed again, as those of libraries are:
@@ -67,6 +69,7 @@ class Op:
         light: True of products of experts and cuDNN's attention, which are missing among what
             torch's partitioner counts as heavy (`compute_intensive_ops`): within a budget a graph
             holds what they read, and the backward computes them again.
+        gathers: True of rows that are taken by index: some are read more than once.
     """
 
     work: Work
@@ -76,12 +79,12 @@ class Op:
     again: bool = True
     product_bytes: int = 0
     light: bool = False
+    gathers: bool = False
 
     @property
     def extern(self) -> bool:
         """True if a library computes it: nothing is fused with it."""
-        work = self.work
-        return any((work.product_flops, work.attention_flops, work.attention_backward_flops))
+        return any(self.work[:_FLOPS])
 
 
 class _Recorder(TorchDispatchMode):
@@ -118,7 +121,8 @@ class _Recorder(TorchDispatchMode):
             reads = set() if name.startswith(_SHAPED_LIKE) else reads
             product = 4 * out.numel() if func is SOFTMAX_BACKWARD else 0
             again, scratch = name not in _NOT_AGAIN, scratch + product // 2
-            traits = again, product, func is EXPERTS or work.attention_flops > 0
+            light = func is EXPERTS or work.attention_flops > 0
+            traits = again, product, light, name == "aten::index"
             self.ops.append(Op(work, (*sorted(reads),), (*writes,), scratch, *traits))
         return out
 
@@ -264,7 +268,9 @@ class Compiled:
         if share != 0:
             ops = [replace(op, scratch_bytes=op.scratch_bytes + op.product_bytes) for op in ops]
         work = self._phase(ops, held, self._t.gradients)
-        return work._replace(touched_bytes=int(_BACKWARD_TOUCHES * work.touched_bytes))
+        by_library = sum(op.work.touched_bytes for op in ops if op.extern)
+        fused = _BACKWARD_TOUCHES * (work.touched_bytes - by_library)
+        return work._replace(touched_bytes=int(fused) + by_library)
 
     def _held(self, share: float | None) -> set[int]:
         """Storages that wait between the two, inputs left out, as torch's partitioner tries it.
@@ -373,9 +379,10 @@ class Compiled:
         for kernel in self._kernels(ops, sources):
             reads = {n for i in kernel for n in sources[i]}
             new = {n for i in kernel for n in ops[i].writes if n in real} - inputs - alive
-            touched = 0
-            if not ops[kernel[0]].extern:
-                touched = self._size(reads | new)
+            fused, own = [ops[i] for i in kernel], ops[kernel[0]].work
+            if not fused[0].extern:
+                touched = self._size(reads | new) + self._again_bytes(fused, real)
+                own = Work(touched_bytes=touched, kernels=max(op.work.kernels for op in fused) or 1)
                 for i in kernel:  # it writes over a read of its result's size that is the last one
                     writes = sizes[ops[i].writes[0]] if ops[i].writes else 0
                     gone = sources[i] & (alive - ends)
@@ -383,7 +390,8 @@ class Compiled:
                     alive.discard(next(over, -1))
             alive |= new
             peak = max(peak, self._size(alive) + max(ops[i].scratch_bytes for i in kernel))
-            work = added(work, ops[kernel[0]].work._replace(touched_bytes=touched, kernels=1))
+            launches = 1 if fused[0].extern and not own.expert_flops else own.kernels
+            work = added(work, own._replace(kernels=launches))
             left.subtract(n for i in kernel for n in sources[i])
             alive = {n for n in alive if left[n] or n in ends}
         return work._replace(peak_bytes=peak)
@@ -407,6 +415,17 @@ class Compiled:
                     kernels.join(writers.get((n, size), i), i)
                     writers[n, size] = i
         return kernels.in_order()
+
+    def _again_bytes(self, ops: list[Op], real: set[int]) -> int:
+        """Bytes that a kernel reads again, of rows that it takes by index more than once."""
+        asked, again = [*ops], dict[int, int]()
+        while asked:
+            op = asked.pop()
+            if op.gathers:
+                taken = {s for n in op.reads for s in self._sources(n, real)}
+                again[op.writes[0]] = max(0, self._t.sizes[op.writes[0]] - self._size(taken))
+            asked += [self._producer[n] for n in op.reads if n in self._producer.keys() - real]
+        return sum(again.values())
 
     def _sources(self, storage: int, real: set[int]) -> frozenset[int]:
         """Storages in memory from which fused work computes one."""

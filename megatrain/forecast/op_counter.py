@@ -26,6 +26,7 @@ from megatrain.compat.torch import (
     TorchDispatchMode,
     memory_of,
     packet_of,
+    schema_of,
 )
 from megatrain.errors import MegatrainError, first_line
 from megatrain.model.capture import Call, Ref
@@ -38,6 +39,13 @@ MOST_OPERATIONS = 10_000
 _FLOAT8_SPEED = 1.48
 
 Value = TypeVar("Value")
+
+# torch's kernel for grouped products on Hopper has pairs of tiles of 128 rows, and 256 columns or,
+# if there are no more, 128 (aten/src/ATen/native/cuda/GroupMM.cu). A launch before it counts its
+# groups, and it sets itself up; a sort of 64-bit numbers goes over their bytes one by one.
+_TILE_ROWS, _TILE_COLUMNS, _NARROW = 256, 256, 128
+_LAUNCHES = {"aten::sort": 15, "aten::topk": 3}
+_GROUPED_LAUNCHES = 3
 
 _STEP = 256  # bytes: tensors begin at multiples, on the device and where they wait on the host
 
@@ -73,8 +81,9 @@ class Work(NamedTuple):
     """The cost of a piece of device work.
 
     Attributes:
+        expert_flops: of grouped products of experts, in whole tiles.
         attention_flops, attention_backward_flops: causal attention counted at half.
-        touched_bytes: of device memory, by all operations but products and attention.
+        touched_bytes: of device memory, but for attention and dense products.
         attention_bytes: results of attention, which may wait for its backward.
         peak_bytes: that exist at once, besides the work's arguments; results count.
         kept_bytes: that wait for a backward, besides results and arguments.
@@ -82,6 +91,7 @@ class Work(NamedTuple):
     """
 
     product_flops: int = 0
+    expert_flops: int = 0
     attention_flops: int = 0
     attention_backward_flops: int = 0
     touched_bytes: int = 0
@@ -101,7 +111,7 @@ class Work(NamedTuple):
 
 def added(one: Work, other: Work) -> Work:
     """The work of both, one after the other, but for their memory."""
-    return Work._make((*map(add, one[:6], other[:6]), 0, 0, max(one.calls, other.calls)))
+    return Work._make((*map(add, one[:7], other[:7]), 0, 0, max(one.calls, other.calls)))
 
 
 @dataclass(frozen=True)
@@ -452,8 +462,7 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
     if func.name() in (_CAUSAL, f"{_CAUSAL}_backward"):
         return _causal_attention(func, args, sum(tensor.nbytes for tensor in tensors(out)))
     if func in (EXPERTS, _EXPERTS_BACKWARD):
-        rows, weights = sorted(args[-2:], key=Tensor.dim)
-        return Work(product_flops=2 * rows.numel() * weights.shape[-1], kernels=1), 0
+        return _grouped_product(args[0], args[1], out), 0
     count = flop_registry.get(packet_of(func))
     if count is not None:
         return Work(product_flops=int(count(*args, **kwargs, out_val=out)), kernels=1), 0
@@ -462,7 +471,23 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
     if not read and func not in _OVERWRITES:
         return Work(), 0  # an allocation
     touched = sum(tensor.nbytes for tensor in (*read, *tensors(out)))
-    return Work(touched_bytes=touched, kernels=1), scratch
+    kernels = _LAUNCHES.get(schema_of(func).name, 1)
+    return Work(touched_bytes=touched, kernels=kernels), scratch
+
+
+def _grouped_product(left: Tensor, right: Tensor, out: Tensor) -> Work:
+    """The work of `[S, I] x [E, I, O]`, or of `[E, I, O]` gradients from `[S, O]` and `[S, I]`."""
+    *groups, rows, columns = out.shape
+    inner = len(left) if groups else left.shape[-1]
+    # Of each group's rows the last tiles are half empty on average.
+    rows = align(rows, _TILE_ROWS) if groups else rows + len(right) * _TILE_ROWS // 2
+    columns = align(columns, _NARROW if columns <= _NARROW else _TILE_COLUMNS)
+    touched = left.nbytes + right.nbytes + out.nbytes
+    return Work(
+        expert_flops=2 * rows * inner * columns,
+        touched_bytes=touched,
+        kernels=_GROUPED_LAUNCHES,
+    )
 
 
 def _causal_attention(func: Any, args: tuple, results: int) -> tuple[Work, int]:

@@ -30,7 +30,7 @@ from megatrain.model.micro_batch import MicroBatch
 from megatrain.optim import AdamW, PlaneKind, Rule, moved_bytes
 from megatrain.telemetry.timeline import Span
 from megatrain.tile import TileLayout
-from megatrain.tile.formats import FP8
+from megatrain.tile.formats import BLOCKS, FP8
 
 # What couples resources, measured on an H200 with 16 cores (55.5 and 55.4 GB/s one way):
 # 101.7 GB/s in both directions at once, and 2.97 instead of 4.56 Gparam/s of AdamW's updates
@@ -53,6 +53,10 @@ _PER_OPERATION = 0.92
 # looks at the positions, which waits for the device: 2.6 to 6.9 ms forward and 2.2 to 5.4 backward,
 # a micro-batch (step-0.5b-64x1024, step-3b-8x1024, step-3b-96x1024, step-7b-96x1024).
 _PROLOGUE_SECONDS = 4e-3
+
+# Codes of four bits are looked up: that takes five times as long as a copy of what it touches, and
+# so many more launches a parameter (NF4 of 7B, 72B, gpt-oss-120B, its MXFP4; benchmarks/results).
+_BY_TABLE, _MORE_LAUNCHES = 5, 4
 
 _SMALL = 1 << 14  # elements: what touches no more is only launched
 
@@ -206,6 +210,7 @@ class CostModel:
         machine = self._machine
         return (
             work.product_flops / (machine.matmul_tflops * 1e12)
+            + work.expert_flops / (machine.experts * machine.matmul_tflops * 1e12)
             + work.attention_flops / (machine.attention_forward_tflops * 1e12)
             + work.attention_backward_flops / (machine.attention_backward_tflops * 1e12)
             + work.touched_bytes / (machine.device_gbps * 1e9)
@@ -346,8 +351,13 @@ class Declared:
         """Stands for the unpacking of weights on the device."""
 
     def _unpacked(self, _: Any, layout: TileLayout, *memory: Tensor) -> tuple[Work, None]:
+        by_table = [
+            e for e in layout.entries if e.is_packed and e.packed not in (None, FP8, BLOCKS)
+        ]
         touched = (layout.numel + layout.unpacked.numel) * self._itemsize
+        touched *= _BY_TABLE if by_table else 1
         kernels = sum(2 if e.multiplied else e.packed is not None for e in layout.entries)
+        kernels += _MORE_LAUNCHES * len(by_table)
         # Scales are spread over their blocks, a parameter's at once: three fp32 values a block.
         # What is multiplied in float8 is unpacked from NF4 before, and in fp32 if not compiled.
         spread, eager = 12 / 64, 0 if self._measured.compiled else 12

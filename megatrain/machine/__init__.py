@@ -66,6 +66,7 @@ class Machine:
         device_context_bytes: device memory that driver and libraries take before any tensor.
         host_memory_bytes, cores: that this process may use.
         matmul_tflops: dense product in the compute dtype.
+        experts: the share of it that grouped products reach, their bytes counted apart.
         attention_forward_tflops, attention_backward_tflops: causal attention over long rows, only
             the unmasked half counted.
         device_gbps: device memory, reads and writes together.
@@ -101,6 +102,7 @@ class Machine:
     link_gbps: float | None = None
     network_gbps: float | None = None
     one_memory: bool = False
+    experts: float = 0.9
 
     def splits(self) -> list["Machine"]:
         """This machine; one with one memory as if more and more of it were the host's."""
@@ -173,6 +175,7 @@ def machine_for(
         launch_seconds=_LAUNCH_SECONDS,
         measured=False,
         one_memory=bool(gpu.shared),
+        experts=gpu.shares["experts"],
     )
 
 
