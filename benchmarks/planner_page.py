@@ -266,10 +266,19 @@ class Record:
 
 
 _NOT_MEASURED = (
-    "We have not measured this GPU: the forecast rests on published figures, and on shares of them "
-    "that such GPUs are expected to reach. Those of H200 and H100 were mostly within 10 %; this "
-    "one may be further off. megatrain doctor measures yours, and megatrain plan then takes that."
+    "We have not measured this GPU. {others} The forecast rests on published figures and on shares "
+    "of them that such GPUs are expected to reach. Those of H200 and H100 were mostly within 10 %; "
+    "this one may be further off. megatrain doctor measures yours, and megatrain plan then takes it."
 )
+
+
+def sure(gpu: str) -> str:
+    """How sure a GPU's forecasts are: measured by us, by others, or by nobody."""
+    record, others = Record.of(gpu), named_gpu(gpu).measured
+    if record.seconds:
+        return record.words()
+    reported = f"Others report: {others}." if others else "Of nobody else is a measurement known."
+    return _NOT_MEASURED.format(others=reported)
 
 
 def on_page(data: dict[str, Any]) -> dict[str, Any]:
@@ -279,11 +288,10 @@ def on_page(data: dict[str, Any]) -> dict[str, Any]:
     gpus = []
     for name in GPUS:
         if name in planned[2]:
-            where, record = machine(name, HOST_GIB[0]), Record.of(name)
-            measured = record.words() if record.seconds else _NOT_MEASURED
+            where = machine(name, HOST_GIB[0])
             memory = round(where.device_memory_bytes / GIB, 2)
             figures = {"name": name, "memory": memory, "cores": where.cores}
-            gpus.append(figures | {"sure": measured, "source": named_gpu(name).source})
+            gpus.append(figures | {"sure": sure(name), "source": named_gpu(name).source})
     made = [
         data["made"][number]
         for number in sorted({p[-1] for c in columns.values() for p in c.values()})

@@ -105,7 +105,8 @@ class KnownGpu:
 
     `bus_gbps` is one way between host and device; `host` the usual machine: `desktop`,
     `workstation` or `server`; `shares` are of products, attention and memory. `shared` is the part
-    of the one memory of host and GPU that work may take; 0: each has its own.
+    of the one memory of host and GPU that work may take; 0: each has its own. `measured`: what
+    others measured of training on it, with the source.
     """
 
     name: str
@@ -119,6 +120,7 @@ class KnownGpu:
     words: frozenset[str]
     source: str
     shared: float = 0.0
+    measured: str = ""
 
 
 @cache
