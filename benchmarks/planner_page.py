@@ -268,7 +268,7 @@ class Record:
 _NOT_MEASURED = (
     "We have not measured this GPU. {others} The forecast rests on published figures and on shares "
     "of them that such GPUs are expected to reach. Those of H200 and H100 were mostly within 10 %; "
-    "this one may be further off. megatrain doctor measures yours, and megatrain plan then takes it."
+    "this one may be further off. megatrain doctor measures yours, megatrain plan then takes it."
 )
 
 

@@ -166,8 +166,11 @@ def test_products_of_experts_count_in_fp32_and_in_bf16():
     for precision in ("fp32", "bf16"):
         measured = model.measured(replace(Workload(), precision=precision))
         work, chosen = measured.layer(0, rows), rows * measured.tokens * config.num_experts_per_tok
-        flops = 2 * chosen * 3 * config.hidden_size * config.intermediate_size
-        assert flops < work.forward.product_flops < 1.6 * flops  # attention's are the rest
+        of_row = 2 * 3 * config.hidden_size * config.intermediate_size
+        filled = chosen + config.num_local_experts * 128  # half of each one's last pair of tiles
+        assert work.forward.expert_flops == filled * of_row
+        assert work.backward.expert_flops == (filled + chosen) * of_row
+        assert 0 < work.forward.product_flops < 0.6 * chosen * of_row  # attention's, the router's
         assert work.backward.product_flops == 2 * work.forward.product_flops
 
 
