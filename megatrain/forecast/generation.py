@@ -29,6 +29,7 @@ def generation_bytes(
     With its reply, of `new_tokens`, one has `tokens`; keys and values are there twice as they grow.
     """
     counter, new = OpCounter(), min(new_tokens, tokens - 1)
+    types = loaded_types(spec.capture.model, dtype)
     with (
         foreseeing("generation"),
         spec.capture.with_layers() as model,
@@ -37,7 +38,7 @@ def generation_bytes(
     ):
         training = model.training
         model.eval()
-        types, named = loaded_types(model, dtype), model.named_parameters()
+        named = model.named_parameters()
         weights = {n: torch.empty(p.shape, dtype=types.get(n, dtype)) for n, p in named}
         try:
             cached, prompts = counts_tokens(model.config.get_text_config(decoder=True)), 0

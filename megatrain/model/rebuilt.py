@@ -40,6 +40,7 @@ _LEFT_OUT = {
     "forward", "generation_config", "gradient_checkpointing", "name_or_path", "peft_config",
     "_hf_peft_config_loaded", "warnings_issued", "_gradient_checkpointing_func",
     "_require_grads_hook", "_require_grads_hooks", "_use_kernels", "_weight_conversions",
+    "_ep_plan",
 }  # fmt: skip
 _OF_CONFIG_LEFT_OUT = {
     "_name_or_path", "architectures", "dtype", "transformers_version", "use_cache",

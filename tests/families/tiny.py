@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from megatrain.compat.transformers import MULTIMODAL_CLASSES
+from megatrain.compat.transformers import MULTIMODAL_CLASSES, recorded_routers
 from tests.families.sizes import (
     CHOICES,
     CONFIG_CLASS,
@@ -109,6 +109,14 @@ def tiny_model(
     else:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return _noisy(model, seed)
+
+
+def routing(family: str, **options: Any) -> PreTrainedModel:
+    """A tiny model whose class records its routers, as that of older transformers may not."""
+    model = tiny_model(family, **options)
+    if not recorded_routers(model):
+        pytest.skip(f"transformers {transformers.__version__} records no routers of {family}")
+    return model
 
 
 def _noisy(model: PreTrainedModel, seed: int) -> PreTrainedModel:

@@ -82,6 +82,8 @@ def test_models_that_mix_documents_are_refused(family):
 
 
 def test_images_that_touch_across_documents_are_tried_apart_from_others():
+    if transformers.__version__.startswith("5.6."):
+        pytest.skip("transformers 5.6 keeps images apart that touch")
     model = tiny_multimodal("gemma3")
     micro = packed(*alone(model, "gemma3", 0))
     inside = int(micro["token_type_ids"][0].nonzero()[1])  # the second token of an image

@@ -26,7 +26,7 @@ from megatrain.model.trained import Trained
 from megatrain.tile.formats import PACKINGS
 from megatrain.train.sharing import part_of as run_part_of
 from tests.families.folders import tensors_of
-from tests.families.tiny import tiny_model
+from tests.families.tiny import routing, tiny_model
 from tests.forks import end
 from tests.inside import store_of
 from tests.parity.cases import (
@@ -187,7 +187,7 @@ CLOSE: dict[str, Callable[[Any], dict]] = {
         partial(tiny_model, "mixtral", changes=ROUTED),
         batches=[padded(step) for step in make_batches(2, SHAPES)],
     ),
-    "biases of routers": case(partial(tiny_model, "deepseek_v3"), by=biased),
+    "biases of routers": case(partial(routing, "deepseek_v3"), by=biased),
     "a row of one rank": case(partial(tiny_model, "mixtral", changes=ROUTED), by=one_row),
 }
 

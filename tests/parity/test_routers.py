@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
@@ -15,7 +14,7 @@ from megatrain import Engine, InputError, Placement
 from megatrain.compat.transformers import recorded_routers
 from megatrain.errors import StepRefused
 from megatrain.loss import DPO
-from tests.families.tiny import tiny_model
+from tests.families.tiny import routing, tiny_model
 from tests.parity.cases import (
     Counting,
     assert_step,
@@ -239,14 +238,6 @@ def test_z_loss_is_the_mean_square_of_logsumexp(family):
     measures = assert_step(engine, step, (loss.item(), slopes(model))).measures
     assert measures["router_z_loss"] == pytest.approx(z.item(), rel=1e-6)
     assert ("aux_loss" in measures) == bool(asked)
-
-
-def routing(family, **options):
-    """A tiny model whose class records its routers, as that of older transformers may not."""
-    model = tiny_model(family, **options)
-    if not recorded_routers(model):
-        pytest.skip(f"transformers {transformers.__version__} records no routers of {family}")
-    return model
 
 
 RATE = 0.01
