@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from megatrain import Engine, InputError, Placement
 from megatrain.checkpoint import open_checkpoint
-from megatrain.model.quantised import quantised_base
 from megatrain.tile import formats
 from megatrain.tile.formats import _NF4, BASES, FP8, NF4, NF4_WIDE, _dynamic_values
 from tests.families.tiny import tiny_model
@@ -163,11 +162,6 @@ def test_what_cannot_be_taken_is_refused(case, packed_folder, tmp_path):
     with pytest.raises(InputError) as refused:
         make_engine(folder, **{"adapter": LORA, "precision": "bf16"} | options)
     assert message in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_a_way_that_is_a_word_alone_is_refused():
-    with pytest.raises(InputError, match="config.json: its weights are quantised by bitsandbytes"):
-        quantised_base({"quantization_config": "bitsandbytes"}, "config.json")
 
 
 @pytest.mark.parametrize("nested", [True, False])

@@ -364,7 +364,8 @@ def test_exponents_that_stand_for_nan_are_refused(base, tmp_path):
 
 
 TWO = {"a": {"weights": INT4}, "b": {"weights": INT4 | {"group_size": 64}}}
-OTHERS: list[tuple[dict[str, Any], str]] = [
+OTHERS: list[tuple[Any, str]] = [
+    ("bitsandbytes", "bitsandbytes"),
     ({"quant_method": "hqq"}, "hqq"),
     (GPTQ | {"bits": 3}, "gptq with bits 3 "),
     (GPTQ | {"checkpoint_format": "marlin"}, "gptq with checkpoint_format"),
