@@ -65,7 +65,7 @@ compat: $(OLDEST)/.installed native  ## the parity core with the oldest torch an
 		tests/unit/test_probe.py
 
 fuzz: $(STAMP)  ## 120,000 hostile files to everything that reads; a quarter of an hour
-	MEGATRAIN_FUZZ=10000 $(PYTEST) -m exhaustive -k many_inputs tests/reliability/test_hostile.py
+	HF_HUB_OFFLINE=1 MEGATRAIN_FUZZ=10000 $(PYTEST) -m exhaustive -k many_inputs tests/reliability/test_hostile.py
 
 check: lint  ## lint, format, types and structure
 	$(RUN) pytest -q tests/structure

@@ -23,18 +23,12 @@ from tests.parity.cases import same
 from tests.unit.data_cases import write_jsonl
 
 
-@pytest.fixture
-def all_of_it():
-    """Asked for by tests of what runs of the others leave out."""
+@pytest.fixture(autouse=True)
+def no_more_than_needed(monkeypatch):
+    leave_out(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)
-def no_more_than_needed(request, monkeypatch):
-    if "all_of_it" not in request.fixturenames:
-        leave_out(monkeypatch.setattr)
-
-
-@pytest.fixture
 def user_cache(monkeypatch, tmp_path_factory):
     """The user's cache folder, with what earlier tests' plans have learnt of models."""
     folder, kept = tmp_path_factory.mktemp("cache"), tmp_path_factory.getbasetemp() / "models"
@@ -46,7 +40,7 @@ def user_cache(monkeypatch, tmp_path_factory):
 
 
 @pytest.fixture
-def megatrain(monkeypatch, tmp_path, user_cache):
+def megatrain(monkeypatch, tmp_path):
     """Runs the command in an empty folder.
 
     `megatrain.done` is for what must end well, `megatrain.refused(words, ...)` for what must end

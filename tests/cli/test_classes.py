@@ -81,9 +81,8 @@ def test_a_head_of_classes_may_be_trained_beside_an_adapter(megatrain, class_fil
     model = str(tmp_path / "out")
     again = sets(model__path=model, output__folder="again", training__steps=1)
     megatrain.done("train", file, *again)
-    named = str(
-        tmp_path / "again" / "model"
-    )  # PEFT's folder, and what is merged of it, has no names
+    # PEFT's folder, and what is merged of it, has no names
+    named = str(tmp_path / "again" / "model")
     other = sets(model__path=named, loss__labels=["good", "odd", "bad"], output__folder="other")
     megatrain.refused("the model's head has the labels good, bad, odd", "train", file, *other)
 

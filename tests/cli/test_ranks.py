@@ -19,11 +19,10 @@ from megatrain.config import load
 from megatrain.data import open_dataset
 from megatrain.errors import InputError, RunFailed
 from megatrain.parallel.distributed import ProcessGroups, joined, launch
-from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.loop import train
 from megatrain.train.sharing import part_of, split_for_ranks
 from megatrain.train.steps import Steps
-from tests.cli.cases import sets
+from tests.cli.cases import records, sets
 from tests.forks import end
 from tests.parity.ranks import run_ranks
 from tests.race.schedule import Alike
@@ -102,9 +101,7 @@ def assert_same_run(one, several, least=1e-12):
 
     Args: `least`: what numbers of the log may differ by that are sums of both signs.
     """
-    for mine, other in zip(
-        *(read_metrics(each / "metrics.jsonl") for each in (several, one)), strict=True
-    ):
+    for mine, other in zip(records(several), records(one), strict=True):
         for name in ("step", "epoch", "loss", "grad_norm", "lr", "eval_loss", "tokens"):
             assert mine.get(name, 0) == pytest.approx(other.get(name, 0), rel=2e-6, abs=least), name
     weights = [load_file(each / "model/model.safetensors") for each in (one, several)]

@@ -33,9 +33,6 @@ def wanted(prompts, completions, answer, trainer_state, log_metric, **kwargs):
     log_metric("seen", trainer_state.global_step)
     return [None if a == "none" else float(s.count(a)) for s, a in zip(said, answer)]
 
-async def later(completions, **kwargs):
-    return torch.zeros(len(completions))
-
 def even(completion_ids, **kwargs):
     return [sum(each % 2 == 0 for each in ids) / len(ids) for ids in completion_ids]
 
