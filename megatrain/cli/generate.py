@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import TextStreamer
 
 from megatrain.api import Engine
 from megatrain.base.json_yaml import parse_json, read_text
+from megatrain.base.seeds import derived_seed
 from megatrain.base.units import GIB
 from megatrain.checkpoint import Checkpoint
 from megatrain.data import ImageProcessor, load_tokenizer
@@ -81,6 +83,7 @@ def print_texts(
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
         texts = generate(engine, tokenizer, batch, sampling, batch_size=batch_size, images=images)
+        sampling = replace(sampling, seed=derived_seed(sampling.seed, start))  # of the next batch
         for prompt, text in zip(batch, texts, strict=True):
             if output is None:
                 asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]

@@ -201,8 +201,9 @@ class LossSection(NamedSection):
             yield str(error)
         if self.name == "distill" and self.teacher is None:
             yield "distill needs a teacher: a model's folder, run or hub id"
-        if self.name.endswith("classification") and len({*(self.labels or ())}) < 2:
-            yield f"{self.name} needs labels: the names of at least two classes, as [bad, good]"
+        names = self.labels or ()
+        if self.name.endswith("classification") and len({*names}) < max(2, len(names)):
+            yield f"{self.name} needs labels: two names or more, each once, as [bad, good]"
 
     def loss(self) -> "Loss":
         """The loss for `Engine.step`."""

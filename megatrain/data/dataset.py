@@ -60,7 +60,7 @@ class Layout:
             rows = fill_rows(documents, self.sequence_length)
         else:
             rows = fit_rows(documents, self.sequence_length)
-        if len(rows) == 0:
+        if len(rows) == 0 or self.num_classes:  # a lone token has a class
             return rows
         # The first token of a segment is not predicted, so a segment of one teaches nothing.
         longest = np.maximum.reduceat(rows.segments.lengths, rows.first[:-1])
@@ -312,7 +312,7 @@ def choose(store: TokenStore, layout: Layout, seed: int) -> Segments:
     if layout.kind != "text":
         lengths = _shorten(store, lengths, learnable, layout)
         learnable &= documents["first_target"] < lengths
-    _report_unlearnable(store, learnable, layout.kind)
+    _report_unlearnable(store, learnable, layout)
     per_row = 2 if layout.kind == "pairs" else 1  # both replies of a pair, or none
     usable = np.logical_and.reduce(learnable.reshape(-1, per_row), 1)
     order = shuffled(len(usable), 0, seed)
@@ -352,12 +352,13 @@ def _shorten(
     return lengths
 
 
-def _report_unlearnable(store: TokenStore, learnable: NDArray[np.bool_], kind: DataKind) -> None:
+def _report_unlearnable(store: TokenStore, learnable: NDArray[np.bool_], layout: Layout) -> None:
     useless = np.flatnonzero(~learnable)
     if len(useless) == 0:
         return
-    what = "documents" if kind == "text" else "conversations"
-    why = "no text" if kind == "text" else "no reply of the assistant inside a row"
+    what, why = "conversations", "no reply of the assistant inside a row"
+    if layout.kind == "text" or layout.num_classes:
+        what, why = "documents", "no text"
     if len(useless) == len(learnable):
         raise InputError(
             f"all {len(learnable)} {what} have {why} (first: {store.place(useless[0])}): "

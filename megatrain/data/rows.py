@@ -443,6 +443,12 @@ class Reading:
     def _number(self, label: Any, where: str) -> int:
         if label in self.labels:
             return self.labels.index(label)
+        named = type(label) is int and str(label) in self.labels
+        if named and self.labels[label : label + 1] != [str(label)]:
+            raise InputError(
+                f"{where}: {label} is the name of a class whose number is another one; name the "
+                "classes by words (loss.labels), or write labels as texts"
+            )
         if type(label) is int and (0 <= label < len(self.labels) or (label, self.kind) == _NONE):
             return label
         known = ", ".join(self.labels[:8])

@@ -322,7 +322,8 @@ def _encoded(document: Document, begin: int) -> tuple[NDArray[np.int32], NDArray
     """The stored tokens [n] of a document, which begin at `begin`, and its record [1]."""
     ids, targets = document.ids, document.targets.copy()
     targets[:1] = False  # no token before it predicts it
-    first = int(targets.argmax()) if targets.any() else -1
+    alone = len(ids) == 1 and len(document.labels) > 0  # it has a class
+    first = int(targets.argmax()) if alone or targets.any() else -1
     of_row = document.line, document.source, document.good, document.margin, len(document.labels)
     record = np.array([(begin, begin + len(ids), first, *of_row, 0, 0)], _RECORD)
     stored = np.concatenate([np.where(targets, ids, ~ids), document.labels])

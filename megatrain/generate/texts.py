@@ -126,7 +126,6 @@ def continued(
     at_once, device = -(-min(batch_size, len(ids)) // share.size), source.device.torch_device
     with ExitStack() as stack:
         model = stack.enter_context(_running(source, at_once, longest, apart=apart))
-        stack.enter_context(changed([model], generation_config=of_model))
         # With a cache, a loss of routers would get one token and the mask of all.
         configs = model.config, model.config.get_text_config(decoder=True)
         stack.enter_context(changed(configs, output_router_logits=False))
@@ -187,11 +186,15 @@ def _batches(
 def _running(
     source: Engine, rows: int, tokens: int, *, apart: bool = False
 ) -> Iterator[PreTrainedModel]:
-    """The model for rows of this length; its weights are on the device if they fit beside it."""
+    """The model for rows of this length; its weights are on the device if they fit beside it.
+
+    Its generation_config is bare: transformers takes from it what the settings of a call leave out.
+    """
+    bare = {"generation_config": GenerationConfig()}
     try:
-        with source.whole_model() as model:
+        with source.whole_model() as model, changed([model], **bare):
             cached = cache_bytes(model, rows, tokens)
-        with source.whole_model(spare=cached, apart=apart) as model:
+        with source.whole_model(spare=cached, apart=apart) as model, changed([model], **bare):
             yield model
     except torch.OutOfMemoryError as error:
         raise DoesNotFit(

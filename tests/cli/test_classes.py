@@ -95,6 +95,13 @@ MISTAKES = {
     "and 'tags' a class of each": ("token_classification", {"tokens": ["a"], "tags": [0, 1]}),
     "no format is known by these fields": ("token_classification", {"text": "a"}),
     "token_classification needs labels": ("token_classification", {}, {"labels": ["one"]}),
+    "two names or more, each once": ("token_classification", {}, {"labels": ["a", "b", "a"]}),
+    # Stars from 1 to 3 would be learnt one lower than they are, where no row has 3.
+    "1 is the name of a class whose number is another": (
+        "sequence_classification",
+        {"text": "a", "label": 1},
+        {"labels": ["1", "2", "3"]},
+    ),
 }
 
 
@@ -102,3 +109,15 @@ MISTAKES = {
 def test_rows_without_right_classes_are_told_in_a_line(megatrain, class_file, said):
     kind, row, *loss = MISTAKES[said]
     megatrain.refused(said, "train", class_file(kind, [row], *loss))
+
+
+def test_a_text_of_one_token_has_a_class_too(megatrain, class_file):
+    """No token before it has to predict it."""
+    words = ("cat", "dog", "mat", "sat")
+    for kind, rows in (
+        ("sequence_classification", [{"text": word, "label": "good"} for word in words]),
+        ("token_classification", [{"tokens": [word], "tags": ["good"]} for word in words]),
+    ):
+        assert "dropped" not in megatrain.done("data", class_file(kind, rows=rows)).output
+    file = class_file("sequence_classification", rows=[{"text": "", "label": "bad"}] * 4)
+    megatrain.refused("all 4 documents have no text", "data", file)

@@ -41,6 +41,15 @@ def test_prompts_of_options_and_files_are_continued_together(megatrain, trained,
         assert out.read_bytes() == before
 
 
+def test_each_batch_draws_other_random_numbers(megatrain, trained, tmp_path):
+    same = ["--prompt", "the cat"] * 4
+    drawn = [*OPTIONS, "--temperature", "9", "--top-p", "1", "--batch-size", "2"]
+    out = tmp_path / "out.jsonl"
+    megatrain.done("generate", trained[0], *same, *drawn, "--output", out)
+    rows = [json.loads(line)["completion"] for line in out.read_text().splitlines()]
+    assert len({*rows}) == 4
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [

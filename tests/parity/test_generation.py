@@ -215,6 +215,25 @@ def test_each_setting_draws_what_transformers_draws(engine, setting):
     assert continued(engine, ids.tolist(), Sampling(12, seed=3), own, stops=stops, **how) != found
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"num_beams": 3},
+        {"prompt_lookup_num_tokens": 2},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"stop_strings": ["w125"]},
+    ],
+    ids=lambda own: next(iter(own)),
+)
+def test_what_a_model_asks_for_and_is_not_followed_stays_out(engine, own):
+    """transformers takes what a call leaves out from the model, also in calls that try it."""
+    model = tiny_model("llama").eval()
+    model.generation_config.update(**own)
+    with Engine(model, precision="fp32", device="cpu") as source:
+        found = generate(source, words(), PROMPTS, GREEDY)
+    assert found == generate(engine, words(), PROMPTS, GREEDY)
+
+
 def test_rows_with_draws_of_their_own_heed_a_repetition_penalty(engine):
     """With one token left to draw from, they are those of transformers without draws."""
     ids = torch.tensor([[5, 6, 7, 8]])
