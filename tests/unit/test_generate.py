@@ -109,7 +109,8 @@ def test_a_template_may_end_replies_only_where_a_turn_follows():
         "message.content + ('' if loop.last and message.role == 'assistant' else '<|im_end|>\\n')",
     )
     model = ModelSection(path="model")
-    assert run_ends(model, tokenizer, SimpleNamespace(kind="chat")) == [tokenizer.eos_token_id]
+    for kind in ("chat", "pairs", "prompts"):
+        assert run_ends(model, tokenizer, SimpleNamespace(kind=kind)) == [tokenizer.eos_token_id]
 
 
 # Tokens are drawn as transformers draws them, each row by random numbers of its own.
