@@ -168,6 +168,8 @@ def read_adapter(source: Source, write: Write) -> None:
     if source.adapter_folder is None or adapters is None:
         return
     path, prefix = source.adapter_folder / peft.WEIGHTS_FILE, peft.FILE_PREFIX
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; save a .bin again with PEFT, as safetensors")
     names = peft.file_names(source.model, adapters.active)
     shapes = {name: tuple(p.shape) for name, p in source.model.named_parameters()}
     stored = {tensor.name: tensor for tensor in read_header(path)}
@@ -184,7 +186,11 @@ def read_adapter(source: Source, write: Write) -> None:
                     "changed; merge it with PEFT (merge_and_unload), and begin with that model"
                 )
     wanted = {file_name: shapes[name] for file_name, name in names.items()}
-    if {name: tensor.shape for name, tensor in stored.items()} != wanted:
-        raise InputError(f"{path}: its tensors are not those that {peft.CONFIG_FILE} makes")
+    differing = {n: tensor.shape for n, tensor in stored.items()}.items() ^ wanted.items()
+    if differing:
+        raise InputError(
+            f"{path}: its tensors are not those that {peft.CONFIG_FILE} makes, for example "
+            f"{min(differing)[0]}: write the folder again with PEFT"
+        )
     for file_name, name in names.items():
         write(name, stored[file_name].read())

@@ -263,6 +263,21 @@ def test_adapters_of_tables_go_to_peft_and_come_from_it(tmp_path):
         make_engine(tmp_path / "changed")
 
 
+def test_a_folder_without_what_its_adapter_needs_says_what(tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    with make_engine(tmp_path / "base", adapter={"target_modules": ["q_proj"]}) as engine:
+        engine.save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    lost = min(tensors)
+    save_file({name: tensors[name] for name in tensors if name != lost}, file)
+    with pytest.raises(InputError, match=f"for example {lost}: write the folder again"):
+        make_engine(tmp_path / "adapter")
+    file.rename(file.with_name("adapter_model.bin"))
+    with pytest.raises(InputError, match="no such file; save a .bin again with PEFT"):
+        make_engine(tmp_path / "adapter")
+
+
 def test_a_folder_with_an_adapter_and_a_configuration_is_an_adapter_s(tmp_path):
     llama().save_pretrained(tmp_path / "base")
     with make_engine(tmp_path / "base", adapter={"target_modules": ["q_proj"]}) as engine:
