@@ -11,7 +11,7 @@ from megatrain.data.encoders import Document
 from megatrain.data.preferences import scored
 from megatrain.data.token_store import open_store
 from megatrain.errors import InputError
-from megatrain.loss import DPO
+from megatrain.loss import DPO, Reward
 from tests.unit.data_cases import chat_tokenizer, encode_row, refused, talk, write_jsonl
 
 QWEN = chat_tokenizer("qwen")
@@ -184,6 +184,14 @@ def test_a_bad_row_takes_both_replies_along(tmp_path):
     wrong = fine | {"rejected": [{"role": "assistant", "content": BAD, "images": ["a.png"]}]}
     data = opened(tmp_path, [wrong, fine], bad_rows="skip")
     assert lines(data) == [encoded({"messages": talk(ASK, text)}) for text in (GOOD, BAD)]
+
+
+def test_each_pair_has_its_own_margin(tmp_path):
+    row = {"prompt": ASK, "chosen": GOOD, "rejected": BAD}
+    rows = [row | {"margin": margin} for margin in (1, 2)]
+    data = opened(tmp_path, rows, "margins", Reward(margin=True))
+    wanted = [int(data.describe(row)[-1]) for row in (0, 0, 1, 1)]  # the number of its line
+    assert data.batch([0, 1])["margin"][:, 0].tolist() == wanted
 
 
 def test_margins_tell_data_apart_only_where_there_are_any(tmp_path):
