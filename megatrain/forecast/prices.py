@@ -54,9 +54,9 @@ _PER_OPERATION = 0.92
 # a micro-batch (step-0.5b-64x1024, step-3b-8x1024, step-3b-96x1024, step-7b-96x1024).
 _PROLOGUE_SECONDS = 4e-3
 
-# Codes of four bits are looked up: that takes five times as long as a copy of what it touches, and
-# so many more launches a parameter (NF4 of 7B, 72B, gpt-oss-120B, its MXFP4; benchmarks/results).
-_BY_TABLE, _MORE_LAUNCHES = 5, 4
+# Codes of four bits are looked up, by arithmetic: on an H200 at a fifth of its memory's rate, GB/s,
+# with more launches a parameter (NF4 of 7B, 72B, gpt-oss-120B, its MXFP4; benchmarks/results).
+_BY_TABLE_GBPS, _MORE_LAUNCHES = 4080 / 5, 4
 
 _SMALL = 1 << 14  # elements: what touches no more is only launched
 
@@ -320,9 +320,9 @@ class _Visit:
 class Declared:
     """The work and the memory of everything that an engine computes with a model."""
 
-    def __init__(self, measured: Profile, ledger: Ledger, head_tokens: int) -> None:
-        """Args: `head_tokens`: whose logits the head computes at once."""
-        self._measured, self._ledger = measured, ledger
+    def __init__(self, measured: Profile, ledger: Ledger, head_tokens: int, gbps: float) -> None:
+        """Args: `head_tokens`: whose logits the head computes at once; `gbps`: of device memory."""
+        self._measured, self._ledger, self._gbps = measured, ledger, gbps
         self._head_tokens = head_tokens
         self._itemsize = measured.dtype.itemsize
         self._visits: dict[tuple[Layer, int], _Visit] = {}
@@ -355,7 +355,7 @@ class Declared:
             e for e in layout.entries if e.is_packed and e.packed not in (None, FP8, BLOCKS)
         ]
         touched = (layout.numel + layout.unpacked.numel) * self._itemsize
-        touched *= _BY_TABLE if by_table else 1
+        touched = int(touched * max(1.0, self._gbps / _BY_TABLE_GBPS)) if by_table else touched
         kernels = sum(2 if e.multiplied else e.packed is not None for e in layout.entries)
         kernels += _MORE_LAUNCHES * len(by_table)
         # Scales are spread over their blocks, a parameter's at once: three fp32 values a block.

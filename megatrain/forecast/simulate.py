@@ -179,7 +179,7 @@ def forecast(
     Raises NotForeseeable: what the model computes depends on its values.
     """
     ledger, joint = Ledger(), isinstance(loss, JointLoss)
-    declared = Declared(measured, ledger, placement.head_tokens)
+    declared = Declared(measured, ledger, placement.head_tokens, machine.device_gbps)
     costs = CostModel(
         machine, model.rule, model.ranks, model.hosts, ledger, declared.of, measured.counted
     )
