@@ -429,6 +429,12 @@ class Reading:
         unread = [n for n, v in rest.items() if not empty(v)]
         example = form.read(values, where)
         if isinstance(example, Labelled):
+            bits = {*map(repr, example.labels)} == {"0", "1"} and len(self.labels) == 2
+            if bits and self.kind == "class_sets":
+                raise InputError(
+                    f"{where}: 'label' may say which of both classes the text has, or name both; "
+                    f"write their names, {' and '.join(self.labels)}"
+                )
             numbers = [self._number(label, where) for label in example.labels]
             if form.kind != "tags" and len(numbers) != (
                 1 if self.kind == "classes" else len({*numbers})

@@ -91,6 +91,7 @@ MISTAKES = {
     "is no class: they are good, bad, odd": ("sequence_classification", {"text": "a", "label": 3}),
     "'mad' is no class": ("sequence_classification", {"text": "a", "label": "mad"}),
     "a list of different ones": ("several", {"text": "a", "label": [0, 1, 0]}),
+    "which of both classes": ("several", {"text": "a", "label": [1, 0]}, {"labels": ["a", "b"]}),
     "'label' must be one class": ("sequence_classification", {"text": "a", "label": [0, 1]}),
     "and 'tags' a class of each": ("token_classification", {"tokens": ["a"], "tags": [0, 1]}),
     "no format is known by these fields": ("token_classification", {"text": "a"}),
