@@ -313,6 +313,23 @@ def test_no_larger_device_is_asked_for_than_there_are(a_small_process, monkeypat
     assert 16 < device < 64 and host > 60
 
 
+@pytest.mark.parametrize("spilled", [(3, 0), (8, 2)])
+def test_what_tiles_spare_the_host_is_what_a_forecast_says(spilled):
+    """What a tile has on a disk spares the host nothing, and others may go there in its place."""
+    forecasts, there = ForecastCache(tiny_spec()), machine(PLENTY, PLENTY)
+    moments, remainder = spilled
+    placement = Placement(compile=True, disk_moments=moments, disk_remainder=remainder)
+    tiles = candidates.FirstTiles(forecasts.model(WORKLOAD).layouts, WORKLOAD, placement)
+
+    def on_host(count):
+        resident = replace(placement, resident=tiles.names(count))
+        parts = forecasts.of(there, resident, WORKLOAD, 8, steps=1).host_parts
+        return sum(parts[part] for part in ("weights", "remainder", "moments", "gradients"))
+
+    for count in (1, 7):
+        assert on_host(0) - on_host(count) == tiles.host_bytes[count]
+
+
 # What a plan costs: counted in layers that are recorded and steps that are followed.
 
 FAMILIES = {
