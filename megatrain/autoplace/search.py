@@ -146,24 +146,28 @@ class Search:
         self._tiles = first_tiles(forecasts, workload, Placement(**choices))
 
     def best(self) -> Forecast:
-        """The fastest forecast of a way to spend what candidates leave. Raises DoesNotFit."""
+        """The fastest forecast, of the largest micro-batches that fit. Raises DoesNotFit."""
         sizes, least = self._candidates.sizes(), None
         while sizes:
             frames = self._fitting_frames(sizes)
-            fitting = [frame for frame in frames if self._budget.fits(frame)]
-            best = min(fitting, key=lambda frame: frame.seconds, default=None)
-            spending = [self._spending(frame) for frame in frames]
-            best = _best_spent(best, spending, _TRIED if self._thorough else 1)
-            if best is not None and self._thorough:
-                best = _best_spent(best, self._in_passes(best), _TRIED_IN_PASSES)
-            if best is not None:
+            if (best := self._fastest_of(frames)) is not None:
                 return best
             least = least or self.least()
             if not self._budget.fits(least):
                 raise DoesNotFit(_lacking(self._machine, least.machine))
-            tried = min((frame.micro_batch for frame in frames), default=0)
-            sizes = [rows for rows in sizes if rows < tried]
+            smallest = min((frame.micro_batch for frame in frames), default=0)
+            sizes = [rows for rows in sizes if rows < smallest]
         return least or self.least()
+
+    def _fastest_of(self, frames: list[Forecast]) -> Forecast | None:
+        """The fastest of candidates as they are, with memory left spent, or in several passes."""
+        fitting = filter(self._budget.fits, frames)
+        best = min(fitting, key=lambda frame: frame.seconds, default=None)
+        spending = [self._spending(frame) for frame in frames]
+        best = _best_spent(best, spending, _TRIED if self._thorough else 1)
+        if best is None or not self._thorough:
+            return best
+        return _best_spent(best, self._in_passes(best), _TRIED_IN_PASSES)
 
     def could_fit(self) -> bool:
         """True if there likely is a way: with the largest micro-batches, or the smallest."""

@@ -29,15 +29,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_object(_read(path, MAX_JSON_BYTES, regular=True), path)
 
 
-def parse_object(text: bytes, path: Path) -> dict[str, Any]:
-    """A JSON object with keys of at most `MAX_NAME_LENGTH` characters; `path` is for the message.
+def parse_object(text: bytes, what: str | Path) -> dict[str, Any]:
+    """A JSON object with keys of at most `MAX_NAME_LENGTH` characters; `what` is for the message.
 
     Raises InputError: not JSON, nested too deeply, a key twice or too long, or not an object.
     """
-    with explained(f"{path}: its JSON cannot be read", DAMAGED, of=ValueError):
+    with explained(f"{what}: its JSON cannot be read", DAMAGED, of=ValueError):
         content = parse_json(text, _short_keys)
     if not isinstance(content, dict):
-        raise InputError(f"{path}: its JSON is not an object; {DAMAGED}")
+        raise InputError(f"{what}: its JSON is not an object; {DAMAGED}")
     return content
 
 

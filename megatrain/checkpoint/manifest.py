@@ -185,13 +185,13 @@ def signed(content: dict[str, Any]) -> dict[str, Any]:
 
 def as_json(extra: dict[str, Any]) -> str:
     """The caller's dictionary as JSON text. Raises InputError: it could not be read back."""
-    where = Path("the extra state of a checkpoint")
+    what = "the extra state of a checkpoint"
     refusals = TypeError, ValueError, RecursionError
-    with explained(f"{where} cannot be saved", "give plain JSON values", of=refusals):
+    with explained(f"{what} cannot be saved", "give plain JSON values", of=refusals):
         text = json.dumps(extra, allow_nan=False)
     if len(text) > MAX_JSON_BYTES:
-        raise InputError(f"{where} takes {len(text)} bytes; {MAX_JSON_BYTES} are allowed")
-    parse_object(text.encode(), where)
+        raise InputError(f"{what} takes {len(text)} bytes; {MAX_JSON_BYTES} are allowed")
+    parse_object(text.encode(), what)  # refuses now what a load would refuse
     return text
 
 

@@ -78,7 +78,8 @@ class ReplySpans:
                 "otherwise when more follows, so replies cannot be told apart: mark them in the "
                 "template with {% generation %}, or give each reply a row of its own"
             )
-        if any(word not in self.text[slice(*span)] for word in called(self._talk.messages[turn])):
+        text, words = self.text[slice(*span)], words_of_calls(self._talk.messages[turn])
+        if any(word not in text for word in words):
             raise self._left_out(turn)
         return span[0], self._ended(turn, span[0], self._closed(turn, *span))
 
@@ -282,7 +283,7 @@ class ReplySpans:
     def _says_alone(self, turn: int, begin: int, end: int) -> bool:
         """True if all of this message is in this part of the text, and no other one ends there."""
         message, text = self._talk.messages[turn], self.text[begin:end]
-        parts = [*called(message), message.get("content", "").split("</think>")[-1].strip()]
+        parts = [*words_of_calls(message), message.get("content", "").split("</think>")[-1].strip()]
         alone = not any(begin < place < end for t, place in self._places.items() if t != turn)
         return alone and all(part in text for part in parts)
 
@@ -340,7 +341,7 @@ class ReplySpans:
         for turn, (content, (message, sign, _)) in enumerate(
             zip(contents, self._signs, strict=True)
         ):
-            words = [*called(message), *([reasoning] if message is messages[-1] else [])]
+            words = [*words_of_calls(message), *([reasoning] if message is messages[-1] else [])]
             if any(word not in self.text for word in words) or (
                 content not in self.text and sign not in shown
             ):
@@ -376,8 +377,8 @@ def _function(tool: Any) -> Mapping[str, Any]:
     return function if isinstance(function, Mapping) else {}
 
 
-def called(message: Message) -> list[str]:
-    """Words of a message's calls that the text must have in every notation of arguments."""
+def words_of_calls(message: Message) -> list[str]:
+    """Names and argument words of a message's tool calls; any text that shows these has them."""
     functions = [call["function"] for call in message.get("tool_calls", ())]
     values = [value for function in functions for value in function["arguments"].values()]
     words = [word for value in values if isinstance(value, str) for word in _WORD.findall(value)]

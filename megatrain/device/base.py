@@ -131,6 +131,8 @@ class Buffer:
 class Abilities:
     """All that code outside this folder may ask of a device, rather than its name.
 
+    But kernels are chosen by where a tensor is (`is_cuda`): docs/devices.md has the files.
+
     Attributes:
         shares_host_memory: its memory is the host's: one budget.
         reads_in_place: its work reads and writes `host` buffers as it does its own.

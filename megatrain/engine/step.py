@@ -62,7 +62,8 @@ def train_step(parts: TrainingParts, batch: Batch) -> tuple[float, float]:
     """Gradients and the start of all updates of one optimizer step; its loss, gradient norm."""
     stream, saved, sink, update = parts.stream, parts.saved, parts.sink, parts.update
     groups = batch.passes(parts.passes)
-    trained = [unit for unit in reversed(parts.trunk) if unit.needs_backward]  # not below them
+    # The backward ends at the lowest unit that needs one.
+    trained = [unit for unit in reversed(parts.trunk) if unit.needs_backward]
     parts.embedding.fetch(batch)
     stream.begin([*parts.trunk, parts.head, *trained] * len(groups))
     update.begin()

@@ -63,7 +63,7 @@ class Stream:
         allocated = device.record(COMPUTE)
         self._slots = [Lane(piece, allocated) for piece in pieces]
         self._staying = {i: _Place([Lane(b, allocated)], b) for i, b in kept.items()}
-        unpacked = [tile.layout.unpacked.numel for tile in layers if tile.layout.is_packed]
+        unpacked = [tile.layout.unpacked.numel for tile in layers if tile.layout.needs_unpacking]
         name = Name(Memory.SLOTS, "unpacked weights")
         self._unpacked = device.empty(name, max(unpacked, default=0), dtype)
         self._itinerary: list[StreamedModule] = []
@@ -73,7 +73,7 @@ class Stream:
     def keeps(self, tile: Tile) -> bool:
         """True if the weights stay on the device until they are updated."""
         on_device = tile.rests.local or tile.index in self._staying
-        return on_device and not tile.layout.is_packed
+        return on_device and not tile.layout.needs_unpacking
 
     def begin(self, itinerary: Sequence[StreamedModule]) -> None:
         """Set a step's visits, of both sweeps, in their order; start the first loads."""
@@ -133,7 +133,7 @@ class Stream:
 
     def _as_computed(self, tile: Tile, weights: Buffer) -> Buffer:
         layout = tile.layout
-        if not layout.is_packed:
+        if not layout.needs_unpacking:
             return weights
         work = partial(self._unpack, layout, weights.data, self._unpacked.data)
         name = Name(Kind.PLAIN, f"unpack {tile.name}")

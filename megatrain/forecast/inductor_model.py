@@ -458,6 +458,7 @@ class _Kernels:
         graph = nx.DiGraph()
         graph.add_nodes_from(self._members)
         for kernel in self._members:
+            # To the kernels that it waits for: postorder lists these first.
             graph.add_edges_from((kernel, before) for before in sorted(self._before(kernel)))
         return [self._members[kernel] for kernel in nx.dfs_postorder_nodes(graph)]
 

@@ -103,22 +103,22 @@ def acts_alone(part: nn.Module, bound: dict[str, Tensor], width: int) -> bool:
     otherwise is tried in its own, if that is quick.
     """
     sizes = {width, *(n for value in bound.values() for n in value.shape)}
-    least = gcd(*sizes)
+    divisor = gcd(*sizes)
 
-    def tried(sizes: dict[int, int]) -> bool:
+    def is_alone_with(size_for: dict[int, int]) -> bool:
         generator, weights = torch.Generator().manual_seed(0), {}
         for name, value in bound.items():
-            shape = [sizes[n] for n in value.shape]
+            shape = [size_for[n] for n in value.shape]
             scale = max(1, prod(shape[1:])) ** 0.5
             weights[name] = torch.randn(shape, generator=generator) / scale
         return acts_on_tokens_alone(
-            lambda x: functional_call(part, weights, (x,)), torch.empty(1, 1, sizes[width])
+            lambda x: functional_call(part, weights, (x,)), torch.empty(1, 1, size_for[width])
         )
 
-    if tried({n: n // least * _SIZE if least > _SIZE else n for n in sizes}):
+    if is_alone_with({n: n // divisor * _SIZE if divisor > _SIZE else n for n in sizes}):
         return True
     quick = sum(value.numel() for value in bound.values()) <= _MOST
-    return quick and tried({n: n for n in sizes})
+    return quick and is_alone_with({n: n for n in sizes})
 
 
 class _AllTiles(torch.autograd.Function):
@@ -325,14 +325,9 @@ class Measurer:
         self, visit: int, rows: int, entering: Shapes
     ) -> tuple[Callable[[], Activations], list[Any]]:
         """A function that runs a layer, and all its inputs, within `fakes()`."""
-        layer, calls = self.spec.layers[visit], self._layer_calls(rows)
-        # Fake tensors belong to the mode they were made in: arguments are made anew, each once.
-        known = {id(leaf): leaf for call in calls for leaf in call.leaves}
-        made = {i: _anew(leaf) if torch.is_tensor(leaf) else leaf for i, leaf in known.items()}
-        calls = [Call([made[id(leaf)] for leaf in call.leaves], call.spec) for call in calls]
+        layer, calls = self.spec.layers[visit], _calls_anew(self._layer_calls(rows))
         micro = replace(self.micro_batch(rows), calls=calls)
-        # Also what is added of images.
-        refs = sorted({*layer.inputs, *calls[visit].entering})
+        refs = sorted({*layer.inputs, *calls[visit].entering})  # features of images enter, too
         values = {ref: entering[ref].empty() for ref in refs}
         for value in values.values():
             value.requires_grad_(value.is_floating_point())
@@ -372,6 +367,13 @@ class Measurer:
         if not self._compiled:
             return loss.summed
         return lambda logits_NV, targets_N, *given: cross_entropy(logits_NV, targets_N)
+
+
+def _calls_anew(calls: Sequence[Call]) -> list[Call]:
+    """The same calls on tensors of the current fake mode; a leaf of several stays one tensor."""
+    leaves = {id(leaf): leaf for call in calls for leaf in call.leaves}
+    anew = {i: _anew(leaf) if torch.is_tensor(leaf) else leaf for i, leaf in leaves.items()}
+    return [Call([anew[id(leaf)] for leaf in call.leaves], call.spec) for call in calls]
 
 
 def _anew(tensor: Tensor) -> Tensor:

@@ -351,9 +351,8 @@ class Declared:
         """Stands for the unpacking of weights on the device."""
 
     def _unpacked(self, _: Any, layout: TileLayout, *memory: Tensor) -> tuple[Work, None]:
-        by_table = [
-            e for e in layout.entries if e.is_packed and e.packed not in (None, FP8, BLOCKS)
-        ]
+        unpacked = [e for e in layout.entries if e.needs_unpacking]
+        by_table = [e for e in unpacked if e.packed not in (None, FP8, BLOCKS)]
         touched = (layout.numel + layout.unpacked.numel) * self._itemsize
         touched = int(touched * max(1.0, self._gbps / _BY_TABLE_GBPS)) if by_table else touched
         kernels = sum(2 if e.multiplied else e.packed is not None for e in layout.entries)
@@ -361,9 +360,7 @@ class Declared:
         # Scales are spread over their blocks, a parameter's at once: three fp32 values a block.
         # What is multiplied in float8 is unpacked from NF4 before, and in fp32 if not compiled.
         spread, eager = 12 / 64, 0 if self._measured.compiled else 12
-        each = (
-            (e, 2 * (e.packed not in (None, FP8)) + eager) for e in layout.entries if e.is_packed
-        )
+        each = ((e, 2 * (e.packed not in (None, FP8)) + eager) for e in unpacked)
         self._ledger.took(max(int(e.numel * (spread + e.multiplied * more)) for e, more in each))
         return Work(touched_bytes=touched, kernels=kernels), None
 

@@ -22,7 +22,7 @@ from megatrain.integrations.heeded import refuse
 
 _NOT_OF_MODEL = ("completion_mask", "margin", "ref_chosen_logps", "ref_rejected_logps")
 MicroBatches = list[dict[str, Tensor]]
-_LOSSES = ("nll", "chunked_nll")  # of SFTTrainer, mathematically one
+_NLL_TYPES = ("nll", "chunked_nll")  # of SFTTrainer, mathematically one
 
 
 class Waiting(NamedTuple):
@@ -144,8 +144,8 @@ class Objective:
 
     def __init__(self, args: Any) -> None:
         """Raises InputError: the arguments ask for another loss."""
-        if getattr(args, "loss_type", "nll") not in _LOSSES:
-            refuse("args.loss_type", f"it must be one of {', '.join(_LOSSES)}")
+        if getattr(args, "loss_type", "nll") not in _NLL_TYPES:
+            refuse("args.loss_type", f"it must be one of {', '.join(_NLL_TYPES)}")
         if getattr(args, "label_names", None) not in (None, ["labels"]):
             refuse("args.label_names", "labels are named labels")
 

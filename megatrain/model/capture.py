@@ -391,7 +391,7 @@ class Capture:
         return functional_call(self.model, {**weights, **tied}, (), dict(inputs), tie_weights=False)
 
     @contextmanager
-    def stop_at_trunk(self) -> Iterator[None]:
+    def stop_after_trunk(self) -> Iterator[None]:
         """Within this context, a run ends with the trunk's output."""
 
         def end(module: nn.Module, args: Any, output: Any) -> None:

@@ -130,9 +130,12 @@ def _attention_in_windows(
 
 
 def _window_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """As `sdpa_mask`; for order and a window alone `[1, 1, window, 0]`, which is no mask."""
+    """As `sdpa_mask`; of a sliding window alone no mask, but its width in a shape.
+
+    `_attention_in_windows` reads it from `[1, 1, window, 0]`, which has no elements.
+    """
     window, config = kwargs.get("local_size"), kwargs.get("config")
-    slides = window == getattr(config, "sliding_window", None)  # others are chunks
+    slides = window == getattr(config, "sliding_window", None)  # else local_size is a chunk's
     if window and slides and window < kwargs["kv_length"] and is_causal_alone(kwargs):
         return torch.empty(1, 1, window, 0, dtype=torch.bool, device=kwargs["device"])
     return sdpa_mask(*args, **kwargs)

@@ -99,7 +99,7 @@ class DocumentCheck:
         """
         untried = self._untried(micro_batches, ranks)
         new = {self._kind(micro): micro for micro in reversed(untried)}
-        if self._program.may_attend_by_lengths and not all(map(self._lengths_do, new.values())):
+        if self._program.may_attend_by_lengths and not all(map(self._settle, new.values())):
             self._program.may_attend_by_lengths = False
             self._apart.clear()  # those trials attended by lengths
             untried = self._untried(micro_batches, ranks)
@@ -141,29 +141,29 @@ class DocumentCheck:
         taken = {name: micro[name] for name in micro if name == "labels" or accepts(name)}
         return [with_media(taken, self._placeholders)]
 
-    def _lengths_do(self, micro: Micro) -> bool:
-        """True if attention by the documents' lengths gives the same losses as by masks.
-
-        If so the program attends by lengths from then on, else by masks.
-        """
-        self._program.attend(BY_LENGTHS)
+    def _settle(self, micro: Micro) -> bool:
+        """Attend by the documents' lengths from now on; False: by masks, as the losses differ."""
         [*_, last] = self._trials(micro)
-        row = last.micro_batches[0]
-        if not any(map(of_media, row)):
-            row = {name: value[:1, :_COMPARED] for name, value in row.items()}
+        trial = last.micro_batches[0]
+        if not any(map(of_media, trial)):
+            trial = {name: value[:1, :_COMPARED] for name, value in trial.items()}
         try:
-            _, [by_lengths] = self._tried([row])
+            by_lengths = self._losses(trial, BY_LENGTHS)
         except DoesNotFit:
             raise
         except Exception as error:  # the model's own code may not take lengths
             _log.info("documents are kept apart by masks, not by their lengths: %s", error)
-            self._program.attend(BY_MASKS)
-            return False
-        self._program.attend(BY_MASKS)
-        _, [masked] = self._tried([row])
-        equal = change_of(masked, by_lengths) <= MOST_NOISE[self._dtype]
+            equal = False
+        else:
+            by_masks = self._losses(trial, BY_MASKS)
+            equal = change_of(by_masks, by_lengths) <= MOST_NOISE[self._dtype]
         self._program.attend(BY_LENGTHS if equal else BY_MASKS)
         return equal
+
+    def _losses(self, trial: Micro, attention: str) -> Tensor:
+        self._program.attend(attention)
+        _, [losses_BT] = self._tried([trial])
+        return losses_BT
 
     def _keeps_apart(self, micro: Micro, at_once: int) -> bool:
         """False if earlier tokens hardly change a token's loss: then the trial proves nothing."""

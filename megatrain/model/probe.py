@@ -211,7 +211,7 @@ class _Probe:
         with torch.enable_grad():
             gathered, constants = self._tables()
             rows = self._rows(gathered, constants)
-            with self.capture.stop_at_trunk():
+            with self.capture.stop_after_trunk():
                 output = self._forward(self._record, rows, self.uses)
             if any(map(has_gradient_hooks, self.alive)):
                 raise Unsupported(
@@ -250,7 +250,7 @@ class _Probe:
             kind = next(visits).kind
             return pytree.tree_unflatten(list(kind.example), kind.output_spec)
 
-        with torch.no_grad(), self.capture.stop_at_trunk():
+        with torch.no_grad(), self.capture.stop_after_trunk():
             seen.append(last_hidden(self._forward(replay, rows)))
         return [*seen, self._logits(output)]
 

@@ -6,7 +6,7 @@ Legend: B rows, T tokens of a row, D width, V vocabulary.
 
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class ModelProgram:
             attend_by_images(model)
         self._modules = [layer.module for layer in spec.layers]
         numbered = (part.isdigit() for name in spec.epilogue for part in name.split("."))
-        self._layers_follow = any(numbered)
+        self._epilogue_has_layers = any(numbered)
         self._outer = {
             name: stand_in(p, device, types.get(name, dtype))
             for name, p in model.named_parameters()
@@ -207,15 +207,15 @@ class ModelProgram:
         weights: Weights,
         batch: MicroBatch,
         features_N: Tensor | None,
-        made_of: float = 0.0,
         *,
+        layer_output: float = 0.0,
         whole: bool = False,
         uses: Uses | None = None,
     ) -> tuple[Activations, list[Call], Any]:
         """The activations that enter the layers; the layers' calls, if not known already.
 
         Args:
-            made_of: the value of all outputs of layers in this run.
+            layer_output: the value of all outputs of layers in this run.
             whole: go on to the trunk's output, which is returned, too.
             uses: notes which tensors the run uses.
         """
@@ -260,7 +260,7 @@ class ModelProgram:
             ref = Ref(ADDED, visit)
             if len(before) > 1 or ref in values:
                 raise _beyond_sums(self.spec.layers[visit])
-            values[ref] = leaf - made_of if made_of else leaf
+            values[ref] = leaf - layer_output if layer_output else leaf
             alive.append(leaf)
             [activation] = before
             return Sum(activation, ref)
@@ -268,7 +268,7 @@ class ModelProgram:
         def made(ref: Ref, example: Tensor) -> Tensor:
             leaf = self._zeros(example, batch)
             if batch.media and leaf.is_floating_point():
-                one = torch.full((), made_of, device=leaf.device, dtype=leaf.dtype)
+                one = torch.full((), layer_output, device=leaf.device, dtype=leaf.dtype)
                 leaf = one.requires_grad_().expand(leaf.shape)
                 outputs[id(one)] = ref
                 alive.append(one)
@@ -286,15 +286,15 @@ class ModelProgram:
         Raises InputError: names the layer.
         """
         features_N, uses = features_N.detach().requires_grad_(), Uses()
-        with torch.enable_grad(), self.capture.stop_at_trunk():
-            sums, calls, _ = self._recorded(weights, batch, features_N, uses=uses)
-            others, _, output = self._recorded(weights, batch, features_N, 1.0, whole=True)
+        run = partial(self._recorded, weights, batch, features_N)
+        with torch.enable_grad(), self.capture.stop_after_trunk():
+            # Layers that return 0, then 1: if features are only added, what is added is the same.
+            with_zeros, calls, _ = run(uses=uses)
+            with_ones, _, output = run(layer_output=1.0, whole=True)
         self._require_apart(uses.read, self.spec.media)
         for layer, call in zip(self.spec.layers, calls, strict=True):
-            alike = all(
-                torch.allclose(sums[ref], others[ref], rtol=0.02, atol=0.02)
-                for ref in call.entering
-            )
+            pairs = ((with_zeros[ref], with_ones[ref]) for ref in call.entering)
+            alike = all(torch.allclose(*pair, rtol=0.02, atol=0.02) for pair in pairs)
             if call.activations != layer.inputs or not alike:
                 raise _beyond_sums(layer)
         if id(features_N) in reach([last_hidden(output)]).leaves:
@@ -340,11 +340,11 @@ class ModelProgram:
         return self.spec.layers[visit].kind.repeats(lambda: {**self.buffers[visit], **weights()})
 
     def epilogue(self, weights: Weights, batch: MicroBatch, values: Activations) -> Any:
-        """The trunk's output (its hidden states `[B, T, D]` among others)."""
+        """Run what follows the layers; returns the trunk's output (hidden states `[B, T, D]`)."""
         inputs = dict(batch.inputs)
-        if not self._layers_follow:  # then nothing needs a mask; making one waits for the device
+        if not self._epilogue_has_layers:  # only they read a mask; making one waits for the device
             inputs.pop("attention_mask", None)
-        with self.capture.stop_at_trunk():
+        with self.capture.stop_after_trunk():
             return self._run(self._replay(batch, values), weights, batch, inputs)
 
     def logits(self, weights: Weights, batch: MicroBatch, output: Any) -> Tensor:

@@ -88,19 +88,20 @@ class RouterLoss:
         of the weighed loss by a layer's sums.
         """
         sums_LS = torch.stack([part.double() for part in sums]).sum(0)
-        num = self.experts(sums_LS.shape[1])
-        loads_LE, total_S = sums_LS[:, :num], sums_LS.sum(0)
+        num, total_S = self.experts(sums_LS.shape[1]), sums_LS.sum(0)
         slope_S, losses = torch.zeros_like(total_S), total_S.new_zeros(2)
+        balanced = num if self.weight else 0
+        widths = [num, 1, int(self.is_loss), balanced, balanced]  # of the columns of `sums`
+        _, tokens, z, usual_E, share_E = total_S.split(widths)
+        _, _, z_slope, _, share_slope_E = slope_S.split(widths)  # views, to be written to
         if self.is_loss:
-            tokens, z_sum = total_S[num : num + 2]
-            slope_S[num + 1] = self.z_weight / tokens
-            losses[1] = z_sum / tokens
+            z_slope.copy_(self.z_weight / tokens)
+            losses[1:] = z / tokens
         if self.weight:
-            often_E, share_E = total_S[num + 2 :].chunk(2)
-            slope_E = num * often_E / tokens.square()
-            slope_S[-num:] = self.weight * slope_E
+            slope_E = num * usual_E / tokens.square()
+            share_slope_E.copy_(self.weight * slope_E)
             losses[0] = (slope_E * share_E).sum()
-        return loads_LE, losses.float(), slope_S.float()[None]
+        return sums_LS[:, :num], losses.float(), slope_S.float()[None]
 
 
 def _marked(like_NE: Tensor, index_NK: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from megatrain.compat.torch import buffers_of, is_saved, memory_of, pytree, vers
 from megatrain.errors import Unsupported
 from megatrain.model.capture import Capture, stop
 from megatrain.model.fingerprint import value_of
-from megatrain.model.layer_template import LayerTemplate, containers
+from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.sizes import most_tokens
 from megatrain.model.spec import PROBE_SHAPE
 from megatrain.model.unsupported import Change, Watch
@@ -98,7 +98,6 @@ def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwar
     weights = zeros | buffers
     watch, before = Watch(kind.module, path), {n: _written(w) for n, w in weights.items()}
     randomness = OtherRandomness()
-    containers(args, kwargs)  # copies lack what the run puts into the containers
     kind.arguments = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
     with torch.no_grad(), ZeroProducts(zeros.values()):
         kind.example = kind.call(weights, args, kwargs)

@@ -1,4 +1,4 @@
-"""Optimizers: each rule is a file; `RULES` has them by the name that run files know."""
+"""Optimizers: `RULES` has each rule, a subclass of `Rule`, by the name that run files know."""
 
 from megatrain.kernels.states import TileRange, UpdateOptions
 from megatrain.optim.muon import Muon

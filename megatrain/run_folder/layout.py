@@ -32,6 +32,7 @@ TIMELINE = "timeline.json"
 LOCK = ".lock"
 
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
+_STAMP = "%Y%m%d-%H%M%S"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def new_run_folder(folder: str | None, name: str) -> Path:
 
     Raises InputError: something exists there, which is never overwritten, or it is not writable.
     """
-    path = _free_name(name) if folder is None else Path(folder).expanduser()
+    path = _free_folder(name) if folder is None else Path(folder).expanduser()
     if path.exists() and not path.is_dir():
         raise InputError(f"output.folder: {path} is a file")
     require_folder(path)
@@ -71,14 +72,14 @@ def new_run_folder(folder: str | None, name: str) -> Path:
     return path
 
 
-def _free_name(name: str) -> Path:
-    """A folder name that sorts after all runs of this name, even if the clock was set back."""
+def _free_folder(name: str) -> Path:
+    """A new folder that sorts after all runs of this name, even if the clock was set back."""
     moment = datetime.now()
-    for path in _runs_of(name)[-1:]:
-        with suppress(ValueError, OverflowError):  # not a time, or the last possible one
-            last = datetime.strptime(path.name[len(name) + 1 :], "%Y%m%d-%H%M%S")
-            moment = max(moment, last + timedelta(seconds=1))
-    while os.path.lexists(path := Path("runs") / f"{name}-{moment:%Y%m%d-%H%M%S}"):
+    if earlier := _runs_of(name):
+        stamp = earlier[-1].name.removeprefix(f"{name}-")
+        with suppress(ValueError, OverflowError):  # no date, or the end of the year 9999
+            moment = max(moment, datetime.strptime(stamp, _STAMP) + timedelta(seconds=1))
+    while os.path.lexists(path := Path("runs") / f"{name}-{moment:{_STAMP}}"):
         moment += timedelta(seconds=1)
     return path
 

@@ -102,18 +102,18 @@ class _Loading:
         source, threads = self._source, update_threads()
         frozen = {name: entry for name, (_, entry) in self._places.items() if entry.group is None}
 
-        def as_source(name: str, values: Tensor) -> Tensor:
-            if name not in frozen:
+        def as_kept(name: str, values: Tensor) -> Tensor:
+            if (entry := frozen.get(name)) is None:
                 return values
-            packed = frozen[name].packed
-            values = values if packed is FP32 else values.to(source.dtype)
-            return packed.pack(values) if packed and frozen[name].is_packed else values
+            if entry.packed is not FP32:
+                values = values.to(source.dtype)
+            if entry.packed and entry.needs_unpacking:
+                return entry.packed.pack(values)
+            return values
 
         write = partial(self.write, threads=threads, read=False)
         alike = source.alike
-        initialise(
-            self._spec, self._seed, write, names, threads=threads, kept=as_source, alike=alike
-        )
+        initialise(self._spec, self._seed, write, names, threads=threads, kept=as_kept, alike=alike)
 
     def _read_saved(self, saved: Checkpoint) -> set[str]:
         """Fill the tiles; returns the names of unused parameters that were stored nowhere."""

@@ -280,7 +280,7 @@ def base_reference(
     adapters, frozen = adapted(model), [entry for entry in entries if entry.group is None]
     reference = None
     if origin and adapters and all(entry.name in adapters.held for entry in frozen):
-        packed = {e.name: e.packed.name for e in frozen if e.packed and e.is_packed}
+        packed = {e.name: e.packed.name for e in frozen if e.packed and e.needs_unpacking}
         checksum = origin.fingerprint(entry.name for entry in frozen)
         if origin.revision is not None or _stays(Path(origin.path), folder):
             reference = BaseReference(origin.path, origin.revision, checksum, packed)

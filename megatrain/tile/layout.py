@@ -95,7 +95,7 @@ class Entry:
         return self.numel if self.packed is None else -(-self.packed.bytes_of(self.shape) // 2)
 
     @property
-    def is_packed(self) -> bool:
+    def needs_unpacking(self) -> bool:
         """True if layers cannot compute with the parameter as it is kept."""
         return self.multiplied or self.packed not in (None, FP32, OPERANDS)
 
@@ -224,14 +224,14 @@ class TileLayout:
         return [self.unpacked.by_name[entry.name] for entry in self.entries if entry.multiplied]
 
     @cached_property
-    def is_packed(self) -> bool:
+    def needs_unpacking(self) -> bool:
         """True if layers cannot compute with some parameters as they are kept."""
-        return any(entry.is_packed for entry in self.entries)
+        return any(entry.needs_unpacking for entry in self.entries)
 
     @cached_property
     def unpacked(self) -> "TileLayout":
         """The places of parameters once they are unpacked; of what is not packed the same."""
-        if not self.is_packed:
+        if not self.needs_unpacking:
             return self
         parameters = [(e.name, torch.Size(e.shape), e.group) for e in self.entries]
         wide = [e.name for e in self.entries if e.wide]
@@ -244,7 +244,7 @@ class TileLayout:
 
         `fast` gives what a packing's `expand`, or `write_operands`, is compiled to.
         """
-        plain = next((entry.offset for entry in self.entries if entry.is_packed), self.numel)
+        plain = next((entry.offset for entry in self.entries if entry.needs_unpacking), self.numel)
         out[:plain].copy_(stored[:plain])
         for entry in (entry for entry in self.entries if entry.offset >= plain):
             memory, to = entry.memory(stored), self.unpacked.by_name[entry.name]

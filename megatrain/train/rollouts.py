@@ -399,14 +399,15 @@ class Rollouts:
         size = self.loader.rows_per_micro_batch * self._loss.lines
         parts = [order[at : at + size] for at in range(0, len(order), size)]
         micros = [self._layout.batch([[rows[row]] for row in part]) for part in parts]
-        plain = [dict(micro) for micro in micros]
-        if all((micro["labels"] == IGNORED).all() for micro in micros):
-            old = reference = [torch.zeros(micro["labels"].shape) for micro in micros]
-        else:
-            temperature = self._loss.temperature
-            old = reference = logprobs(self.engine, plain, self.ranks, temperature=temperature)
-            if self.reference is not None:
-                reference = logprobs(self.reference, plain, self.ranks, temperature=temperature)
+        has_labels = any((micro["labels"] != IGNORED).any() for micro in micros)
+
+        def logps(engine: Engine) -> list[Tensor]:
+            if not has_labels:
+                return [torch.zeros(micro["labels"].shape) for micro in micros]
+            return logprobs(engine, micros, self.ranks, temperature=self._loss.temperature)
+
+        old = logps(self.engine)
+        reference = old if self.reference is None else logps(self.reference)
         for micro, ours, theirs in zip(micros, old, reference, strict=True):
             micro["old_logp"] = ours
             if "reference_logp" in self._loss.inputs:
