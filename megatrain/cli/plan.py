@@ -63,25 +63,11 @@ def run_plan(options: Options) -> None:
             )
         options = {**options, "device_memory": memory}
     named, run = _opened(options)
-    workload = Workload() if run is None else Workload.of_run(run)
-    total_tokens, gpus = options["total_tokens"], options["gpus"] or 1
-    if run is not None:
-        gpus = options["gpus"] or run.engine.devices
-        if total_tokens is None and run.training.steps is not None:
-            total_tokens = run.training.steps * workload.tokens_per_step
-        shared = run.engine.sequence_parallel
-        if shared not in (1, gpus):
-            raise InputError(
-                f"engine.sequence_parallel is {shared}: so many GPUs share every row; plan with "
-                f"--gpus {shared}"
-            )
-        if run.loss.teacher is not None:
-            from megatrain.config import ModelSection
-
-            trusted = run.model.trust_remote_code
-            section = ModelSection(path=run.loss.teacher, trust_remote_code=trusted)
-            teacher = model_of_run("the teacher", section).spec()
-            workload = replace(workload, second=Second("teacher", teacher))
+    gpus = options["gpus"] or (1 if run is None else run.engine.devices)
+    workload = Workload() if run is None else _workload_of(run, gpus)
+    total_tokens = options["total_tokens"]
+    if total_tokens is None and run is not None and run.training.steps is not None:
+        total_tokens = run.training.steps * workload.tokens_per_step
     workload = changed(workload, {name: options[name] for name in _OF_WORKLOAD})
     workload = replace(workload, media=_images(options["image"], options["model"], run))
     workload.check()
@@ -143,6 +129,23 @@ def _opened(options: Options) -> "tuple[NamedModel, Config | None]":
 
     config = load(run, options["overrides"] or [])
     return model_of_run(run.name, config.model, config.adapter.keys, head=config.loss.head), config
+
+
+def _workload_of(run: "Config", gpus: int) -> Workload:
+    """The workload of a run file. Raises InputError: another number of GPUs shares its rows."""
+    from megatrain.config import ModelSection
+
+    workload, shared = Workload.of_run(run), run.engine.sequence_parallel
+    if shared not in (1, gpus):
+        raise InputError(
+            f"engine.sequence_parallel is {shared}: so many GPUs share every row; plan with "
+            f"--gpus {shared}"
+        )
+    if run.loss.teacher is None:
+        return workload
+    trusted = run.model.trust_remote_code
+    section = ModelSection(path=run.loss.teacher, trust_remote_code=trusted)
+    return replace(workload, second=Second("teacher", model_of_run("the teacher", section).spec()))
 
 
 def _images(sizes: Sequence[str], path: str | None, run: "Config | None") -> MediaRow | None:

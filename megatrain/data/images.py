@@ -135,11 +135,11 @@ def _source(value: object, kind: str, where: str) -> Source:
     return path or value
 
 
-Placed = tuple[str, Source | None]
+Placed = tuple[str, Source | None]  # a kind and its source; None: the next of the row's field
 
 
 def place_media(
-    turns: Sequence[dict[str, Any]], rows: Mapping[str, list[Source]], where: str
+    turns: Sequence[dict[str, Any]], media: Mapping[str, list[Source]], where: str
 ) -> list[tuple[str, Source]]:
     """Put characters where media are; returns kinds and sources, each kind in its order.
 
@@ -150,25 +150,26 @@ def place_media(
     placed: list[Placed] = []
     for message in turns:
         in_parts, content = message.pop("media", []), message.get("content", "")
-        if not in_parts and message["role"] != "assistant" and any(rows.values()):
-            for kind in (kind for kind, own in rows.items() if own):
+        if not in_parts and message["role"] != "assistant" and any(media.values()):
+            for kind in (kind for kind, of_kind in media.items() if of_kind):
                 content = content.replace(f"<{kind}>", PLACES[kind])
             message["content"] = content
             in_parts = [(KINDS[char], None) for char in content if char in KINDS]
         placed += in_parts
-    asked = next((message for message in turns if message["role"] == "user"), None)
-    for kind, own in rows.items():
-        if own and asked is not None and all(kind != of_place for of_place, _ in placed):
-            asked["content"] = PLACES[kind] * len(own) + asked.get("content", "")
-            placed += [(kind, None)] * len(own)
-        if placed.count((kind, None)) != len(own):
+    question = next((message for message in turns if message["role"] == "user"), None)
+    for kind, of_kind in media.items():
+        has_place = any(kind == kind_of_place for kind_of_place, _ in placed)
+        if of_kind and question is not None and not has_place:
+            question["content"] = PLACES[kind] * len(of_kind) + question.get("content", "")
+            placed += [(kind, None)] * len(of_kind)
+        if (places := placed.count((kind, None))) != len(of_kind):
             raise InputError(
-                f"{where}: {len(own)} {kind}s in the row, and {placed.count((kind, None))} places "
+                f"{where}: {len(of_kind)} {kind}s in the row, and {places} places "
                 f"for them (<{kind}> in a question's text, or parts of the type {kind}): give each "
                 "one place"
             )
-    rest = {kind: iter(own) for kind, own in rows.items()}
-    return [(kind, next(rest[kind]) if own is None else own) for kind, own in placed]
+    rest = {kind: iter(of_kind) for kind, of_kind in media.items()}
+    return [(kind, next(rest[kind]) if source is None else source) for kind, source in placed]
 
 
 def read_medium(

@@ -110,16 +110,17 @@ def folder_of(names: Sequence[str]) -> str:
 def shown(data: PackedDataset, row: int, tokenizer: Any) -> list[ShownDocument]:
     """The documents of a row as they are trained."""
     places, folder = data.places(row), folder_of(data.store.names)
+
+    def described(image: Medium) -> str:
+        tokens = tokenizer.tokenize(data.image_processor.replacement(image.kind, image.size))
+        return f"{image.name.replace(folder, '', 1)}: {len(tokens)} tokens"
+
     return [
         ShownDocument(
             place.removeprefix(folder),
             len(ids),
             _runs(ids, labels, tokenizer),
-            [
-                f"{image.name.replace(folder, '', 1)}: {len(tokenizer.tokenize(tokens))} tokens"
-                for image in data.images(row, slice(line, line + 1), whole=False)
-                for tokens in [data.image_processor.replacement(image.kind, image.size)]
-            ],
+            [*map(described, data.images(row, slice(line, line + 1), whole=False))],
         )
         for line, (place, (ids, labels)) in enumerate(zip(places, data.pieces(row), strict=True))
     ]

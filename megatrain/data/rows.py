@@ -213,12 +213,11 @@ def _history(row: DataRow, where: str) -> list[str]:
     history = from_json(row.get("history"), "history", where)
     if empty(history):
         return []
-    texts: list[str] = []
-    for pair in history if isinstance(history, list) else [None]:
-        if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
-            raise InputError(f"{where}: 'history' must be a list of pairs of question and answer")
-        texts += pair
-    return texts
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and [type(text) for text in pair] == [str, str] for pair in history
+    ):
+        raise InputError(f"{where}: 'history' must be a list of pairs of question and answer")
+    return [text for pair in history for text in pair]
 
 
 def _conversation(

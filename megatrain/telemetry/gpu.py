@@ -88,10 +88,11 @@ def driver(device: str) -> Iterator[tuple[Any, Any] | None]:
         with suppress(pynvml.NVMLError, ValueError):
             index = int(device.partition(":")[2] or 0)
             # NVML also counts GPUs that CUDA_VISIBLE_DEVICES hides from torch.
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-            name = [*filter(None, map(str.strip, visible)), *[""] * (index + 1)][index]
-            if not name or name.isdigit():
-                handle = pynvml.nvmlDeviceGetHandleByIndex(int(name or index))
+            listed = map(str.strip, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
+            visible = [*filter(None, listed)]
+            name = visible[index] if index < len(visible) else str(index)
+            if name.isdigit():
+                handle = pynvml.nvmlDeviceGetHandleByIndex(int(name))
             else:
                 handle = pynvml.nvmlDeviceGetHandleByUUID(name)
         yield (pynvml, handle) if handle is not None and device != "cpu" else None

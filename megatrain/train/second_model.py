@@ -132,21 +132,21 @@ def prepare_replies(
     Raises InputError: a run goes on, and its kept answers are for other data or another model.
     """
     loss = config.loss.loss()
-    for every in data.values() if config.loss.head else ():
+    for dataset in data.values() if config.loss.head else ():
         pad = engine.config.get_text_config(decoder=True).pad_token_id
-        every.pad = -1 if pad is None else pad
-    sets = {name: rows for name, rows in data.items() if isinstance(rows, ReplyDataset)}
+        dataset.pad = -1 if pad is None else pad
+    sets = {name: dataset for name, dataset in data.items() if isinstance(dataset, ReplyDataset)}
     for replies in sets.values():
-        assert isinstance(loss, PairLoss)  # such data are opened for these alone
+        assert isinstance(loss, PairLoss)  # replies are opened for such losses alone
         replies.train_with(loss)
     if not isinstance(loss, DPO):
         return None
     of_model = config.model.model_dump(mode="json", include={"path", "config"})
     of_model["adapter"] = config.adapter.model_dump(mode="json")
-    keys = {
-        name: json.dumps([data.fingerprint, data.lines, len(data), of_model], sort_keys=True)
-        for name, data in sets.items()
-    }
+    keys = {}
+    for name, replies in sets.items():
+        parts = [replies.fingerprint, replies.lines, len(replies), of_model]
+        keys[name] = json.dumps(parts, sort_keys=True)
 
     if start is None:
         at_once = max(1, config.training.batch_size // rows)
