@@ -140,6 +140,7 @@ class Intake:
         device, capture = self._setup.device.torch_device, self._program.spec.capture
         mask = micro.get("attention_mask", torch.ones(1))
         plain = (bool(mask.all()) and not starts_anew(micro)) or not bool(mask.any())
+        plain |= self.share.cuts_rows
         inputs = {
             key: (micro[key].clone() if micro[key].is_inference() else micro[key]).to(device)
             for key in micro

@@ -146,7 +146,9 @@ def tap(layer: nn.Module, path: str, model: "PreTrainedModel", loss: RouterLoss)
 
     for kind, index, place in recorded_routers(model):
         for name, part in layer.named_modules():
-            if isinstance(part, kind) and f".{place}.".replace("..", ".") in f".{path}.{name}.":
+            here = f".{place}.".replace("..", ".") in f".{path}.{name}."
+            # Towers may record the routers of the language model, too.
+            if isinstance(part, kind) and here and not isinstance(part.forward, Tap):
                 part.forward = Tap(part, index, loss)
 
 

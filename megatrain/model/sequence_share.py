@@ -59,6 +59,11 @@ class SequenceShare:
         """Args: `ranks`: those that share every row."""
         self.ranks, self._size = ranks, ranks.size
 
+    @property
+    def cuts_rows(self) -> bool:
+        """True if each rank has a part of each row: attention is causal, and needs no mask."""
+        return self._size > 1
+
     def tokens(self, whole: int) -> int:
         """Number of tokens in a share of a row of this length."""
         return -(-whole // self._size)
@@ -124,14 +129,15 @@ class SequenceShare:
             )
 
     def micro(self, micro: Micro) -> Micro:
-        """The share of a micro-batch, without labels and masks: attention is causal."""
+        """The share of a micro-batch, without labels; the mask says which tokens count."""
         if self._size == 1:
             return micro
         ids = self._cut(micro["input_ids"], 0)
         rows, tokens = ids.shape
         first = self.ranks.rank * tokens
         places = torch.arange(first, first + tokens).expand(rows, tokens).contiguous()
-        return {"input_ids": ids, "position_ids": places}
+        mask = micro.get("attention_mask", torch.ones_like(micro["input_ids"]))
+        return {"input_ids": ids, "position_ids": places, "attention_mask": self._cut(mask, 0)}
 
     def judged(self, losses: Sequence[Judged]) -> list[Judged]:
         """The share of targets, and of the loss's other inputs."""

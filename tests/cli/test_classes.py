@@ -38,7 +38,7 @@ def class_file(file_of_rows):
         chosen = {"name": name, "labels": [*WORDS]}
         if kind == "several":
             chosen["problem_type"] = "multi_label_classification"
-        times = {"steps": 8, "batch_size": 8, "eval_every": 4}
+        times = {"steps": 12, "batch_size": 8, "eval_every": 6}
         return file_of_rows(rows or rows_of(kind), chosen | (loss or {}), 0.01, **times)
 
     return made
@@ -51,7 +51,7 @@ def test_classes_are_learnt_exactly_and_transformers_loads_them(
     megatrain, class_file, tmp_path, kind
 ):
     file = class_file(kind)
-    megatrain.resumed(file, 8, 3)
+    megatrain.resumed(file, 12, 5)
     evaluated = records(tmp_path / "run", "eval_loss")
     assert evaluated[-1]["eval_loss"] < 0.8 * evaluated[0]["eval_loss"]
     assert ("eval_accuracy" in evaluated[0]) == (kind != "several")

@@ -195,14 +195,33 @@ def expected(plans, host_gib):
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-def test_a_browser_shows_the_answer(page, tmp_path):
+def test_a_browser_shows_the_answer_at_every_width(page, tmp_path):
     file = tmp_path / "planner.html"
     file.write_text(page, encoding="utf-8")
     chosen = "#gpu=RTX+3090&host=64&model=7b&method={}&tokens=65536&price=0.4"
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000"]
-    options += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
     for method, words in (("int8", "It fits."), ("fp32", "host memory are missing")):
-        command = [CHROMIUM, *options, f"{file.as_uri()}{chosen.format(method)}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        assert words in re.search(r"<article.*</article>", done.stdout, re.S)[0]
+        shown = dom(f"{file.as_uri()}{chosen.format(method)}", tmp_path)
+        assert words in re.search(r"<article.*</article>", shown, re.S)[0]
+    frames = tmp_path / "frames.html"
+    address = f"{file.as_uri()}{chosen.format('int8')}"
+    widths = 320, 768, 1280
+    frames.write_text(
+        "".join(f'<iframe src="{address}" style="width:{width}px"></iframe>' for width in widths)
+        + "<p id=told></p><script>onload = () => told.textContent = "
+        "[...document.querySelectorAll('iframe')].map("
+        "each => each.contentDocument.documentElement.scrollWidth).join(' ')</script>"
+    )
+    (told,) = re.findall(r'<p id="told">([\d ]+)</p>', dom(frames.as_uri(), tmp_path))
+    for width, needed in zip(widths, told.split(), strict=True):
+        assert int(needed) <= width
+
+
+def dom(address, folder):
+    """The elements of a page when its scripts have run."""
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    options += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=3000", "--dump-dom"]
+    done = subprocess.run(
+        [CHROMIUM, *options, address], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
