@@ -428,8 +428,8 @@ class Reading:
         unread = [n for n, v in rest.items() if not empty(v)]
         example = form.read(values, where)
         if isinstance(example, Labelled):
-            bits = {*map(repr, example.labels)} == {"0", "1"} and len(self.labels) == 2
-            if bits and self.kind == "class_sets":
+            of_two = self.kind == "class_sets" and len(self.labels) == 2
+            if of_two and {*map(repr, example.labels)} == {"0", "1"}:  # numbers, or yes and no
                 raise InputError(
                     f"{where}: 'label' may say which of both classes the text has, or name both; "
                     f"write their names, {' and '.join(self.labels)}"

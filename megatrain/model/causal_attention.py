@@ -16,6 +16,7 @@ Legend: B rows, T tokens of a row, H heads, D width of a head.
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -95,11 +96,11 @@ def _attention(
         eager = _eager(module)
         assert eager is not None  # see `_is_plain`
         return eager(module, query, key, value, attention_mask, scaling=scaling, **options)
-    if (sinks := getattr(module, "sinks", None)) is None:  # a layer of another kind
-        sinks = query.new_full((query.shape[1],), -torch.inf)
+    sinks = getattr(module, "sinks", None)
+    sinks = None if sinks is None else sinks.to(query.dtype)  # None: a layer of another kind
     window = options.get("sliding_window") or 0
-    leaves = (*(x.transpose(1, 2) for x in (query, key, value)), sinks.to(query.dtype))
-    out, _ = causal_attention(*leaves, cu_seq_lens_q, max_length_q, window, scaling)
+    heads = (x.transpose(1, 2) for x in (query, key, value))
+    out, _ = causal_attention(*heads, sinks, cu_seq_lens_q, max_length_q, window, scaling)
     return out, None
 
 
@@ -120,9 +121,9 @@ def _attention_in_windows(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     window = attention_mask.shape[2]
     if has_kernel(query, value, options) and query.shape[-1] == value.shape[-1]:
-        leaves = (x.transpose(1, 2) for x in (query, key, value))
+        heads = (x.transpose(1, 2) for x in (query, key, value))
         scale = options.get("scaling") or query.shape[-1] ** -0.5
-        out, _ = causal_attention(*leaves, None, None, 0, window, scale)
+        out, _ = causal_attention(*heads, None, None, 0, window, scale)
         return out, None
     rows, _, tokens, _ = query.shape
     mask = document_mask(row_edges(rows, tokens, query.device), rows, tokens, window)
@@ -205,6 +206,11 @@ def _backward(
     scale: float,
 ) -> list[Tensor]:
     leaves = [query, key, value]
+
+    @cache  # the kernel computes it by itself
+    def product_BTH() -> Tensor:
+        return (gradient.float() * out.float()).sum(-1)
+
     if query.is_cuda:
         g, q, k, v, result = (_laid_out(x, edges) for x in (gradient, query, key, value, out))
         how = edges, longest, window, scale
@@ -215,10 +221,8 @@ def _backward(
         def by_head(of_tokens: Tensor) -> Tensor:
             return of_tokens.transpose(1, 2).reshape(*logits.shape[:-1], 1)
 
-        product = (gradient.float() * out.float()).sum(-1)  # [B, T, H]
-
         share = (logits - by_head(_by_token(whole, query))).exp()
-        of_share = torch.einsum("bikgd,bjkd->bkgij", g, value.float()) - by_head(product)
+        of_share = torch.einsum("bikgd,bjkd->bkgij", g, value.float()) - by_head(product_BTH())
         of_logits = share * of_share * scale
         gradients = [
             torch.einsum("bkgij,bjkd->bikgd", of_logits, key.float()).flatten(2, 3),
@@ -227,7 +231,7 @@ def _backward(
         ]
     if sinks is not None:
         shares = (sinks.float() - _by_token(whole, query)).exp()
-        of_sinks = -(shares * (gradient.float() * out.float()).sum(-1)).sum((0, 1))
+        of_sinks = -(shares * product_BTH()).sum((0, 1))
         leaves, gradients = [*leaves, sinks], [*gradients, of_sinks]
     every = zip(gradients, leaves, strict=True)
     return [each.to(x.dtype).contiguous().view(x.shape) for each, x in every]

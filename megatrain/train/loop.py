@@ -468,6 +468,7 @@ def describe_run(job: Job, devices: Sequence[tuple[str, bool]]) -> None:
     Args: `devices`: the name of each rank's device, and True for the first rank of a host.
     """
     write_file(job.folder / layout.CONFIG, job.config.as_yaml())
+    data = job.loader.dataset
     record = environment(devices[0][0]) | {
         "devices": [name for name, _ in devices],
         "ranks": len(devices),
@@ -477,7 +478,7 @@ def describe_run(job: Job, devices: Sequence[tuple[str, bool]]) -> None:
         "computing": job.engine.computing,
         "placement": job.engine.placement.as_dict(),
         "disk_bytes": job.engine.memory()["disk_bytes"],
-        "data": (data := job.loader.dataset).kind,
+        "data": data.kind,
     }
     write_file(job.folder / layout.ENVIRONMENT, json.dumps(record, indent=2) + "\n")
     if isinstance(data, PackedDataset) and data.has_images:
