@@ -148,7 +148,7 @@ def test_endless_files_are_not_read(with_code, tmp_path, place):
     path = tmp_path / "model" / place
     path.unlink(missing_ok=True)
     path.symlink_to("/dev/zero")
-    before = "import resource; resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))"
+    before = "from tests.reliability.readers import limit_memory; limit_memory()"
     process = start_run("train", run, log=tmp_path / "1", before=before)
     assert process.wait() == 2, process.output[-500:]
     assert ENDLESS[place] in process.output
