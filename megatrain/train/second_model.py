@@ -252,6 +252,13 @@ def find_teacher(
             f"loss.teacher: {name} has another vocabulary than the model that is trained, so their "
             "tokens cannot be compared; take a teacher with the same tokenizer"
         )
+    needed = min(sizes[1], max(vocab.values(), default=0) + 1)
+    if sizes[0] < needed:
+        raise InputError(
+            f"loss.teacher: the embedding table of {name} has {sizes[0]} rows, and its tokenizer's "
+            f"tokens, which the trained model has too, need {needed}; call "
+            f"resize_token_embeddings({needed}) of the teacher and save it, or take another"
+        )
     if (top_k := config.loss.top_k or 0) > min(sizes):
         raise InputError(
             f"loss.top_k is {top_k}, and the vocabulary has {min(sizes)} tokens; take fewer"

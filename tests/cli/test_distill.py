@@ -95,6 +95,18 @@ def test_a_teacher_with_other_tokens_is_refused(megatrain, distilling, teacher, 
     megatrain.refused(told, "train", distilling(teacher=str(own)))
 
 
+def test_a_teacher_with_fewer_rows_than_tokens_is_refused(megatrain, distilling, teacher, tmp_path):
+    own = tmp_path / "teacher"
+    shutil.copytree(teacher, own)
+    model = LlamaForCausalLM.from_pretrained(own)
+    rows = model.config.vocab_size
+    model.resize_token_embeddings(rows - 3)
+    model.save_pretrained(own)
+    said = f"{own} has {rows - 3} rows, and its tokenizer's tokens, which the trained model has too"
+    megatrain.refused(f"{said}, need {rows};", "train", distilling(teacher=str(own)))
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.exhaustive
 def test_ranks_distil_as_one(megatrain, distilling, tmp_path):
     file = distilling(beta=0.4, add_tail=True, temperature=1.5)
