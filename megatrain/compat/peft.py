@@ -39,6 +39,8 @@ FILE_PREFIX = "base_model.model."  # of the parameters' names in an adapter's fi
 _ROWS, _TOKENS = "SEQ_CLS", "TOKEN_CLS"  # PEFT's tasks of models that give classes or scores
 _HEADS = {"classifier", "score"}  # names that PEFT adds to modules_to_save for these tasks
 _INITS = (True, False, "gaussian")  # others change the base's weights, or need data
+_OF_FRESH_ONES = ("gaussian", "orthogonal", "eva")  # they say nothing of an adapter with weights
+_OF_INITS = ("eva_config", "corda_config", "loftq_config", "lora_ga_config")
 
 
 def _library() -> Any:
@@ -67,12 +69,15 @@ def unwrapped(model: Any) -> tuple[nn.Module, dict[str, Any], str]:
             f"the PeftModel has {', '.join(others)} beside its active adapter {active[0]}, and one "
             f"is saved: save them first with PEFT, then delete_adapter({others[0]!r})"
         )
-    for config in model.peft_config.values():
-        check(config)
     inner = model.get_base_model()
+    drawn = any(parameter.is_meta for parameter in inner.parameters())
+    configs = {name: copy.copy(config) for name, config in model.peft_config.items()}
+    for config in configs.values():
+        vars(config).update({} if drawn else _of_existing(vars(config)))
+        check(config)
     if any(module.merged for _, module in wrappers(inner) if hasattr(module, "merged")):
         raise InputError("an adapter of the PeftModel is merged; call unmerge_adapter()")
-    return inner, dict(model.peft_config), active[0]
+    return inner, configs, active[0]
 
 
 def lora_config(keys: Mapping[str, Any]) -> Any:
@@ -95,15 +100,15 @@ def check(config: Any) -> None:
             f"the adapter is of {type(config).__name__}; only LoraConfig (LoRA, rsLoRA, DoRA) is "
             "supported"
         )
-    defaults, settings = lora().to_dict(), config.to_dict()
-    for name in sorted(settings.keys() - KEYS - _OF_FILES):
-        if (settings[name] or None) != (defaults.get(name) or None):  # PEFT puts empty ones there
-            raise InputError(f"the adapter has {name} = {settings[name]!r}, which is not supported")
     if config.init_lora_weights not in _INITS:
         how = config.init_lora_weights
         raise InputError(
             f"the adapter's init_lora_weights is {how!r}; take true, false or gaussian"
         )
+    defaults, settings = lora().to_dict(), config.to_dict()
+    for name in sorted(settings.keys() - KEYS - _OF_FILES):
+        if (settings[name] or None) != (defaults.get(name) or None):  # PEFT puts empty ones there
+            raise InputError(f"the adapter has {name} = {settings[name]!r}, which is not supported")
 
 
 def of_scores(config: Any) -> bool:
@@ -138,10 +143,23 @@ def as_json(config: Any) -> dict[str, Any]:
 
 
 def from_json(values: Mapping[str, Any]) -> Any:
-    """The configuration that `as_json` gave. Raises InputError: this PEFT does not take it."""
-    defaults = _library().LoraConfig().to_dict()
-    changed = {n: v for n, v in values.items() if n in KEYS | _OF_FILES or v != defaults.get(n)}
-    return lora_config(changed)
+    """The configuration of an adapter that has weights, as `as_json` or an adapter's file has it.
+
+    Raises InputError: this PEFT does not take it, or its weights go with a base that it changed.
+    """
+    defaults, values = _library().LoraConfig().to_dict(), _of_existing(values)
+    known = KEYS | _OF_FILES
+    return lora_config(
+        {n: v for n, v in values.items() if n in known or (v or None) != (defaults.get(n) or None)}
+    )
+
+
+def _of_existing(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a configuration, without how fresh weights would be drawn."""
+    how = values.get("init_lora_weights", True)
+    if how not in _INITS and str(how).lower() not in _OF_FRESH_ONES:
+        return dict(values)
+    return {**values, **dict.fromkeys(_OF_INITS), "init_lora_weights": how not in _INITS or how}
 
 
 def write_config(config: Any, folder: Path, model: nn.Module) -> None:

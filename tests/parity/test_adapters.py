@@ -397,6 +397,28 @@ def test_what_is_not_followed_is_refused_by_name(case):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("init", ["orthogonal", "eva", "Gaussian"])
+def test_how_fresh_weights_are_drawn_says_nothing_of_an_adapter_that_has_them(init, tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    keys = {"r": 4, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": init}
+    base, [step] = AutoModelForCausalLM.from_pretrained(tmp_path / "base"), make_batches(1)
+    model = get_peft_model(base, LoraConfig(**keys))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.peft_config["default"].corda_config = {"cov_path": "x"}  # as of one that was converted
+    model.save_pretrained(tmp_path / "adapter")
+    wanted = plain_gradients(model.get_base_model(), step)
+    for source in (tmp_path / "adapter", model):
+        engine = make_engine(source, clip=1e9)
+        assert_step(engine, step, wanted, error=1e-30)
+        engine.save(tmp_path / "saved")
+        with Engine.load(tmp_path / "saved", device="cpu") as again:
+            assert same(masters(again), masters(engine))
+    with pytest.raises(InputError, match=f"init_lora_weights is '{init}'; take true"):
+        make_engine(llama(), adapter=LoraConfig(**keys))
+
+
 @pytest.mark.parametrize("more", ["lm_head.weight", "model.layers.0.other.weight"])
 def test_what_training_refuses_of_a_base_is_not_merged_either(more, tmp_path):
     llama(tie_word_embeddings=True).save_pretrained(tmp_path / "base")
