@@ -109,12 +109,14 @@ class BaseReference(_Strict):
         path: its folder, checkpoint or hub id, with the hub's `revision`.
         fingerprint: of the values of all parameters that the checkpoint leaves out.
         packed: the formats of packed parameters, by name.
+        carried: fingerprint of its tensors that the model has no place for; None: not taken before.
     """
 
     path: str
     revision: str | None
     fingerprint: str
     packed: dict[str, str]
+    carried: str | None = None
 
 
 @dataclass(frozen=True)

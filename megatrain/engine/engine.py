@@ -517,7 +517,9 @@ class PlacedEngine:
         untrained = replace(source.untrained, buffers={**source.untrained.buffers})
         source = replace(source, untrained=untrained)  # later steps may have other biases
         entries = (entry for _, entry in self._store.entries())
-        left_out = base_reference(source.model, source.origin, entries, folder, self.ranks)
+        left_out = base_reference(
+            source.model, source.origin, entries, untrained.carried, folder, self.ranks
+        )
         settings = settings_of(self._opened, self._steps, self.placement, left_out)
         written = partial(write_documents, source=source, carries=left_out is None)
         contents = Contents(settings, as_json(extra or {}), written, attach, keep)

@@ -230,12 +230,17 @@ def check_precision(checkpoint: Checkpoint, wanted: str | None) -> Any:
 
 @dataclass
 class Origin:
-    """The folder, checkpoint or hub id that weights were read from, and checksums of them."""
+    """The folder, checkpoint or hub id that weights were read from, and checksums of them.
+
+    Attributes:
+        carried: the fingerprint of what is carried; None: it was not read yet.
+    """
 
     path: str
     revision: str | None = None
     algorithm: str = ALGORITHM
     sums: dict[str, str] = field(default_factory=dict)
+    carried: str | None = None
 
     def add(self, name: str, values: Tensor) -> None:
         """Add a tensor's dtype, shape and bytes to the checksums; in any order, from any thread."""
@@ -247,6 +252,13 @@ class Origin:
         """One checksum of all named tensors, after its algorithm's name and a colon."""
         lines = "\n".join(f"{name} {self.sums.get(name)}" for name in sorted(names))
         return f"{self.algorithm}:{ALGORITHMS[self.algorithm](lines.encode())}"
+
+
+def _fingerprint(carried: Mapping[str, Stored], algorithm: str = ALGORITHM) -> str:
+    seen = Origin("", algorithm=algorithm)
+    for name, tensor in carried.items():
+        seen.add(name, tensor.read())
+    return seen.fingerprint(carried)
 
 
 def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
@@ -264,6 +276,7 @@ def base_reference(
     model: PreTrainedModel,
     origin: Origin | None,
     entries: Iterable[Entry],
+    carried: Mapping[str, Stored],
     folder: Path,
     ranks: Ranks,
 ) -> BaseReference | None:
@@ -275,6 +288,7 @@ def base_reference(
     Args:
         origin: of the base; None: it was not read, or not all of it.
         entries: all parameters of the model.
+        carried: tensors of the base that the model has no place for.
         folder: of the checkpoint; it replaces a folder that is there.
     """
     adapters, frozen = adapted(model), [entry for entry in entries if entry.group is None]
@@ -283,7 +297,10 @@ def base_reference(
         packed = {e.name: e.packed.name for e in frozen if e.packed and e.needs_unpacking}
         checksum = origin.fingerprint(entry.name for entry in frozen)
         if origin.revision is not None or _stays(Path(origin.path), folder):
-            reference = BaseReference(origin.path, origin.revision, checksum, packed)
+            origin.carried = origin.carried or _fingerprint(carried)
+            reference = BaseReference(
+                origin.path, origin.revision, checksum, packed, origin.carried
+            )
     references = ranks.all_gather_object(reference)
     return references[0] if all(references) else None
 
@@ -357,10 +374,14 @@ def _require_same(
     checkpoint: Checkpoint, left: BaseReference, seen: Origin, names: Iterable[str]
 ) -> None:
     if seen.fingerprint(names) != left.fingerprint:
-        raise InputError(
-            f"{left.path}: its weights are not those that {checkpoint.folder} was trained on; "
-            f"{_PUT_BACK}"
-        )
+        raise _other_weights(checkpoint, left)
+
+
+def _other_weights(checkpoint: Checkpoint, left: BaseReference) -> InputError:
+    return InputError(
+        f"{left.path}: its weights are not those that {checkpoint.folder} was trained on; "
+        f"{_PUT_BACK}"
+    )
 
 
 def whole_masters(
@@ -411,11 +432,17 @@ def stored_values(place: Checkpoint | Path, model: PreTrainedModel) -> Values:
 
 
 def carried(place: Checkpoint | Path, model: PreTrainedModel) -> dict[str, Stored]:
-    """The tensors of a model's source that its class does not have; see `carried_tensors`."""
+    """The tensors of a model's source that its class does not have; see `carried_tensors`.
+
+    Raises InputError: a base that a checkpoint leaves out has others than when it was saved.
+    """
     if isinstance(place, Path):
         return weights.carried_tensors(place, plain(model))
     if left := place.settings.left_out:
-        return carried(_open(place, left), plain(model))
+        tensors, before = carried(_open(place, left), plain(model)), left.carried
+        if before and _fingerprint(tensors, before.partition(":")[0]) != before:
+            raise _other_weights(place, left)
+        return tensors
     if CARRIED not in place.manifest.files:
         return {}
     opened = (place.folder / CARRIED).open("rb", buffering=0)

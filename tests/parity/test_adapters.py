@@ -403,7 +403,7 @@ def test_how_fresh_weights_are_drawn_says_nothing_of_an_adapter_that_has_them(in
     keys = {"r": 4, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": init}
     base, [step] = AutoModelForCausalLM.from_pretrained(tmp_path / "base"), make_batches(1)
     model = get_peft_model(base, LoraConfig(**keys))
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
     model.peft_config["default"].corda_config = {"cov_path": "x"}  # as of one that was converted

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from megatrain import AdamW, Engine
 from megatrain.checkpoint import open_checkpoint
+from megatrain.checkpoint.manifest import signed
 from megatrain.errors import InputError
 from megatrain.source.write_model import write_saved
 from megatrain.train.export import export
@@ -115,6 +116,29 @@ def test_merged_adapters_are_exported_with_everything(folder, tmp_path):
     assert_carried(tmp_path / "saved", source, config)
     export(str(tmp_path / "adapter"), tmp_path / "exported", merged=True)
     assert_carried(tmp_path / "exported", source, config)
+
+
+@pytest.mark.parametrize("folder", ["deepseek_v3"], indirect=True)
+def test_a_base_whose_carried_tensors_have_changed_is_refused(folder, tmp_path):
+    with engine(folder, adapter={"r": 2, "target_modules": ["o_proj"]}) as trained:
+        for name in ("checkpoint", "as before"):
+            trained.step(STEP)
+            trained.save(tmp_path / name)
+    manifest = tmp_path / "as before" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["settings"]["left_out"]["carried"]
+    manifest.write_text(json.dumps(signed(content)))
+    tensors = stored(folder)
+    tensors["model.layers.3.eh_proj.weight"][2] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said = f"{folder}: its weights are not those that {tmp_path / 'checkpoint'} was trained on"
+    with pytest.raises(InputError, match=said):
+        Engine.load(tmp_path / "checkpoint", device="cpu")
+    with pytest.raises(InputError, match=said):
+        saved = open_checkpoint(tmp_path / "checkpoint")
+        write_saved(saved, tmp_path / "saved", merged=True)
+    with Engine.load(tmp_path / "as before", device="cpu") as again:
+        again.step(STEP)
 
 
 @pytest.mark.parametrize(
