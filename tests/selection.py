@@ -75,6 +75,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "megatrain/config": RUNS,
     "megatrain/data": (*RUNS, "tests/unit/test_data", "tests/parity/test_trl.py"),
     "megatrain/device": (*STEP, *RANKS),
+    "megatrain/driver": ("tests/cli/test_bench.py", "tests/unit/test_benchmarks.py"),
     "megatrain/engine": STEP,
     "megatrain/forecast": FORECASTS,
     "megatrain/generate": (*("tests/parity/test_generation", "tests/cli/test_rollout"),),

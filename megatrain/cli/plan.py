@@ -15,6 +15,7 @@ from rich.table import Table
 from megatrain.base.units import GIB, duration, gib, parse_bytes, size
 from megatrain.cli.models import NamedModel, lora_adapter, model_of_run, named_config
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT
+from megatrain.driver.base import Gpu
 from megatrain.errors import DoesNotFit, InputError, explained
 from megatrain.forecast.notes import Notes
 from megatrain.forecast.simulate import Forecast
@@ -23,7 +24,7 @@ from megatrain.machine import Machine, machine_for, present_machine, update_gbps
 from megatrain.plan.planner import PLANES, Plan, by_tier, make_plan
 from megatrain.plan.remedies import compute_bound_tokens
 from megatrain.telemetry.console import end_passing, passing, say
-from megatrain.telemetry.gpu import Gpu, by_driver_name, find_gpu, named_gpu
+from megatrain.telemetry.gpu import by_driver_name, find_gpu, named_gpu
 from megatrain.telemetry.host import host_limit_bytes, usable_cores
 
 if TYPE_CHECKING:

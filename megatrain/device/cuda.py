@@ -1,10 +1,9 @@
-"""An NVIDIA GPU. The only file that says torch.cuda.
+"""A GPU of NVIDIA's, or of AMD's by torch for ROCm. The only file that says torch.cuda.
 
 Host streams are threads. A device stream waits for one through a counter in pinned memory
-(`cuStreamWaitValue32`), so the thread that launches kernels never blocks on an update.
+(`driver/`), so the thread that launches kernels never blocks on an update.
 """
 
-import ctypes
 import gc
 import logging
 import os
@@ -22,13 +21,12 @@ from megatrain.device.base import COMPUTE, HOST_STREAMS, Abilities, Buffer, Buff
 from megatrain.device.cpu import host_range
 from megatrain.device.disk import move
 from megatrain.device.host_stream import HostStream, LaunchThrottle
+from megatrain.driver import find_driver
 from megatrain.errors import DoesNotFit, RunFailed
 from megatrain.machine import CONTEXT_BYTES, mapping_bytes
 from megatrain.telemetry.host import host_available_bytes, host_limit_bytes
 
 _log = logging.getLogger(__name__)
-
-_WAIT_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ, cyclic on 32 bits
 
 _FETCH = "fetch"  # the stream of copies that host streams make themselves
 
@@ -82,12 +80,13 @@ class CudaDevice:
         self._pace = LaunchThrottle(lambda: _recorded(compute))
         self._pinned: dict[int, Tensor] = {}  # by address
         self._unpinned = False
-        self._counters_pinned = self._pin("host stream counters", self._counters)
+        # Not pinned, the GPU cannot see them.
+        self._waits_on_counters = self._pin("host stream counters", self._counters)
         self._workers = {
             name: HostStream(name, self._counters[64 * i : 64 * i + 1])
             for i, name in enumerate(HOST_STREAMS)
         }
-        self._wait_value, self._mask = _stream_wait()
+        self._driver = find_driver()
         # cuDNN's attention is the fastest on Hopper (1.8 times flash at 1024 tokens).
         self._attention = sdpa_kernel(_ATTENTION, set_priority=True)
         self._attention.__enter__()
@@ -195,18 +194,20 @@ class CudaDevice:
         if event.worker.passed(event.count):
             return
         self._pace.note_wait(event.worker, event.count)
-        if not self._counters_pinned:  # the GPU cannot see them
-            event.worker.wait(event.count)
-            return
-        status = self._wait_value(
-            ctypes.c_void_p(self._stream(stream).cuda_stream),
-            ctypes.c_uint64(event.worker.counter.data_ptr()),
-            ctypes.c_uint32(event.count),
-            ctypes.c_uint(_WAIT_GREATER_OR_EQUAL),
-            *self._mask,
-        )
-        if status != 0:
-            raise RunFailed(f"the driver refused a stream wait (StreamWaitValue32: {status})")
+        if self._waits_on_counters:
+            queue, counter = self._stream(stream).cuda_stream, event.worker.counter.data_ptr()
+            status = self._driver.wait(queue, counter, event.count)
+            if status == 0:
+                return
+            if status not in self._driver.unsupported:
+                raise RunFailed(f"the driver refused a stream wait (StreamWaitValue32: {status})")
+            self._waits_on_counters = False
+            _log.warning(
+                "This driver's streams cannot wait for host memory (StreamWaitValue32: %d): the "
+                "thread that launches work waits for updates, so steps take longer",
+                status,
+            )
+        event.worker.wait(event.count)
 
     @staticmethod
     def _block(event: Any) -> None:
@@ -269,13 +270,6 @@ class CudaDevice:
 
     def close(self) -> None:
         self._end()
-
-
-def _stream_wait() -> tuple[Any, tuple[ctypes.c_uint32, ...]]:
-    """The driver's wait for a 32-bit counter, and its last arguments; HIP's is untested."""
-    if torch.version.hip:
-        return ctypes.CDLL("libamdhip64.so").hipStreamWaitValue32, (ctypes.c_uint32(2**32 - 1),)
-    return ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2, ()
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -31,6 +31,7 @@ from megatrain.device import Device, open_device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Buffer
 from megatrain.device.cpu import host_range
 from megatrain.device.disk import PlaneFile
+from megatrain.driver.base import Gpu
 from megatrain.errors import DoesNotFit, InputError, MegatrainError, RunFailed, first_line
 from megatrain.machine import CONTEXT_BYTES, Machine
 from megatrain.optim import (
@@ -43,7 +44,7 @@ from megatrain.optim import (
     tile_planes,
 )
 from megatrain.placement import Precision
-from megatrain.telemetry.gpu import Gpu, by_driver_name, find_gpu, pcie_gbps
+from megatrain.telemetry.gpu import by_driver_name, find_gpu, pcie_gbps
 from megatrain.telemetry.host import (
     cgroup_files,
     cpu_name,

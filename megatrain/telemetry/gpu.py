@@ -1,20 +1,18 @@
-"""The NVIDIA GPUs of this machine, as the driver reports them, and the published figures of GPUs.
+"""The GPUs of this machine, as the driver reports them, and the published figures of GPUs.
 
 The figures are in `gpus.json`; each entry names its source.
 """
 
 import difflib
 import json
-import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
 
 from megatrain.base.units import GIB
+from megatrain.driver import find_driver
+from megatrain.driver.base import Gpu
 from megatrain.errors import InputError
 
 # Words in drivers' names that people leave out.
@@ -25,79 +23,10 @@ _LESSER = {"laptop", "mobile", "max", "mig", "vgpu"}
 _OTHER = {"ti", "super"}
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU: product name, bytes of memory (0: unknown), driver version, unique number.
-
-    At this moment: the link, which looks slower when it is idle; `other_processes` with their
-    numbers and bytes (most containers see none); `used_bytes` of all processes and the driver.
-    None where the driver does not say.
-    """
-
-    name: str
-    memory_bytes: int
-    driver: str
-    uuid: str = ""
-    pcie_generation: int | None = None
-    pcie_lanes: int | None = None
-    other_processes: tuple[tuple[int, int], ...] = ()
-    used_bytes: int | None = None
-
-
 def find_gpu(device: str = "auto") -> Gpu | None:
-    """The GPU that torch calls `device`, else the first one; None without one or without NVML."""
-    with driver(device) as nvml_and_handle:
-        if nvml_and_handle is None:
-            return None
-        nvml, handle = nvml_and_handle
-
-        def ask(question: str) -> Any:
-            try:
-                return getattr(nvml, question)(handle)
-            except (nvml.NVMLError, AttributeError):  # unknown to this GPU or this library
-                return None
-
-        memory = ask("nvmlDeviceGetMemoryInfo")
-        processes = ask("nvmlDeviceGetComputeRunningProcesses") or ()
-        return Gpu(
-            name=str(ask("nvmlDeviceGetName")),
-            memory_bytes=0 if memory is None else int(memory.total),
-            driver=str(nvml.nvmlSystemGetDriverVersion()),
-            uuid=str(ask("nvmlDeviceGetUUID") or ""),
-            pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
-            pcie_lanes=ask("nvmlDeviceGetCurrPcieLinkWidth"),
-            other_processes=tuple(
-                (p.pid, p.usedGpuMemory or 0) for p in processes if p.pid != os.getpid()
-            ),
-            used_bytes=None if memory is None else int(memory.used),
-        )
-
-
-@contextmanager
-def driver(device: str) -> Iterator[tuple[Any, Any] | None]:
-    """NVML and its handle of the GPU that torch calls `device`; None where there is none."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # no library, or no driver
-        yield None
-        return
-    try:
-        handle = None
-        with suppress(pynvml.NVMLError, ValueError):
-            index = int(device.partition(":")[2] or 0)
-            # NVML also counts GPUs that CUDA_VISIBLE_DEVICES hides from torch.
-            listed = map(str.strip, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
-            visible = [*filter(None, listed)]
-            name = visible[index] if index < len(visible) else str(index)
-            if name.isdigit():
-                handle = pynvml.nvmlDeviceGetHandleByIndex(int(name))
-            else:
-                handle = pynvml.nvmlDeviceGetHandleByUUID(name)
-        yield (pynvml, handle) if handle is not None and device != "cpu" else None
-    finally:
-        pynvml.nvmlShutdown()
+    """The GPU that torch calls `device`, else the first one; None: the driver shows none."""
+    number = re.fullmatch(r"(?:auto|cuda)(?::(\d+))?", device)
+    return None if number is None else find_driver().gpu(int(number[1] or 0))
 
 
 @dataclass(frozen=True)

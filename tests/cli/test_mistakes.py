@@ -14,8 +14,8 @@ from megatrain import Engine, __version__, config
 from megatrain.cli import main
 from megatrain.config import load
 from megatrain.device import cpu
+from megatrain.driver.base import Gpu
 from megatrain.errors import InputError
-from megatrain.telemetry.gpu import Gpu
 from megatrain.train import second_model, setup
 from tests.cli.cases import SENTENCES, assert_refused, change_run, sets
 from tests.inside import answering

@@ -9,11 +9,11 @@ import pytest
 
 from megatrain.base.units import GIB
 from megatrain.cli import plan as command
+from megatrain.driver.base import Gpu
 from megatrain.forecast import op_counter
 from megatrain.forecast.measure import Measurer
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
-from megatrain.telemetry.gpu import Gpu
 from megatrain.train.second_model import Teacher
 from tests.cli.cases import assert_refused as refused
 from tests.cli.cases import change_run, sets, tiny_llama

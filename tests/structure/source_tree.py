@@ -11,7 +11,7 @@ PACKAGE = ROOT / "megatrain"
 LEVELS = (
     {"errors"},
     {"base"},
-    {"compat"},
+    {"compat", "driver"},
     {"loss", "placement", "tile", "telemetry", "kernels", "parallel"},
     {"machine", "optim"},
     {"config", "device"},

@@ -19,7 +19,7 @@ LAZY = {
     "typer": {"cli"},
     "rich": {"cli", "telemetry", "train"},
     "matplotlib": {"telemetry"},
-    "pynvml": {"telemetry"},
+    "pynvml": {"driver"},
     "peft": {"compat"},
 }
 """Packages that the engine must work without, and the only parts which may import them."""

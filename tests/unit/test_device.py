@@ -1,5 +1,6 @@
 """Devices: which GPU a name means, host threads as streams, planes in memory and on disks."""
 
+import ctypes
 import errno
 import fcntl
 import itertools
@@ -7,6 +8,8 @@ import mmap
 import os
 import random
 import threading
+import time
+from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
 
@@ -21,8 +24,11 @@ from megatrain.device import cuda, disk, open_device
 from megatrain.device.cpu import host_range
 from megatrain.device.disk import BLOCK, PlaneFile
 from megatrain.device.host_stream import AHEAD, HostStream, LaunchThrottle
+from megatrain.driver import amd, find_driver
+from megatrain.driver.base import Gpu
 from megatrain.errors import DoesNotFit, RunFailed
 from megatrain.kernels import reference
+from megatrain.telemetry.gpu import find_gpu
 from megatrain.tile import TileLayout
 from megatrain.tile.layout import ALIGNMENT
 from tests.forks import forked
@@ -112,7 +118,7 @@ def test_an_error_of_ours_is_raised_as_it_is(worker):
 # The launching thread is ahead of the GPU, but not so far that a full queue could stand still.
 
 
-class Gpu:
+class SlowGpu:
     """Points of its work; it is slow, and reaches one when somebody waits for it."""
 
     def __init__(self):
@@ -127,7 +133,7 @@ class Gpu:
 
 
 def test_it_is_a_few_pieces_ahead():
-    gpu = Gpu()
+    gpu = SlowGpu()
     pace = LaunchThrottle(gpu.record)
     for number in range(5 * AHEAD):
         with pace.piece("layer"):
@@ -139,7 +145,7 @@ def test_it_is_a_few_pieces_ahead():
 def test_a_piece_that_may_be_large_waits_for_host_threads(worker, seconds, seen):
     """One that has not been seen, or was large: every one takes so long to launch."""
     clock, over = itertools.count(0, seconds), threading.Event()
-    pace = LaunchThrottle(Gpu().record, lambda: next(clock))
+    pace = LaunchThrottle(SlowGpu().record, lambda: next(clock))
 
     def launch():
         with pace.piece("layer"):
@@ -156,6 +162,108 @@ def test_a_piece_that_may_be_large_waits_for_host_threads(worker, seconds, seen)
     over.set()
     thread.join()
     assert waited
+
+
+# What vendors' drivers are asked, by libraries that stand in for them: no GPU has answered AMD's.
+
+
+class Library:
+    """Notes the calls of a C library's functions; each returns its status, or 0."""
+
+    def __init__(self, **statuses):
+        self.calls, self.statuses, self.texts = [], statuses, {}
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.calls.append((name, *(getattr(each, "value", each) for each in arguments)))
+            if name == "hipHostGetDevicePointer":
+                arguments[0]._obj.value = arguments[1].value + (1 << 40)
+            if name in self.texts:
+                arguments[0].value = self.texts[name]
+            return self.statuses.get(name, 0)
+
+        return call
+
+
+@pytest.fixture(params=[None, "7.0.51831"], ids=["CUDA", "HIP"])
+def vendor(request, monkeypatch):
+    """A library in place of each vendor's, and the names by which it was looked for."""
+    library, names = Library(), []
+
+    def load(name):
+        names.append(name)
+        return library
+
+    monkeypatch.setattr(torch.version, "hip", request.param)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    return SimpleNamespace(library=library, names=names, hip=request.param)
+
+
+def test_a_stream_waits_by_the_vendors_own_call(vendor):
+    address, count = 0x7F0000000000, 2**31 + 5
+    assert find_driver().wait(12, address, count) == 0
+    *before, wait = vendor.library.calls
+    if vendor.hip is None:
+        assert vendor.names == ["libcuda.so.1"] and not before
+        assert wait == ("cuStreamWaitValue32_v2", 12, address, count, 0)
+    else:
+        assert vendor.names == ["libamdhip64.so.7"]
+        assert [name for name, *_ in before] == ["hipHostGetDevicePointer"]
+        assert wait == ("hipStreamWaitValue32", 12, address + (1 << 40), count, 0, 2**32 - 1)
+
+
+@pytest.mark.parametrize("status", [1, 801, 700])
+def test_a_driver_without_such_waits_is_waited_for_by_the_launching_thread(
+    vendor, status, worker, caplog
+):
+    """Once it has said so, it is not asked again; any other status ends the run."""
+    call = "hipStreamWaitValue32" if vendor.hip else "cuStreamWaitValue32_v2"
+    vendor.library.statuses[call] = status
+    gpu = object.__new__(cuda.CudaDevice)  # no GPU is opened
+    gpu._driver, gpu._waits_on_counters, gpu._workers = find_driver(), True, {}
+    gpu._pace = SimpleNamespace(note_wait=lambda worker, count: None)
+    gpu._streams = {"compute": SimpleNamespace(cuda_stream=12)}
+    for _ in range(2):
+        worker.put("work", lambda: time.sleep(0.05))
+        event = cuda.HostEvent(worker, worker.mark())
+        if status not in find_driver().unsupported:
+            with pytest.raises(RunFailed, match=f"refused a stream wait .*{status}"):
+                gpu.wait("compute", event, "updated")
+            return
+        gpu.wait("compute", event, "updated")
+        assert worker.passed(event.count)
+    assert [name for name, *_ in vendor.library.calls].count(call) == 1
+    assert len(caplog.records) == 1 and "steps take longer" in caplog.text
+
+
+def test_amds_gpu_is_known_by_its_runtime_and_the_kernels_files(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    sized(monkeypatch, amd, _SYSTEM=tmp_path)
+    library = Library()
+    library.texts = {
+        "hipDeviceGetName": b"AMD Instinct MI300X",
+        "hipDeviceGetPCIBusId": b"0000:C1:00.0",
+    }
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    files = tmp_path / "bus/pci/devices/0000:c1:00.0"
+    files.mkdir(parents=True)
+    plain = Gpu("AMD Instinct MI300X", 0, "6.4.43482")
+    assert find_gpu("cuda:2") == plain  # a container may hide the files
+    texts = {"mem_info_vram_total": 192 << 30, "mem_info_vram_used": 5 << 30, "unique_id": "0xabc"}
+    for name, text in texts.items():
+        (files / name).write_text(f"{text}\n")
+    assert find_gpu("cuda:2") == replace(
+        plain, memory_bytes=192 << 30, uuid="0xabc", used_bytes=5 << 30
+    )
+    assert {call[-1] for call in library.calls} == {2}
+    library.statuses["hipDeviceGetName"] = 101  # hipErrorInvalidDevice
+    assert find_gpu("cuda:2") is None and find_gpu("cpu") is None
+
+
+def test_without_a_library_the_driver_shows_no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    monkeypatch.setattr(ctypes, "CDLL", failing(errno.ENOENT))
+    assert find_gpu() is None
 
 
 # Planes: their layout, their memory on the host, their files on a disk.

@@ -16,6 +16,8 @@ from megatrain import machine as rates
 from megatrain.base.units import GIB, MIB
 from megatrain.device import CpuDevice
 from megatrain.device.base import Abilities
+from megatrain.driver import nvidia
+from megatrain.driver.base import Gpu
 from megatrain.errors import InputError
 from megatrain.machine import Machine, machine_for, present_machine
 from megatrain.plan import doctor
@@ -28,7 +30,7 @@ from megatrain.plan.doctor import (
     findings,
 )
 from megatrain.telemetry import gpu
-from megatrain.telemetry.gpu import Gpu, known_gpus, named_gpu
+from megatrain.telemetry.gpu import known_gpus, named_gpu
 from tests.inside import answering, sized
 
 KEY = rates.Key("GPU-1234", "580.1", "Some CPU", 16)
@@ -240,7 +242,7 @@ def test_a_driver_may_leave_questions_unanswered(monkeypatch):
     }  # fmt: skip
     for name, answer in answers.items():
         getattr(library, name).configure_mock(side_effect=None, return_value=answer)
-    answering(monkeypatch, gpu, driver=nullcontext((library, None)))
+    answering(monkeypatch, nvidia, _management=nullcontext((library, None)))
     state = gpu.find_gpu("cuda")
     assert (state.name, state.driver) == ("NVIDIA H200", "580.1")
     assert (state.pcie_lanes, state.pcie_generation, state.used_bytes) == (None,) * 3
