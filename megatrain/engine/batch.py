@@ -112,7 +112,9 @@ class Intake:
                 "no token of this step has a label; check the data's labels (all -100)"
             )
         unique_U, own = _by_owner([part.unique for part in parts], ranks.shards, self._rows_each)
-        mine = parts[ranks.rank]
+        mine, all_tokens = parts[ranks.rank], sum(part.num_tokens for part in parts)
+        if share.cuts_rows:  # without what fills them up
+            all_tokens = sum(micro["input_ids"].numel() for micro in micro_batches)
         batch = Batch(
             [self._moved(micro, unique_U) for micro in shares],
             normaliser,
@@ -121,7 +123,7 @@ class Intake:
             derived_seed(setup.seed, self._steps),
             before=sum(part.num for part in parts[: ranks.rank]),
             own=own,
-            all_tokens=sum(part.num_tokens for part in parts),
+            all_tokens=all_tokens,
             most=max(part.num for part in parts),
             has_media=any(part.has_media for part in parts),
         )

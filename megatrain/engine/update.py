@@ -214,7 +214,7 @@ class StepResult:
     Attributes:
         loss: of the step, before the update; mean cross entropy of its labels, if no other.
         grad_norm: global 2-norm of the gradient, before clipping.
-        tokens: positions computed, padding included, by all ranks.
+        tokens: positions in the rows of all ranks, padding included.
         seconds: from the call to the end of the backward (the update may still be running).
         measures: what the loss measures besides (rewards of replies), by name.
         experts: the loads of a mixture's experts: `expert_load_max` and `experts_starved`.

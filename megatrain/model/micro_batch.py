@@ -65,7 +65,7 @@ class Batch:
         before: micro-batches of the ranks before this one; random numbers depend on a
             micro-batch's number among those of all ranks.
         own: the slice of `unique_U` whose rows this rank keeps.
-        all_tokens: positions of all ranks.
+        all_tokens: positions of all ranks, as the caller gave them.
         most: micro-batches of the rank that has the most; others may have passes without any.
         has_media: True if any rank's micro-batch has images or sounds.
         loss_inputs: each micro-batch's targets and the loss's other inputs, on the device; for a

@@ -46,7 +46,6 @@ def train(group, model, loss=CROSS_ENTROPY, batches=None, **options):
         steps = batches or make_batches(2, SHAPES)
         plain = [{name: micro[name] for name in ("input_ids", "labels")} for micro in steps[-1]]
         found = training(engine, steps, loss)
-        del found["tokens"]  # with those that fill rows up
         found["logits"] = engine.logits({"input_ids": steps[-1][1]["input_ids"]})
         found |= {f"logprobs {n}": each for n, each in enumerate(engine.logprobs(plain))}
         for n, (ids, values) in enumerate(engine.top_logprobs(plain, 2)):
