@@ -34,7 +34,8 @@ class Document(NamedTuple):
     """A tokenised document (or piece of one), where it came from, and which tokens to predict.
 
     ids: [n] int32. targets: [n] bool; a document without any true one has nothing to learn from.
-    good: True but for the worse reply of a pair.
+    good: True but for the worse reply of a pair. Only digests hold it: without it, runs of pairs
+        whose tokens are made again would find them changed, and not go on.
     margin: by how much the pair's better reply is preferred.
     labels: [m] int32, of classes: those of the document, or of each token (-100: none).
     images: in the order of their tokens. images_end: tokens up to, with, the last one's.
