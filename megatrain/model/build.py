@@ -161,7 +161,7 @@ def with_head(config: PreTrainedConfig, head: ClassHead) -> PreTrainedConfig:
     if (config.architectures or [""])[0] in by_type.values():
         known = tuple(config.id2label.values())
         unnamed = tuple(f"LABEL_{number}" for number in range(len(known)))
-        if labels == unnamed:
+        if labels == unnamed and head.problem_type != "multi_label_classification":
             return config
         if known not in (labels, unnamed) or len(known) != len(labels):
             raise InputError(

@@ -8,7 +8,7 @@ import transformers
 
 from megatrain.compat import peft
 from megatrain.errors import InputError
-from megatrain.loss import JointLoss, given_loss
+from megatrain.loss import JointLoss, MultiLabel, given_loss
 from megatrain.model.adapters import adapted
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import StreamedOptimizer
@@ -54,7 +54,8 @@ def check_call(
                 f"{type(loss).__name__} is not for a {type(spec.capture.model).__name__}: Reward "
                 "and Engine.rewards are for models with a head of one score for each row "
                 "(AutoModelForSequenceClassification, num_labels=1), cross entropy and MultiLabel "
-                "for heads of several classes, and other losses for language models"
+                "for heads of several classes (by the configuration's problem_type; regression has "
+                "no loss here), and other losses for language models"
             )
         if ranks.size == 1:
             return {}
@@ -77,6 +78,9 @@ def _fits(loss: Any, spec: ModelSpec) -> bool:
     is_score = spec.capture.scores_rows and spec.num_logits == 1
     if loss.scores or is_score:
         return bool(loss.scores and is_score)
+    problem = getattr(spec.capture.model.config, "problem_type", None)
+    if spec.capture.scores_rows and problem not in (None, "single_label_classification"):
+        return problem == "multi_label_classification" and isinstance(loss, MultiLabel)
     return not (spec.capture.classifies and isinstance(loss, JointLoss))
 
 

@@ -8,8 +8,9 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from megatrain import Placement
 from megatrain.data.dataset import scored
-from megatrain.errors import Unsupported
-from megatrain.loss import CROSS_ENTROPY, MultiLabel
+from megatrain.errors import InputError, Unsupported
+from megatrain.loss import CROSS_ENTROPY, ClassHead, MultiLabel
+from megatrain.model.build import with_head
 from tests.families.plain import train_in_place
 from tests.families.tiny import tiny_config
 from tests.parity.cases import make_engine, masters, noisy, parameters, relative_error, resumes
@@ -126,6 +127,24 @@ def test_an_adapter_trains_its_head_whole_as_peft_has_it(kind, tmp_path):
     with torch.no_grad():
         wanted = adapted.eval()(**inputs).logits
         torch.testing.assert_close(loaded(**inputs).logits, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
+def test_a_head_of_another_problem_is_not_trained_by_cross_entropy(problem):
+    model, [step, *_] = classifier("one label"), steps("one label")
+    model.config.problem_type = problem
+    with engine_of(model) as engine, pytest.raises(InputError, match="regression has no loss"):
+        engine.step([ours for _, ours in step])
+
+
+def test_a_head_without_names_gets_the_problem_that_is_asked_for():
+    """Else the exported model is read as one of a single label."""
+    names = tuple(f"LABEL_{number}" for number in range(K))
+    config = classifier("one label").config
+    config.architectures = ["LlamaForSequenceClassification"]
+    several = "multi_label_classification"
+    assert with_head(config, ClassHead(names, problem_type=several)).problem_type == several
+    assert with_head(config, ClassHead(names)) is config
 
 
 def test_a_row_that_is_not_scored_at_its_last_token_is_refused():
