@@ -1,16 +1,26 @@
 """AdamW and checksums of tiles that rest on the GPU: the host kernels' arithmetic, bit for bit.
 
-Written in Triton, which torch brings along on CUDA machines; imported only there.
+Written in Triton, which torch brings along on CUDA and ROCm machines; imported only there. Nothing
+here depends on how many threads a warp has (32, or AMD's 64): each element is computed alone, and
+what is reduced, largest bits and sums of integers, is the same in any order.
 """
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 from megatrain.kernels import states
 from megatrain.kernels.reference import SUMMED_BYTES
 from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
+
+if torch.version.hip:
+    from megatrain.kernels import hip as libdevice
+
+    OPTIONS = {"enable_fp_fusion": False}
+else:
+    from triton.language.extra import libdevice  # type: ignore[no-redef]
+
+    OPTIONS = {}
 
 _GROUPS = 32  # of elements that share a scale, in a block
 
@@ -154,6 +164,7 @@ def adamw(tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
         by.negative_step_size, options.grad_scale, options.at, states.mixed(options.step),
         REMAINDER_BYTES=0 if remainder is None else remainder.element_size(),
         SMALL=by.weight1 < 0.5, STATES=_KINDS[exp_avg.dtype], GROUPS=_GROUPS, GROUP=states.GROUP,
+        **OPTIONS,
     )  # fmt: skip
 
 

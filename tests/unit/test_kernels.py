@@ -1,8 +1,10 @@
 """The host's kernels, native and reference: rows, splits, AdamW, other rules, checksums."""
 
+import importlib.util
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import threading
@@ -357,3 +359,48 @@ def test_kernels_of_arm_make_the_same_bits(tmp_path):
     expected = told(digests("c++"), native._find(), "avx2")
     assert len(expected) == 224
     assert told(*emulated, "baseline") == expected
+
+
+# The kernels of tiles that rest on AMD's GPUs, built for them where there is none.
+
+ARCHITECTURES = [("gfx942", 64), ("gfx1151", 32)]  # threads of a wavefront
+FORMS = [("fp32", "*fp32", "*fp32", 2, "*i16"), ("bf16", "*bf16", "*bf16", 0, "*fp32"),
+         ("int8", "*i8", "*u8", 1, "*i8")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "threads"), ARCHITECTURES)
+@pytest.mark.parametrize(("states", "first", "second", "size", "remainder"), FORMS)
+def test_amds_kernels_can_be_built_and_round_where_the_hosts_do(
+    architecture, threads, states, first, second, size, remainder, monkeypatch
+):
+    """Two sums of an element are fused with products, as on the host; the others would be too."""
+    triton = pytest.importorskip("triton", reason="Triton comes with torch for GPUs alone")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    place = importlib.util.spec_from_file_location("gpu_of_amd", PACKAGE / "kernels" / "gpu.py")
+    gpu = importlib.util.module_from_spec(place)
+    place.loader.exec_module(gpu)
+    target = triton.backends.compiler.GPUTarget("hip", architecture, threads)
+
+    def built(kernel, types, constants, options):
+        types |= dict.fromkeys(constants, "constexpr")
+        source = triton.compiler.ASTSource(kernel, types, constexprs=constants)
+        return triton.compile(source, target=target, options=options).asm
+
+    types = dict.fromkeys(gpu._update.arg_names, "fp32") | {
+        "weights": "*bf16" if size else "*fp32", "remainder": remainder,
+        "exp_avg": first, "exp_avg_sq": second,
+        **dict.fromkeys(("scale1", "scale2"), "*fp32" if states == "int8" else first),
+        "grad": "*bf16", "numel": "i64", "number": "i64", "seed": "i64",
+    }  # fmt: skip
+    constants = {"REMAINDER_BYTES": size, "SMALL": True, "STATES": states, "GROUPS": 32,
+                 "GROUP": 64}  # fmt: skip
+    code = built(gpu._update, types, constants, gpu.OPTIONS)
+    fused = re.findall(r"call .* @llvm\.fma\.(?:v(\d+))?f32\(", code["llir"])
+    elements = 32 * 64 // (4 * threads)  # of each thread of four wavefronts
+    assert sum(int(width or 1) for width in fused) == 2 * elements
+    assert '"denormal-fp-math-f32"="ieee"' in code["llir"]
+    every = built(gpu._update, types, constants, {"enable_fp_fusion": True})
+    products = [len(re.findall(r"\tv_(?:pk_|dual_)?mul_f32", x["amdgcn"])) for x in (code, every)]
+    assert products[0] > products[1] > 0
+    types = {"words": "*i64", "blocks": "*i64", "first": "i64", "count": "i64"}
+    assert built(gpu._checksum, types, {"WORDS": SUMMED_BYTES // 8, "PART": 2048}, None)
