@@ -43,6 +43,8 @@ _SPILLS_TRIED = 3  # of what may be on a disk and likely fits, from the least on
 _DEVICE_WORTH = 8  # host bytes that are as hard to come by as one of the device
 # Of what is needed: candidates that differ by less are alike, and the fewest micro-batches decide.
 _ALIKE = 0.01
+# Of the seconds with copies of weights, those with weights that are read in place, at most.
+_IN_PLACE = 0.99
 # Micro-batches: more are looked at only where the device is too small for fewer. The working set of
 # a layer hardly counts any more.
 _MANY = 24
@@ -65,7 +67,13 @@ def fastest(
     except DoesNotFit:
         if not fitting:
             raise
-    return min(fitting, key=lambda frame: frame.seconds)
+    best = min(fitting, key=lambda frame: frame.seconds)
+    if not thorough or workload.ranks > 1:
+        return best
+    in_place = replace(best.placement, slots=0, prefetch=None)  # which takes no more memory
+    other = forecasts.of(best.machine, in_place, workload, best.micro_batch)
+    limit = best.seconds * (1 if machine.one_memory else _IN_PLACE)
+    return other if other.seconds <= limit else best
 
 
 def _fastest(

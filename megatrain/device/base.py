@@ -62,6 +62,7 @@ class Memory(Enum):
     ROWS = "rows on their way"
     LANES = "lanes of the host"
     DISK = "planes on their way from and to the disk"
+    IN_PLACE = "host memory that the device's work uses"  # said only to forecasts
     OTHER = "small buffers"
 
 
@@ -135,7 +136,7 @@ class Abilities:
 
     Attributes:
         shares_host_memory: its memory is the host's: one budget.
-        reads_in_place: its work reads and writes `host` buffers as it does its own.
+        reads_in_place: its work reads and writes pinned `host` buffers, as `in_place` gives them.
         counts_memory: it has memory of its own, of which `memory` tells.
         overlaps: copies and host threads run beside its work, not in program order.
         attends_with_sums: its attention also returns the logarithms of the softmax's sums.
@@ -176,6 +177,10 @@ class Device(Protocol):
 
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
         """An exact-size host range of zeros. Raises DoesNotFit."""
+
+    def in_place(self, buffer: Buffer) -> Buffer:
+        """The same memory of `host` for work on COMPUTE. Raises InputError: it cannot go there."""
+        return buffer
 
     def free(self, buffer: Buffer) -> None:
         """Give back memory of `host` ahead of `close`; waits until nothing uses it."""

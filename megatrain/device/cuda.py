@@ -9,7 +9,7 @@ import logging
 import os
 import weakref
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from megatrain.device.cpu import host_range
 from megatrain.device.disk import move
 from megatrain.device.host_stream import HostStream, LaunchThrottle
 from megatrain.driver import find_driver
-from megatrain.errors import DoesNotFit, RunFailed
+from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.machine import CONTEXT_BYTES, mapping_bytes
 from megatrain.telemetry.host import host_available_bytes, host_limit_bytes
 
@@ -62,6 +62,7 @@ class CudaDevice:
         properties = torch.cuda.get_device_properties(self.torch_device)
         self.can = Abilities(
             shares_host_memory=bool(getattr(properties, "is_integrated", False)),
+            reads_in_place=True,
             counts_memory=True,
             overlaps=True,
             attends_with_sums=True,
@@ -111,6 +112,15 @@ class CudaDevice:
         if pinned and numel:
             self._pin(name, flat)
         return Buffer(name, flat)
+
+    def in_place(self, buffer: Buffer) -> Buffer:
+        try:
+            return replace(buffer, data=_mapped(buffer.data, self.torch_device))
+        except RuntimeError as error:
+            raise InputError(
+                f"placement.slots is 0, but {buffer.name} is not pinned, so the GPU cannot read it "
+                "in place; raise the locked-memory limit (ulimit -l unlimited), or take slots: 1"
+            ) from error
 
     def free(self, buffer: Buffer) -> None:
         if buffer.data.data_ptr() in self._pinned:
@@ -270,6 +280,24 @@ class CudaDevice:
 
     def close(self) -> None:
         self._end()
+
+
+class _Mapped:
+    """Pinned bytes for `torch.as_tensor`: with unified addressing the GPU has them there, too."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat  # which lives as long as its tensors
+        data = flat.data_ptr(), False
+        self.__cuda_array_interface__ = {
+            "shape": (flat.nbytes,), "typestr": "|u1", "data": data, "version": 3
+        }  # fmt: skip
+
+
+def _mapped(flat: Tensor, device: torch.device) -> Tensor:
+    """The same memory as a tensor of the GPU. Raises RuntimeError: it is not pinned."""
+    if not len(flat):
+        return flat.to(device)
+    return torch.as_tensor(_Mapped(flat), device=device).view(flat.dtype)
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -1,11 +1,22 @@
 """Devices that compute nothing; one keeps the time of its work."""
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatrain.device.base import COMPUTE, HOST_STREAMS, Abilities, Buffer, Buffers, Device, Work
+from megatrain.device.base import (
+    COMPUTE,
+    HOST_STREAMS,
+    Abilities,
+    Buffer,
+    Buffers,
+    Device,
+    Memory,
+    Name,
+    Work,
+)
 from megatrain.telemetry.timeline import Span
 
 CALLER = "caller"  # the thread that puts work on streams is a stream, too
@@ -108,6 +119,9 @@ class ClockDevice(MetaDevice):
         # A caching allocator hands out memory that compute work put on before may still be using.
         self.run(COMPUTE, f"allocate {name}", lambda: None, writes=[buffer])
         return buffer
+
+    def in_place(self, buffer: Buffer) -> Buffer:
+        return replace(buffer, name=Name(Memory.IN_PLACE, buffer.name))
 
     def run(
         self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()

@@ -27,7 +27,7 @@ from megatrain.engine.shared import Shared
 from megatrain.engine.sink import HostGrad, ScratchArena, Sink
 from megatrain.errors import InputError
 from megatrain.model.micro_batch import Batch
-from megatrain.store.store import Tile
+from megatrain.store.store import Tile, in_place
 from megatrain.tile import Entry
 
 _NOWHERE = Buffer("nowhere", torch.empty(0))
@@ -171,10 +171,11 @@ class Embedding:
                 table.free = None
 
     def _bring(self, table: _Table, batch: Batch) -> None:
-        stream, weights = COPY_IN, table.tile.weights
+        stream = COPY_IN
         if table.tile.rests.local:
             if table.tile.rests.shared:
                 self._device.wait(COMPUTE, table.tile.updated, "rows due")
+            weights = in_place(self._device, table.tile, table.tile.weights)
             stream, out_UD = COMPUTE, table.own_rows(table.rows, batch).data.view(-1, table.width)
 
             def gather() -> None:
@@ -255,10 +256,11 @@ class Embedding:
         self, table: _Table, host_grad: HostGrad, batch: Batch
     ) -> tuple[Tile, HostGrad, Any]:
         sums_UD = table.own_rows(table.sums, batch).data.view(-1, table.width)
+        gradient = in_place(self._device, table.tile, host_grad.buffer)
 
         def work() -> None:
             ids_U = table.local_ids(batch).to(sums_UD.device)
-            plane = table.rows_of(host_grad.buffer)
+            plane = table.rows_of(gradient)
             if table.tied:
                 rows_UD = plane[ids_U].float()
                 self.sink.measure_rows(sums_UD, rows_UD)
@@ -268,7 +270,7 @@ class Embedding:
                 self.sink.measure_rows(sums_UD)
             plane.index_copy_(0, ids_U, sums_UD.to(plane.dtype))
 
-        writes = [host_grad.buffer, self.sink.squares]
+        writes = [gradient, self.sink.squares]
         self._device.run(COMPUTE, "add rows", work, [table.sums], writes)
         return table.tile, host_grad, self._device.record(COMPUTE)
 

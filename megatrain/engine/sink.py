@@ -14,7 +14,7 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Kind, Memory, Name
 from megatrain.engine.shared import Shared
 from megatrain.optim import gradient_plane
-from megatrain.store.store import Lane, Tier, Tile, planes
+from megatrain.store.store import Lane, Tier, Tile, in_place, planes
 from megatrain.tile import TileKind
 
 _STEP = 128  # fp32 elements: every piece starts on a boundary that the widest loads like
@@ -168,7 +168,7 @@ class Sink:
             for i in range(placement.gradient_lanes or max(1, -(-layer // self._piece)))
             if not all(tile.rests.shared for tile in visited)
         ]
-        in_place = summed_in_place(waiting, dtype)
+        their_own = summed_in_place(waiting, dtype)
         self._sums = {
             id(tile): device.empty(
                 Name(Memory.KEPT_SUMS, f"{tile.name} sums"),
@@ -176,7 +176,7 @@ class Sink:
                 torch.float32,
             )
             for tile in (visited if placement.passes > 1 else ())
-            if tile not in in_place
+            if tile not in their_own
         }
         self._first, self._last, self._lane_index = True, True, 0
         self._collectives = shared.collectives
@@ -186,8 +186,8 @@ class Sink:
         layouts, tiers = [t.layout for t in waiting], [t.rests.gradient for t in waiting]
         buffers = planes(device, gradient_plane(dtype), layouts, tiers)
         self._own = {t.index: HostGrad(b) for t, b in zip(waiting, buffers, strict=True)}
-        for tile in in_place:
-            own = self._own[tile.index].buffer
+        for tile in their_own:
+            own = in_place(device, tile, self._own[tile.index].buffer)
             self._sums[id(tile)] = own.piece(0, tile.layout.trainable_numel)
         others = [tile for tile in tiles if tile.index not in self._own]
         alike = any(tile.rests.gradient is Tier.HOST for tile in others)
@@ -267,7 +267,8 @@ class Sink:
         tile, numel, device = accumulator.tile, len(accumulator.sums.data), self._device
         if tile.rests.local:
             if host_grad.buffer.name != accumulator.sums.name:  # else they are the same memory
-                self._round(accumulator, tile.trained, host_grad.buffer)
+                to = in_place(device, tile, host_grad.buffer)
+                self._round(accumulator, tile.trained, to)
             return device.record(COMPUTE)
         for span in tile.spans:
             left = max(0, min(span.numel, numel - span.at))  # the rest is frozen
@@ -286,8 +287,9 @@ class Sink:
         device, trained = self._device, tile.trained
         numel = trained.stop - trained.start
         sums = self._sums.get(id(tile)) or self._work.sums(tile.layout.trainable_numel)
-        for start in range(0, numel * (sums.name != host_grad.buffer.name), self._piece):
-            source = host_grad.buffer.piece(start, min(start + self._piece, numel))
+        gradient = in_place(device, tile, host_grad.buffer)
+        for start in range(0, numel * (sums.name != gradient.name), self._piece):
+            source = gradient.piece(start, min(start + self._piece, numel))
             first = trained.start + start
             to = sums.piece(first, first + len(source.data))
             lane = None

@@ -16,7 +16,7 @@ from megatrain.device import Buffer
 from megatrain.device.base import COMPUTE, COPY_IN, DISK_WEIGHTS, Kind, Memory, Name
 from megatrain.engine.modules import StreamedModule
 from megatrain.engine.shared import Shared
-from megatrain.store.store import DiskReader, Lane, Tier, Tile
+from megatrain.store.store import DiskReader, Lane, Tier, Tile, in_place
 from megatrain.tile import TileKind, TileLayout
 
 Unit = TypeVar("Unit", bound=StreamedModule)
@@ -63,6 +63,8 @@ class Stream:
         allocated = device.record(COMPUTE)
         self._slots = [Lane(piece, allocated) for piece in pieces]
         self._staying = {i: _Place([Lane(b, allocated)], b) for i, b in kept.items()}
+        local = (tile for tile in shared.visited if tile.rests.local)
+        self._local = {tile.index: in_place(device, tile, tile.weights) for tile in local}
         unpacked = [tile.layout.unpacked.numel for tile in layers if tile.layout.needs_unpacking]
         name = Name(Memory.SLOTS, "unpacked weights")
         self._unpacked = device.empty(name, max(unpacked, default=0), dtype)
@@ -110,11 +112,12 @@ class Stream:
         """Yield each unit with its weights, which hold until the iterator goes on."""
         for unit in units:
             if unit.tile.rests.local and not unit.tile.rests.stays:
+                weights = self._local[unit.tile.index]
                 if unit.tile.rests.shared:
                     self._device.wait(COMPUTE, unit.tile.updated, "version due")
                     # Before the visit: its update may begin as soon as the layer has read them.
-                    self._checks.sum_copy(unit.tile, unit.tile.weights, unit.tile.version)
-                yield unit, self._as_computed(unit.tile, unit.tile.weights)
+                    self._checks.sum_copy(unit.tile, weights, unit.tile.version)
+                yield unit, self._as_computed(unit.tile, weights)
                 continue
             place, position = self._staying.get(unit.tile.index), self._visited
             due = self._itinerary[position : position + 1] == [unit]

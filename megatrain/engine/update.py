@@ -21,7 +21,7 @@ from megatrain.engine.shared import Shared
 from megatrain.engine.sink import HostGrad, Sink
 from megatrain.errors import InputError, RunFailed, StepRefused
 from megatrain.optim import Plane, Rule, StreamedOptimizer, TileRange, UpdateOptions
-from megatrain.store.store import DiskStaging, Lane, Tier, Tile
+from megatrain.store.store import DiskStaging, Lane, Tier, Tile, in_place
 from megatrain.tile import Entry, TileKind
 from megatrain.tile.layout import MOST_ELEMENTS
 
@@ -79,7 +79,7 @@ class Directions:
     def _state(self, tile: Tile) -> Buffer:
         start, stop = self._range(tile)
         [whole] = [buffer for plane, buffer in tile.states.items() if plane.on_device]
-        return whole.piece(start, stop)
+        return in_place(self._device, tile, whole.piece(start, stop))
 
     def _range(self, tile: Tile) -> tuple[int, int]:
         entries, block = self._directed[tile.index], tile.trained
@@ -135,7 +135,7 @@ class Directions:
         device, whole, room = self._device, self._state(tile), self._fetched.pop(tile.index, None)
         state = whole
         if room is None:
-            give_way(self._device, tile, COMPUTE)
+            self._release(tile, COMPUTE)
         else:
             device.wait(COMPUTE, room.ready, "directions' state arrived")
             state = room.buffer.piece(0, len(whole.data))
@@ -154,11 +154,17 @@ class Directions:
         if room is None:
             return
         device.wait(COPY_OUT, device.record(COMPUTE), "directions' state ready")
-        if tile.readers:
-            give_way(self._device, tile, UPDATE)
-            device.wait(COPY_OUT, device.record(UPDATE), "directions' state released")
+        self._release(tile, COPY_OUT)
         device.copy(COPY_OUT, whole, state)
         room.free = device.record(COPY_OUT)
+
+    def _release(self, tile: Tile, stream: str) -> None:
+        """Before `stream` overwrites a state, let it wait for a save that still reads the tile."""
+        releasing = bool(tile.readers)
+        give_way(self._device, tile, tile.rests.updates)
+        if releasing and tile.rests.updates != stream:
+            event = self._device.record(tile.rests.updates)
+            self._device.wait(stream, event, "directions' state released")
 
 
 def _matrices(entry: Entry, flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -58,6 +58,9 @@ _PROLOGUE_SECONDS = 4e-3
 # with more launches a parameter (NF4 of 7B, 72B, gpt-oss-120B, its MXFP4; benchmarks/results).
 _BY_TABLE_GBPS, _MORE_LAUNCHES = 4080 / 5, 4
 
+# Weights that products read in place cross the bus so many times, as tiles of a product read them.
+_READS = 1.0
+
 _SMALL = 1 << 14  # elements: what touches no more is only launched
 
 # The parts of device memory, by what a buffer is.
@@ -80,6 +83,7 @@ class CostModel:
     Attributes:
         put_seconds: of the launching thread, for anything on a stream of the device.
         group: micro-batches that are followed as one; each of them is put on a stream `puts` times.
+        chunks: of a micro-batch's tokens in the head.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class CostModel:
         """
         self.ledger, self._price, self._once = ledger or Ledger(), price, once
         self._rule = rule
-        self.group, self.puts = 1, 2
+        self.group, self.puts, self.chunks = 1, 2, 1
         self._shared = rule, ranks, hosts
         link, network = link_gbps(machine), network_gbps(machine, ranks)
         self._ranks = {base.GATHER: ranks, base.REDUCE: ranks, base.HOSTS: hosts}  # of a collective
@@ -157,9 +161,10 @@ class CostModel:
     ) -> Cost:
         if kind is Kind.NOTE:
             return Cost(result=work())
+        crossing = self._in_place(kind, work, reads, writes)
         if kind is Kind.ROUND:  # a large model's gradients leave in thousands of pieces
             rounded = Work(touched_bytes=sum(b.data.numel() for b in writes) * 6)
-            return Cost(self._busy(rounded))
+            return Cost(self._busy(rounded, crossing))
         if kind is Kind.UPDATE:
             sizes = [buffer.data.numel() for buffer in writes]
             # What has moments beside directions is AdamW's, which has a kernel.
@@ -172,16 +177,38 @@ class CostModel:
             done, result = priced
             if kind is Kind.PROLOGUE:
                 model = max(1, done.calls) * _PROLOGUE_SECONDS
-                seconds = max(self._busy(done), self._launching(done, 0), model)
+                seconds = max(self._busy(done, crossing), self._launching(done, 0), model)
                 return Cost(seconds, blocking=True, result=result)
-            cost = self._cost(done, max(1, done.calls) if kind is not Kind.PLAIN else 0)
+            calls = max(1, done.calls) if kind is not Kind.PLAIN else 0
+            cost = self._cost(done, calls, crossing * max(1, calls))
             return Cost(*cost, result=result)
         if kind is Kind.HEAD:  # what losses of a whole step compute is next to nothing
             return Cost()
         if kind is Kind.PACK:
             packed = Work(touched_bytes=2 * sum(b.data.nbytes for b in writes), kernels=1)
             return Cost(*self._cost(packed, 0))
-        return Cost(*self._cost(self._counted(work, (*reads, *writes)), 0))
+        return Cost(*self._cost(self._counted(work, (*reads, *writes)), 0, crossing))
+
+    def _in_place(self, kind: Enum, work: Any, reads: Buffers, writes: Buffers) -> float:
+        """Seconds in which work, of one micro-batch, uses host memory where it rests.
+
+        Every product reads its weights once: in a backward twice, but for graphs that were kept; in
+        a head for each chunk of tokens. Of a table work reads as many rows as it writes elsewhere.
+        """
+        sizes = [
+            sum(b.data.nbytes for b in buffers if kind_of(b.name) is Memory.IN_PLACE)
+            for buffers in (reads, writes)
+        ]
+        if not any(sizes) or self._machine.one_memory:  # there it is as far as a slot
+            return 0.0
+        read, written = sizes
+        if kind is Kind.LAYER_BACKWARD:
+            read *= 1 if work.func.__self__.policy.saves in ("graph", "all") else 2
+        elif kind is Kind.HEAD:
+            read *= 2 * self.chunks
+        elif kind is not Kind.LAYER and writes and not written:
+            read = min(read, sum(buffer.data.nbytes for buffer in writes))
+        return (_READS * read + written) / (self._machine.to_device_gbps * 1e9)
 
     def _counted(self, work: Callable[[], Any], buffers: Sequence[Buffer]) -> Work:
         """Work that takes the same for the same buffers; it is run for the first ones."""
@@ -197,20 +224,20 @@ class CostModel:
         self.ledger.took(done.peak_bytes)
         return done
 
-    def _cost(self, work: Work, calls: int) -> tuple[float, float]:
+    def _cost(self, work: Work, calls: int, crossing: float = 0.0) -> tuple[float, float]:
         """Seconds of work on COMPUTE, and of the thread that launches it."""
-        return self._busy(work), self._launching(work, calls)
+        return self._busy(work, crossing), self._launching(work, calls)
 
     def seconds(self, work: Work) -> float:
         """Seconds of a layer's work, launches included."""
         return max(self._busy(work), self._launching(work, 1))
 
-    def _busy(self, work: Work) -> float:
-        """Seconds of the device, if it never waits for a launch."""
+    def _busy(self, work: Work, crossing: float = 0.0) -> float:
+        """Seconds of the device, if it never waits for a launch; products hide what is crossing."""
         machine = self._machine
+        products = work.product_flops + work.expert_flops / machine.experts
         return (
-            work.product_flops / (machine.matmul_tflops * 1e12)
-            + work.expert_flops / (machine.experts * machine.matmul_tflops * 1e12)
+            max(crossing, products / (machine.matmul_tflops * 1e12))
             + work.attention_flops / (machine.attention_forward_tflops * 1e12)
             + work.attention_backward_flops / (machine.attention_backward_tflops * 1e12)
             + work.touched_bytes / (machine.device_gbps * 1e9)

@@ -190,6 +190,7 @@ def forecast(
     if joint:
         batch = replace(batch, micro=[replace(micro, loss=TWO_VISITS) for micro in batch.micro])
     costs.group = max(map(grouped, batch.micro))
+    costs.chunks = -(-micro_batch * measured.tokens // placement.head_tokens)
     costs.puts = 3 if placement.layer_inputs == "host" else 2
     assembly = assembled(
         device,

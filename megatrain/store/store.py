@@ -333,6 +333,11 @@ class Store:
         return totals
 
 
+def in_place(device: Device, tile: Tile, plane: Buffer) -> Buffer:
+    """A plane of a tile, for work on COMPUTE that reads or writes it where it rests."""
+    return device.in_place(plane) if tile.rests.shared else plane
+
+
 def _on_disk(tile: Tile) -> bool:
     return any(tile.rests.tier(p) is Tier.DISK and p.numel(tile.layout) for p in tile.planes)
 

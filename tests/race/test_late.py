@@ -1,12 +1,14 @@
 """Real numbers do not depend on when copies and host threads get round to their work."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatrain import Placement
 from megatrain.device import CpuDevice, disk
+from megatrain.device.base import COMPUTE, Memory, Name, kind_of
 from megatrain.device.disk import BLOCK
 from megatrain.engine import sink
 from tests.inside import sized
@@ -102,5 +104,41 @@ RUNS = [
 @pytest.mark.parametrize(("placement", "case", "eagerness"), RUNS)
 def test_lateness_changes_no_bit(placement, case, eagerness):
     numbers, state = train(LateDevice(eagerness), placement, *CASES[case])
+    assert numbers == wanted(case)[0]
+    assert all(map(torch.equal, state, wanted(case)[1]))
+
+
+class ApartDevice(LateDevice):
+    """Its own work has memory of the host only as `in_place` gives it, as a GPU's has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._host: list[tuple[int, int]] = []
+
+    def host(self, name, numel, dtype, *, pinned):
+        buffer = super().host(name, numel, dtype, pinned=pinned)
+        if pinned:
+            first = buffer.data.data_ptr()
+            self._host.append((first, first + buffer.data.nbytes))
+        return buffer
+
+    def in_place(self, buffer):
+        assert self._on_host(buffer) or not len(buffer.data), buffer.name
+        return replace(buffer, name=Name(Memory.IN_PLACE, buffer.name))
+
+    def run(self, stream, name, work, reads=(), writes=()):
+        for buffer in (*reads, *writes) if stream == COMPUTE else ():
+            in_place = kind_of(buffer.name) is Memory.IN_PLACE
+            assert not len(buffer.data) or in_place == self._on_host(buffer), (name, buffer.name)
+        return super().run(stream, name, work, reads, writes)
+
+    def _on_host(self, buffer):
+        return any(first <= buffer.data.data_ptr() < last for first, last in self._host)
+
+
+@pytest.mark.parametrize("name", [name for name in PLACEMENTS if name.startswith("shared")])
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_work_of_a_device_has_host_memory_only_in_place(case, name):
+    numbers, state = train(ApartDevice(), PLACEMENTS[name], *CASES[case])
     assert numbers == wanted(case)[0]
     assert all(map(torch.equal, state, wanted(case)[1]))

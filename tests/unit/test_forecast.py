@@ -11,7 +11,9 @@ from transformers import MambaConfig
 
 from benchmarks.predictions import RESULTS, predict
 from megatrain import SGD, AdamW, Engine, Lion, Muon, Placement
-from megatrain.base.units import MIB
+from megatrain.autoplace.search import fastest
+from megatrain.base.units import GIB, MIB
+from megatrain.cli.models import qwen2_config
 from megatrain.device import CpuDevice
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, GATHER, HOSTS
 from megatrain.forecast import op_counter, simulate
@@ -21,7 +23,7 @@ from megatrain.forecast.profile import Profile
 from megatrain.forecast.workload import Workload
 from megatrain.kernels import reference
 from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
-from megatrain.machine import NETWORK_GBPS
+from megatrain.machine import NETWORK_GBPS, machine_for
 from megatrain.model.probe import spec
 from megatrain.optim.muon import is_matrix
 from megatrain.plan.planner import disk_use, tile_bytes
@@ -386,3 +388,20 @@ def test_sums_between_hosts_take_the_network_and_are_waited_for():
     assert seconds(found, HOSTS) == pytest.approx(crossing, rel=0.01)
     assert seconds(usual, HOSTS) == pytest.approx(crossing * RANKS / NETWORK_GBPS, rel=0.01)
     assert slow.seconds - found.seconds > 0.9 * 9 * crossing  # no compute hides it
+
+
+@pytest.mark.parametrize(
+    ("gpu", "least", "most"),
+    [("H200", 1.02, 9), ("RTX 4090", 1, 9), ("GH200", 0.95, 1.05), ("GB10", 0.9, 1)],
+)
+def test_weights_are_read_in_place_where_that_is_no_slower(gpu, least, most):
+    """Over a bus they cross once for each product, in copies once for each sweep."""
+    of_7b = ForecastCache(spec(open_source(qwen2_config("7b", 1024, 2)).model))
+    machine, workload = machine_for(gpu, 64 * GIB, 16), Workload(8 * 1024, 1024, 8)
+    placed = [Placement(slots=slots) for slots in (3, 0)]
+    copied, read = (of_7b.of(machine, each, workload, 8) for each in placed)
+    assert least * copied.seconds <= read.seconds <= most * copied.seconds
+    assert copied.bounds[COPY_IN] > 0 == read.bounds[COPY_IN]
+    assert "slots" not in read.device_bytes
+    if least >= 1 or most <= 1:
+        assert (fastest(of_7b, machine, workload).placement.slots == 0) == (most <= 1)
