@@ -3,6 +3,7 @@
 import gc
 import os
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ def start(work: Callable[[], Any]) -> int:
     if child:
         return child
     gc.freeze()  # what the parent has is no garbage of this process, and looking copies its pages
+    # Else it is what torch's launcher of ranks left, which ran in the parent for other tests.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     code = 1
     try:
         work()

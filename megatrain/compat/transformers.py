@@ -299,6 +299,15 @@ def without_checkpointing(model: nn.Module) -> None:
                     del hooks[number]
 
 
+def types_tokens(processor: Any) -> bool:
+    """True if a processor tells tokens of images and sounds from those of text."""
+    own = getattr(processor, "return_mm_token_type_ids", None)
+    if own is None:  # transformers 5.17: an option of its text
+        defaults = getattr(processor.valid_processor_kwargs, "_defaults", {})
+        own = defaults.get("text_kwargs", {}).get("return_mm_token_type_ids")
+    return bool(own)
+
+
 def has_decoder_of_sound() -> bool:
     """True if a package is installed with which `load_audio` decodes sounds."""
     names = ("torchcodec", "soundfile")

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from megatrain.compat.transformers import has_decoder_of_sound, load_audio
+from megatrain.compat.transformers import has_decoder_of_sound, load_audio, types_tokens
 from megatrain.data.refused_fields import empty
 from megatrain.errors import InputError, explained, in_one_line
 
@@ -328,7 +328,7 @@ class ImageProcessor:
         These are the processor's of all media, and the type of each token `[B, T]`.
         """
         processor, rate, types = self._processor(), self.rate, dict[str, Tensor]()
-        if processor.return_mm_token_type_ids:
+        if types_tokens(processor):
             of_ids = torch.tensor(processor.create_mm_token_type_ids(ids))
             types = dict.fromkeys(self._type_names, of_ids)
         rows = [row for row in rows if row]
@@ -377,7 +377,12 @@ class ImageProcessor:
 
         with explained(f"{self._folder}: cannot load its processor"):  # or packages that it needs
             processor = AutoProcessor.from_pretrained(self._folder, trust_remote_code=self._trusted)
-        if processor.return_mm_token_type_ids:
+        if not hasattr(processor, "get_text_with_replacements"):
+            raise InputError(
+                f"{self._folder}: this version of transformers does not tell the tokens of an image "
+                "or a sound; install a newer one (5.17 does)"
+            )
+        if types_tokens(processor):
             named = processor(text=["a"]).keys()
             self._type_names = [name for name in named if name.endswith("token_type_ids")]
         return processor

@@ -61,7 +61,10 @@ class Encoded:
                 stop = start + prod(leaf.shape)
                 leaves[index] = features_N[start:stop].view(leaf.shape).to(leaf.dtype)
                 start = stop
-        return pytree.tree_unflatten(leaves, self.spec)
+        result, beside = pytree.tree_unflatten(leaves, self.spec)
+        if beside:
+            vars(result).update(beside)
+        return result
 
 
 @dataclass(frozen=True)
@@ -102,10 +105,12 @@ class Recorder:
                 self._inner.note()
             self._touched.clear()
             self.inside |= self._computed
-        self._results.append(pytree.tree_flatten(result))  # now: the caller may change it
-        self._leaves |= {id(leaf) for leaf in self._results[-1][0]}
+        # now: the caller may change it
+        self._results.append(pytree.tree_flatten((result, _beside(result))))
+        leaves = self._results[-1][0]
+        self._leaves |= {id(leaf) for leaf in leaves}
         with without_torch_function():  # to ask for a version is no use of a result
-            self._versions += [(leaf, version_of(leaf)) for leaf in _tensors(result)]
+            self._versions += [(leaf, version_of(leaf)) for leaf in _tensors(leaves)]
         return result
 
     def note(self) -> None:
@@ -237,6 +242,12 @@ def _require_constant(leaf: Tensor) -> None:
             "a gradient reaches a frozen part of an encoder of images or sounds, which it did not "
             "reach in earlier micro-batches; train all of the encoder, or nothing of it"
         )
+
+
+def _beside(result: Any) -> dict[str, Any]:
+    """Attributes of a ModelOutput that are none of its items; transformers 5.17 sets some."""
+    extra = getattr(result, "__dict__", {}) if isinstance(result, dict) else {}
+    return {name: value for name, value in extra.items() if name not in result}
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from megatrain.cli.app import app
+from megatrain.compat.transformers import types_tokens
 from megatrain.data import ImageProcessor, PackedDataset, open_dataset
 from megatrain.report import write_report
 from megatrain.train.sharing import with_own_images
@@ -352,6 +353,15 @@ def test_plans_count_the_encoder_of_images(megatrain, model):
     for image, problem in problems.items():
         result = megatrain("plan", *options, "--image", image, "--sequence-length", 2)
         assert result.exit_code == 2 and problem in result.output
+
+
+@pytest.mark.parametrize("typed", [True, False, None])
+def test_types_of_tokens_are_asked_as_each_version_of_transformers_says_them(typed):
+    """To 5.17 by an option of the processor's text, later by an attribute."""
+    of_text = {} if typed is None else {"text_kwargs": {"return_mm_token_type_ids": typed}}
+    processor = SimpleNamespace(valid_processor_kwargs=SimpleNamespace(_defaults=of_text))
+    assert types_tokens(processor) == bool(typed)
+    assert types_tokens(SimpleNamespace(return_mm_token_type_ids=True, **vars(processor)))
 
 
 def opened(path, model, cache):

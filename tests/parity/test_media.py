@@ -1,7 +1,7 @@
 """Models with encoders of images: a step is plain training's, in every placement, on all ranks."""
 
 import copy
-from functools import partial
+from functools import partial, wraps
 
 import datasets
 import peft
@@ -11,6 +11,7 @@ import transformers
 import trl
 from PIL import Image
 from transformers import AttentionInterface
+from transformers.modeling_outputs import BaseModelOutput
 
 from megatrain import AdamW, Engine, InputError, Placement
 from megatrain.compat.transformers import attention_of
@@ -55,6 +56,23 @@ def test_images_train_as_in_plain_torch(case):
     family, trained = CASES[case]
     model, steps = tiny(family)
     assert not compare(model, Placement(), steps=steps, chosen=trained).failures
+
+
+def test_a_tower_may_set_features_beside_the_items_of_its_result(monkeypatch):
+    """As towers of transformers 5.17 do; pytree does not know them."""
+    kind = transformers.LlavaModel
+    encode = kind.get_image_features
+
+    @wraps(encode)
+    def beside(self, *args, **kwargs):
+        whole = encode(self, *args, **kwargs)
+        result = BaseModelOutput(last_hidden_state=whole.last_hidden_state)
+        result.pooler_output = whole.pooler_output
+        return result
+
+    monkeypatch.setattr(kind, "get_image_features", beside)
+    model, steps = tiny("llava")
+    assert not compare(model, Placement(), steps=steps).failures
 
 
 def of_kinds(model, *kinds, seed):
