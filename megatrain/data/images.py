@@ -379,8 +379,8 @@ class ImageProcessor:
             processor = AutoProcessor.from_pretrained(self._folder, trust_remote_code=self._trusted)
         if not hasattr(processor, "get_text_with_replacements"):
             raise InputError(
-                f"{self._folder}: this version of transformers does not tell the tokens of an image "
-                "or a sound; install a newer one (5.17 does)"
+                f"{self._folder}: this version of transformers does not tell the tokens of "
+                "an image or a sound; install a newer one (5.17 does)"
             )
         if types_tokens(processor):
             named = processor(text=["a"]).keys()
