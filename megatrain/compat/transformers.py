@@ -210,7 +210,7 @@ def experts_forward(
     """
     chosen = top_k_index.shape[-1]
     of_rows, order = top_k_index.reshape(-1).sort()
-    counted = of_rows.float() if of_rows.device.type == "cpu" else of_rows.int()
+    counted = of_rows.int() if of_rows.is_cuda else of_rows.float()
     counts = counted.histc(experts.num_experts, 0, experts.num_experts - 1)
     ends = counts.cumsum(0, dtype=torch.int32)
     places = torch.empty_like(order)

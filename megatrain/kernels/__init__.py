@@ -39,9 +39,9 @@ is_native = _chosen is not reference
 
 def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
     """Update a range of a tile on the device of its planes: see `reference.update`."""
-    if not tile.weights.is_cuda:
+    if tile.weights.is_cpu:
         _chosen.update(rule, tile, by, options)
-    elif rule == "adamw":
+    elif tile.weights.is_cuda and rule == "adamw":
         problem = "tiles that rest on the device are updated by a Triton kernel"
         with explained(problem, "leave placement.resident empty", of=ImportError):
             from megatrain.kernels import gpu
@@ -60,7 +60,7 @@ def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) 
         else:
             gpu.checksum(bytes_uint8[:whole], blocks, at)
         bytes_uint8, at = bytes_uint8[whole:], at + whole
-    on_host = is_native and not bytes_uint8.is_cuda and at % 8 == 0
+    on_host = is_native and bytes_uint8.is_cpu and at % 8 == 0
     (_chosen if on_host else reference).checksum(bytes_uint8, blocks, at, threads=threads)
 
 

@@ -141,7 +141,7 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
     Raises ValueError: on the CPU: as all functions here, or `options.at` is no multiple of GROUP
     with AdamW.
     """
-    if not tile.weights.is_cuda:
+    if tile.weights.is_cpu:
         check_update(rule, tile, options)
     for part, param, g in _masters(tile, options):
         groups = slice(part.start // GROUP, part.stop // GROUP)

@@ -277,7 +277,7 @@ def check_tensor(
     if dtypes is not None and value.dtype not in dtypes:
         expected = " or ".join(str(dtype) for dtype in dtypes)
         raise ValueError(f"{name} is {value.dtype}, expected {expected}")
-    if value.device.type != "cpu":
+    if not value.is_cpu:
         raise ValueError(f"{name} is on {value.device}, expected the CPU")
     if not value.is_contiguous():
         raise ValueError(f"{name} is not contiguous")

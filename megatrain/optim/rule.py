@@ -299,7 +299,7 @@ def moved_bytes(rule: Rule, dtype: torch.dtype) -> float:
 @contextmanager
 def master_of(tile: TileRange) -> Iterator[Tensor]:
     """The fp32 master of a range, to be changed in place within the block, on any device."""
-    master, on_host = tile.weights, tile.weights.device.type == "cpu"
+    master, on_host = tile.weights, tile.weights.is_cpu
     if tile.remainder is not None:
         master = torch.empty_like(tile.weights, dtype=torch.float32)
         (kernels.join if on_host else join_block)(tile.weights, tile.remainder, master)

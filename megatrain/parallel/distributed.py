@@ -247,7 +247,7 @@ class ProcessGroups(Ranks):
 
     def reduce_scatter(self, whole: Tensor) -> None:
         with self._peer_errors():
-            if whole.is_cpu:  # gloo sums all of it in any case
+            if self.outgoing is self.host:  # gloo sums all of it in any case
                 dist.all_reduce(whole, group=self.outgoing)
             else:
                 reduce_scatter_single(self._block(whole), whole, group=self.outgoing)
@@ -276,7 +276,7 @@ def local_rank(group: object) -> int | None:
 
 
 def open_ranks(group: ProcessGroup | DeviceMesh | None, device: torch.device) -> Ranks:
-    """The ranks of a group, with new communicators: NCCL's for a GPU, gloo's for a CPU.
+    """The ranks of a group, with new communicators: torch's usual ones of a device (NCCL, gloo).
 
     A mesh may have two dimensions, as for HSDP: hosts, and the ranks of each, which share a model.
     All ranks of the group must call this. The communicators live as long as torch.distributed.
@@ -327,9 +327,8 @@ def _opened(members: Sequence[int], device: torch.device) -> ProcessGroups:
         return dist.new_group(members, patience(), backend, use_local_synchronization=True)
 
     host, rank = opened("gloo"), members.index(dist.get_rank())
-    if device.type == "cpu":
-        return ProcessGroups(rank, len(members), host=host, incoming=host, outgoing=host)
-    incoming, outgoing = opened("nccl"), opened("nccl")
+    backend = dist.get_default_backend_for_device(device)
+    incoming, outgoing = (host, host) if backend == "gloo" else (opened(backend), opened(backend))
     return ProcessGroups(rank, len(members), host=host, incoming=incoming, outgoing=outgoing)
 
 
@@ -338,7 +337,7 @@ def _connect(ranks: ProcessGroups, device: torch.device) -> ProcessGroups:
 
     That is the rate at which a rank receives in a gather, in GB/s; the same on all ranks.
     """
-    if device.type == "cpu":
+    if ranks.incoming is ranks.host:  # gloo
         return ranks
     values = torch.ones(ranks.size * _GATHERED, device=device)
     ranks.all_gather(values)
@@ -457,10 +456,11 @@ def open_sequence_ranks(ranks: Ranks, device: torch.device, number: Any) -> Rank
 @cache  # as of the other communicators: they live as long as torch.distributed
 def _communicator(host: ProcessGroup, device: torch.device) -> ProcessGroup:
     """A communicator for exchanges; on a GPU NCCL's, which allocates its memory now."""
-    if device.type == "cpu":
+    backend = dist.get_default_backend_for_device(device)
+    if backend == "gloo":
         return host
     members = dist.get_process_group_ranks(host)
-    group: Any = dist.new_group(members, patience(), "nccl", use_local_synchronization=True)
+    group: Any = dist.new_group(members, patience(), backend, use_local_synchronization=True)
     values = torch.ones(len(members), device=device)
     dist.all_to_all_single(torch.empty_like(values), values, group=group)
     torch.get_device_module(device).synchronize()
