@@ -364,12 +364,12 @@ def test_kernels_of_arm_make_the_same_bits(tmp_path):
 # The kernels of tiles that rest on AMD's GPUs, built for them where there is none.
 
 ARCHITECTURES = [("gfx942", 64), ("gfx1151", 32)]  # threads of a wavefront
-FORMS = [("fp32", "*fp32", "*fp32", 2, "*i16"), ("bf16", "*bf16", "*bf16", 0, "*fp32"),
+BUILDS = [("fp32", "*fp32", "*fp32", 2, "*i16"), ("bf16", "*bf16", "*bf16", 0, "*fp32"),
          ("int8", "*i8", "*u8", 1, "*i8")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("architecture", "threads"), ARCHITECTURES)
-@pytest.mark.parametrize(("states", "first", "second", "size", "remainder"), FORMS)
+@pytest.mark.parametrize(("states", "first", "second", "size", "remainder"), BUILDS)
 def test_amds_kernels_can_be_built_and_round_where_the_hosts_do(
     architecture, threads, states, first, second, size, remainder, monkeypatch
 ):
