@@ -98,7 +98,8 @@ def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None
     """
     for section, key, was, now in _differences(before, config):
         name = f"{section}.{key}"
-        if section not in _FREE_SECTIONS and key not in FREE_KEYS.get(section, ()):
+        free = section in _FREE_SECTIONS or key in FREE_KEYS.get(section, ())
+        if not free or name == "loss.labels":  # they name the outputs of a head that is trained
             raise InputError(
                 f"{name}: {shown(now)} now, but {where} was made with {shown(was)}, and this "
                 "cannot change on resume; set it back, or start a new run"

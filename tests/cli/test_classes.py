@@ -112,6 +112,16 @@ def test_rows_without_right_classes_are_told_in_a_line(megatrain, class_file, sa
     megatrain.refused(said, "train", class_file(kind, [row], *loss))
 
 
+def test_names_of_classes_stay_in_their_order_where_a_run_goes_on(megatrain, class_file):
+    """The data may say numbers alone, and the head's outputs have the names that the run began."""
+    rows = [{"text": text(n)[0], "label": n % 3} for n in range(16)]
+    file = class_file("sequence_classification", rows=rows)
+    once = sets(training__steps=1, training__eval_every=None, output__folder="run")
+    megatrain.done("train", file, *once)
+    other = sets(training__steps=2, loss__labels=[*WORDS][::-1])
+    megatrain.refused("cannot change on resume", "train", file, *once, *other, "--resume")
+
+
 def test_a_text_of_one_token_has_a_class_too(megatrain, class_file):
     """No token before it has to predict it."""
     words = ("cat", "dog", "mat", "sat")
