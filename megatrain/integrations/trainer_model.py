@@ -14,7 +14,7 @@ from torch import nn
 from megatrain.api import Engine
 from megatrain.compat.gguf import is_gguf, unpacked
 from megatrain.compat.peft import is_peft_model
-from megatrain.compat.transformers import MULTIMODAL_CLASSES, scores_rows
+from megatrain.compat.transformers import MULTIMODAL_CLASSES, classifies
 from megatrain.data import load_tokenizer
 from megatrain.errors import InputError
 from megatrain.integrations.heeded import REFUSED_OPTIONS, refuse
@@ -133,9 +133,12 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
     if options.get("quantization_config") or kwargs.pop("quantization_config", None):
         refuse("quantization_config", REFUSED_OPTIONS["quantization_config"])
     if isinstance(model, transformers.PreTrainedModel) or is_peft_model(model):
-        if not scores and scores_rows(model.get_base_model() if is_peft_model(model) else model):
+        inner = model.get_base_model() if is_peft_model(model) else model
+        if not scores and classifies(inner):
             refuse(
-                f"a {type(model).__name__}", "a model that scores rows needs trl's RewardTrainer"
+                f"a {type(inner).__name__}",
+                "a score of rows needs trl's RewardTrainer, and classes a run file "
+                "(loss.name: sequence_classification or token_classification)",
             )
         if kwargs:
             refuse("args.model_init_kwargs", "load the model with them, and give the model")

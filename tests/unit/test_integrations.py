@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch.utils.data import IterableDataset
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
@@ -197,6 +198,14 @@ def test_a_new_head_is_drawn_by_the_seed(tmp_path):
         made.append(kind(str(tmp_path), args, train_dataset=data, processing_class=tokenizer))
     masters = dict(made[1].engine.named_masters())
     assert torch.equal(masters["score.weight"], made[0].model.score.weight)
+
+
+@pytest.mark.parametrize("name", ["TokenClassification", "SequenceClassification"])
+def test_a_model_of_classes_is_referred_to_a_run_file(tmp_path, name):
+    """A plain Trainer adds the means of such a model's micro-batches, and does not average."""
+    model = getattr(transformers, f"LlamaFor{name}")(small().config)
+    with pytest.raises(InputError, match=f"LlamaFor{name}: .* classes a run file"):
+        Streamed(model, arguments(tmp_path), train_dataset=rows(4), data_collator=padded)
 
 
 @pytest.mark.parametrize(
