@@ -49,6 +49,15 @@ def fill(room: memoryview, descriptor: int, offset: int) -> None:
         room, offset = room[count:], offset + count
 
 
+def forget_pages(descriptor: int, offset: int = 0, num_bytes: int = 0) -> None:
+    """Free a range of a file in the page cache (0 bytes: to its end); of dirty pages start writing.
+
+    Where GPU and host have one memory, the GPU's driver takes the page cache for used memory.
+    """
+    if hasattr(os, "posix_fadvise"):  # not on a Mac
+        os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
+
 PARTIAL = ".partial"
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatrain.base import huge_pages
-from megatrain.base.whole_files import fill, hidden
+from megatrain.base.whole_files import fill, forget_pages, hidden
 from megatrain.errors import InputError, RunFailed, explained, os_reason
 
 try:
@@ -87,7 +87,7 @@ class NewFile:
 
     def _write_cached(self, part: memoryview, offset: int) -> int:
         count = os.pwrite(self._handle, part, offset)  # one call writes 2 GiB at most
-        _drop_pages(self._handle, offset, count)
+        forget_pages(self._handle, offset, count)
         return count
 
     def __enter__(self) -> "NewFile":
@@ -97,7 +97,7 @@ class NewFile:
         try:
             if error is None:
                 os.fsync(self._handle)
-                _drop_pages(self._handle, 0, 0)
+                forget_pages(self._handle)
         finally:
             os.close(self._handle)
             if self._direct is not None:
@@ -136,12 +136,6 @@ def open_direct(path: Path, flags: int) -> int | None:
         return None
 
 
-def _drop_pages(handle: int, offset: int, num_bytes: int) -> None:
-    """Start writing dirty pages of a range to the disk and forget its clean ones."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(handle, offset, num_bytes, os.POSIX_FADV_DONTNEED)
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a small new file to the disk."""
     with NewFile(path) as file:
@@ -171,7 +165,7 @@ class OldFile:
         """Fill `room` from `offset`; several threads may call this. Raises InputError: damaged."""
         with explained(f"{self.path}: cannot read it", of=(OSError, EOFError)):
             fill(room, self._handle, offset)
-            _drop_pages(self._handle, offset, len(room))
+            forget_pages(self._handle, offset, len(room))
         if ALGORITHMS[self._algorithm](room) != checksum:
             raise InputError(
                 f"{self.path}: bytes {offset} to {offset + len(room)} are not those that were "

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatrain import kernels
 from megatrain.base.units import align, size
+from megatrain.base.whole_files import forget_pages
 from megatrain.device.base import Buffer
 from megatrain.errors import DoesNotFit, InputError, RunFailed, explained, os_reason
 
@@ -122,8 +123,7 @@ class PlaneFile:
             kernels.move_file(file, offset, data, writes=writes, **at_once)
             if not self.direct:  # errors come late otherwise, and dirty pages grow
                 getattr(os, "fdatasync", os.fsync)(file)
-                if hasattr(os, "posix_fadvise"):  # not on a Mac
-                    os.posix_fadvise(file, offset, size, os.POSIX_FADV_DONTNEED)
+                forget_pages(file, offset, size)
         except OSError as error:
             full = "; make room there" if error.errno in _FULL else ""
             raise RunFailed(

@@ -9,8 +9,10 @@ shapes alone and then run for one parameter at a time, so that no second copy of
 import copy
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
@@ -26,6 +28,7 @@ from transformers import PreTrainedModel
 
 from megatrain.base.json_yaml import read_json
 from megatrain.base.units import IN_FLIGHT_BYTES, MIB
+from megatrain.base.whole_files import forget_pages
 from megatrain.compat.gguf import is_gguf, unpacked
 from megatrain.compat.transformers import (
     CLASSIFIERS,
@@ -133,6 +136,11 @@ class Recipe:
         return stored if self.converter is None else 2 * stored
 
     @property
+    def files(self) -> set[Path]:
+        """The files of its sources; of a packed one the file of its values."""
+        return {stored.file for _, stored in self.sources}
+
+    @property
     def packing(self) -> WeightFormat | None:
         """The format of all sources, if the target's bytes are theirs, put together."""
         formats = {s.packing if isinstance(s, Packed) else None for _, s in self.sources}
@@ -175,7 +183,8 @@ def read_weights(
         model: tells names, shapes and ties; its parameters may be on the meta device. Its
             `_weight_conversions` is set as `from_pretrained` does.
         write: takes the values; an exception from it ends the load and is raised again.
-        threads: how many tensors are read at once, within IN_FLIGHT_BYTES.
+        threads: how many tensors are read at once, within IN_FLIGHT_BYTES. A file whose tensors
+            have all been read leaves the page cache.
         packed: by name, the formats in which tiles keep tensors: where the folder has one in its
             format, it is passed as its bytes, uint8; all others as their values.
 
@@ -191,9 +200,9 @@ def read_weights(
     if packing := unpacked_format(read_json(folder / "config.json")):
         text = "%s: unpacked from %s to %s; exports are unpacked, without quantization_config"
         log.info(text, folder, packing, str(source_dtype(folder)).removeprefix("torch."))
-    failed = Event()
+    failed, unread = Event(), Counter(file for recipe in recipes for file in recipe.files)
 
-    def deliver(recipe: Recipe) -> None:
+    def deliver(recipe: Recipe) -> Recipe:
         try:
             if not failed.is_set():
                 for name, tensor in plan.build(recipe, packed).items():
@@ -201,18 +210,26 @@ def read_weights(
         except BaseException:
             failed.set()
             raise
+        return recipe
 
-    reads: dict[Future[None], int] = {}
+    def end_some() -> None:
+        for recipe in _end(reads):
+            unread.subtract(recipe.files)
+            for path in (file for file in recipe.files if not unread[file]):
+                with suppress(OSError), path.open("rb") as file:
+                    forget_pages(file.fileno())
+
+    reads: dict[Future[Recipe], int] = {}
     with ThreadPoolExecutor(threads, thread_name_prefix="read-weights") as pool:
         try:
             for recipe in recipes:
                 # Within IN_FLIGHT_BYTES; a larger one is alone.
                 num_bytes = min(recipe.working_bytes, IN_FLIGHT_BYTES)
                 while sum(reads.values()) + num_bytes > IN_FLIGHT_BYTES:
-                    _end(reads)
+                    end_some()
                 reads[pool.submit(deliver, recipe)] = num_bytes
             while reads:
-                _end(reads)
+                end_some()
         except BaseException:  # Ctrl-C included
             failed.set()
             raise
@@ -469,8 +486,9 @@ def _some(names: set[str]) -> str:
     return f"{len(names)} tensors ({min(names)!r} the first) are"
 
 
-def _end(reads: dict[Future[None], int]) -> None:
-    """Wait until at least one of the reads has ended, and remove the ended ones."""
-    for ended in wait(reads, return_when=FIRST_COMPLETED).done:
+def _end(reads: dict[Future[Recipe], int]) -> list[Recipe]:
+    """Wait until at least one of the reads has ended; remove the ended ones."""
+    done = wait(reads, return_when=FIRST_COMPLETED).done
+    for ended in done:
         del reads[ended]
-        ended.result()
+    return [ended.result() for ended in done]

@@ -1,6 +1,8 @@
 """Weights come in exactly, go out as transformers writes them, or are refused in one line."""
 
+import ctypes
 import json
+import mmap
 import os
 import re
 import resource
@@ -9,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import errors as hub_errors
@@ -23,6 +26,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from megatrain.base.whole_files import forget_pages
 from megatrain.errors import InputError, RunFailed
 from megatrain.model import weights
 from megatrain.model.export import write_weights
@@ -97,6 +101,33 @@ def entry(first: int, last: int, shape: list[int] | None = None, dtype: str = "F
 
 
 # Weights come in exactly, go out as transformers writes them, or are refused in one line.
+
+
+def cached_bytes(path):
+    """Bytes of a file that the page cache holds."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        present = np.zeros(-(-len(mapped) // mmap.PAGESIZE), np.uint8)
+        room = ctypes.c_void_p(present.ctypes.data)
+        assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(address), len(mapped), room)
+        return mmap.PAGESIZE * int(present.sum())
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system keeps what it has read")
+def test_a_load_leaves_nothing_in_the_page_cache(tmp_path):
+    """Else a driver whose GPU shares the memory takes it for used."""
+    model, index, record = sharded(tmp_path)
+    files = {tmp_path / name for name in record["weight_map"].values()}
+    for path in (*files, index):
+        with path.open("rb") as file:
+            os.fdatasync(file.fileno())  # dirty pages stay
+    with index.open("rb") as file:
+        forget_pages(file.fileno())
+    if cached_bytes(index):
+        pytest.skip("this file system rests in memory")
+    assert sum(map(cached_bytes, files))
+    assert_same(read_all(tmp_path, blank(model)), kept_tensors(model))
+    assert len(files) > 2 and not sum(map(cached_bytes, files))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
