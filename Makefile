@@ -10,7 +10,7 @@ LIBRARY := megatrain/kernels/_native.so
 NATIVE_SOURCES := $(wildcard $(NATIVE)/*)
 
 OLDEST := .venv-oldest
-OLDEST_VERSIONS := torch==2.10.0 transformers==5.6.0
+OLDEST_VERSIONS := torch==2.10.0 transformers==5.6.0 typer==0.19.2
 
 # Tests run side by side, so each takes one torch thread. A worker takes neighbours, which share
 # what they make, and others' tests when it has none left. Bytecode is kept, whatever the environment
@@ -61,7 +61,7 @@ test-install: wheel  ## the wheel with all that it needs, for the oldest and the
 compat: $(OLDEST)/.installed native  ## the parity core with the oldest torch and transformers
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest \
 		-n auto --maxprocesses 8 --dist worksteal -m "not gpu and not exhaustive" tests/parity tests/race \
-		tests/families tests/checkpoint tests/unit/test_weights.py \
+		tests/families tests/checkpoint tests/cli/test_plan_command.py tests/unit/test_weights.py \
 		tests/unit/test_probe.py
 
 fuzz: $(STAMP)  ## 120,000 hostile files to everything that reads; a quarter of an hour

@@ -214,7 +214,8 @@ def plan(
     from megatrain.cli.plan import run_plan
 
     gc.freeze()  # nor are they looked through when the interpreter ends, for half a second
-    run_plan(context.params | {"tokens_per_step": tokens})
+    # Not all versions of typer convert what they put into `params`.
+    run_plan(context.params | {"tokens_per_step": tokens, "run": run})
 
 
 @app.command()
