@@ -7,6 +7,10 @@ once before it is measured. Prints a line, and writes JSON to `--out`.
 With `--streamed-alone`, for models that fit neither the GPU nor the disk: seconds of a pass over
 the weights (one for the prompts, one for each further token) beside those that their bytes take to
 cross the bus.
+
+With the shape of a mixture of experts, such as `qwen3-30b-a3b` (`--layers` of it, its experts kept
+as `--base`): seconds and bytes of a pass that makes a token of each row, if layers are read whole,
+and if only the chosen experts are read.
 """
 
 import argparse
@@ -17,18 +21,23 @@ from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.configurations import CONFIGS, configuration
 from benchmarks.options import case_of, parse, write
 from megatrain import Engine, Placement
 from megatrain.base.units import GIB
 from megatrain.cli.models import qwen2_config
+from megatrain.device.base import COPY_IN
+from megatrain.engine import whole_model
 from megatrain.source.source import Alike
 from megatrain.telemetry.host import environment
 
 _OURS = ("resident", "streamed")
+_WAYS = {"whole": 0.0, "chosen": 1.0}  # of reading a layer's experts, with their whole_model._FEW
 
 
 def measure(
@@ -79,6 +88,52 @@ def bus_rate(device: torch.device) -> float:
     return GIB / min(seconds)
 
 
+def both_ways(chosen: argparse.Namespace, prompts: torch.Tensor) -> dict[str, Any]:
+    """Seconds and bytes of a pass of a mixture, read in both ways; the head stays on the device."""
+    config = configuration(chosen.shape, chosen.layers or None)
+    config.dtype = torch.bfloat16
+    engine = Engine(
+        Alike(config),
+        device=chosen.device,
+        base=chosen.base,
+        placement=Placement(slots=3, keep_weights=1),
+    )
+    crossed, copy = [0], engine.device.copy
+    found, texts = dict[str, Any](), []
+
+    def counted(stream: str, to: Any, source: Any, numel: int | None = None) -> None:
+        crossed[0] += source.data[:numel].nbytes * (stream == COPY_IN)
+        copy(stream, to, source, numel)
+
+    def taken(model: Any, new: int) -> tuple[float, int, torch.Tensor]:
+        start, before = time.perf_counter(), crossed[0]
+        made = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), min_new_tokens=new,
+            max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True,
+        ).cpu()  # fmt: skip
+        return time.perf_counter() - start, crossed[0] - before, made
+
+    for way, few in _WAYS.items():
+        with (
+            mock.patch.object(engine.device, "copy", counted),
+            mock.patch.object(whole_model, "_FEW", few),
+            engine.whole_model() as model,
+        ):
+            taken(model, chosen.new)
+            firsts, each = zip(
+                *((taken(model, 1), taken(model, chosen.new)) for _ in range(chosen.repeats)),
+                strict=True,
+            )
+        texts.append(each[0][2])
+        seconds = [(a[0] - b[0]) / (chosen.new - 1) for a, b in zip(each, firsts, strict=True)]
+        num_bytes = (each[0][1] - firsts[0][1]) / (chosen.new - 1)
+        found[way] = {"pass_seconds": median(seconds), "each": seconds, "pass_bytes": num_bytes}
+    found["same_tokens"], found["memory"] = texts[0].equal(texts[1]), engine.memory()
+    engine.close()
+    found["bus_bytes_per_second"] = bus_rate(torch.device(chosen.device))
+    return found
+
+
 def off(logits: torch.Tensor, wanted: torch.Tensor) -> float:
     """The largest difference of two models' logits, in standard deviations of one's."""
     return float((logits - wanted).abs().max() / wanted.std())
@@ -113,13 +168,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parse(
         __doc__, arguments,
         shape="3b", rows=8, prompt=128, new=64, repeats=3, device="cuda", streamed_alone=False,
-        out=Path,
+        layers=0, base=["bf16", "nf4", "fp8"], out=Path,
     )  # fmt: skip
-    config = qwen2_config(chosen.shape, max(4096, chosen.prompt + chosen.new))
+    mixture = chosen.shape in CONFIGS
+    config = (
+        configuration(chosen.shape)
+        if mixture
+        else qwen2_config(chosen.shape, max(4096, chosen.prompt + chosen.new))
+    )
     torch.manual_seed(0)
     prompts = torch.randint(config.vocab_size, (chosen.rows, chosen.prompt), device=chosen.device)
     found: dict[str, Any] = {"case": case_of(chosen), "environment": environment(chosen.device)}
-    if chosen.streamed_alone:
+    if mixture:
+        found |= both_ways(chosen, prompts)
+    elif chosen.streamed_alone:
         found["streamed"] = streamed_alone(chosen, prompts)
     else:
         found |= compared(chosen, prompts)
@@ -129,6 +191,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def summary(found: dict[str, Any]) -> str:
     """The result in a line."""
+    if "whole" in found:
+        ways = [
+            f"{way} {found[way]['pass_seconds'] * 1e3:.1f} ms, "
+            f"{found[way]['pass_bytes'] / GIB:.3f} GiB"
+            for way in _WAYS
+        ]
+        same = "the same" if found["same_tokens"] else "other"
+        return f"{found['case']['shape']}: a pass takes {', '.join(ways)}; {same} tokens"
     if "transformers" not in found:
         streamed = found["streamed"]
         ratio = streamed["pass_seconds"] / streamed["bus_seconds"]

@@ -100,7 +100,7 @@ class Assembly:
         def fast(expand: Expand) -> Expand:
             return self._compiled(expand, "the unpacking of weights")
 
-        return lambda layout, *memory: layout.unpack(*memory, fast)
+        return lambda layout, *memory, **only: layout.unpack(*memory, fast, **only)
 
     def inference(self) -> Parts:
         """Parts of a forward-only pass."""

@@ -5,9 +5,10 @@ that stay on the device have a place of their own, into which each version of th
 Where the device shares the host's memory, a tile's slot is its plane, and nothing is copied.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -17,10 +18,11 @@ from megatrain.device.base import COMPUTE, COPY_IN, DISK_WEIGHTS, Kind, Memory, 
 from megatrain.engine.modules import StreamedModule
 from megatrain.engine.shared import Shared
 from megatrain.store.store import DiskReader, Lane, Tier, Tile, in_place
-from megatrain.tile import TileKind, TileLayout
+from megatrain.tile import Entry, TileKind
 
 Unit = TypeVar("Unit", bound=StreamedModule)
-Unpack = Callable[[TileLayout, torch.Tensor, torch.Tensor], None]
+Unpack = Callable[..., None]  # arguments as of `TileLayout.unpack`, after the layout
+Stacks = Mapping[int, Sequence[Entry]]  # by the tile's index, parameters of which rows are read
 
 
 @dataclass
@@ -71,14 +73,21 @@ class Stream:
         self._itinerary: list[StreamedModule] = []
         self._places: list[_Place] = []
         self._loaded = self._visited = 0
+        self._stacks: Stacks = {}
 
     def keeps(self, tile: Tile) -> bool:
         """True if the weights stay on the device until they are updated."""
         on_device = tile.rests.local or tile.index in self._staying
         return on_device and not tile.layout.needs_unpacking
 
-    def begin(self, itinerary: Sequence[StreamedModule]) -> None:
-        """Set a step's visits, of both sweeps, in their order; start the first loads."""
+    def begin(
+        self, itinerary: Sequence[StreamedModule], stacks: Stacks = MappingProxyType({})
+    ) -> None:
+        """Set a step's visits, of both sweeps, in their order; start the first loads.
+
+        Args: `stacks`: parameters to leave out, of tiles that `reads_rows`; visits `bring` rows.
+        """
+        self._stacks = stacks
         self._itinerary, due = [], {i: place.version for i, place in self._staying.items()}
         for unit in itinerary:
             tile = unit.tile
@@ -127,18 +136,52 @@ class Stream:
             assert place is not None, "visits must follow the itinerary"
             self._device.wait(COMPUTE, place.ready, "weights arrived")
             version = unit.tile.version  # an update may begin before the visit ends
-            yield unit, self._as_computed(unit.tile, place.buffer)
+            stack = self._stacks.get(unit.tile.index, ())
+            yield unit, self._as_computed(unit.tile, place.buffer, stack)
             self._checks.sum_copy(unit.tile, place.buffer, version)
             done = self._device.record(COMPUTE)
             for slot in place.slots:
                 slot.free = done
             self._visited += due
 
-    def _as_computed(self, tile: Tile, weights: Buffer) -> Buffer:
+    @staticmethod
+    def reads_rows(tile: Tile) -> bool:
+        """True if rows of the tile's parameters can be copied from where its weights rest."""
+        on_host = tile.rests.streamed and tile.rests.weights is Tier.HOST
+        return on_host and tile.layout.ranks == 1
+
+    def bring(self, tile: Tile, stack: Sequence[Entry], chosen: torch.Tensor) -> None:
+        """Copy chosen rows of parameters that `begin` has left out to the visit's weights.
+
+        Waits until the device has chosen them.
+
+        Args: `chosen`: their numbers, in any order and often; larger ones than there are, are none.
+        """
+        device, place, weights = self._device, self._places[self._visited], tile.weights
+        assert self._itinerary[self._visited].tile is tile, "the visit is of another tile"
+        device.synchronize(device.record(COMPUTE), "rows chosen")
+        rows = sorted({n for n in chosen.flatten().tolist() if n < stack[0].shape[0]})
+        for entry in stack:
+            for start, stop in entry.places_of(rows, weights.data.itemsize):
+                to, source = place.buffer.piece(start, stop), weights.piece(start, stop)
+                device.copy(COPY_IN, to, source)
+        device.wait(COMPUTE, device.record(COPY_IN), "rows arrived")
+        device.run(COMPUTE, Name(Kind.NOTE, "read rows"), lambda: None, [place.buffer])
+        self._as_computed(tile, place.buffer, stack, rows)
+
+    def _as_computed(
+        self,
+        tile: Tile,
+        weights: Buffer,
+        stack: Sequence[Entry] = (),
+        rows: Sequence[int] | None = None,
+    ) -> Buffer:
         layout = tile.layout
         if not layout.needs_unpacking:
             return weights
         work = partial(self._unpack, layout, weights.data, self._unpacked.data)
+        if stack:
+            work = partial(work, stacks={entry.name for entry in stack}, rows=rows)
         name = Name(Kind.PLAIN, f"unpack {tile.name}")
         self._device.run(COMPUTE, name, work, [weights], [self._unpacked])
         return self._unpacked
@@ -164,7 +207,7 @@ class Stream:
         self._device.wait(COPY_IN, tile.updated, "version due")
         for slot in place.slots:
             self._device.wait(COPY_IN, slot.free, "slot free")
-        for span in tile.spans:
+        for span in tile.spans_beside(self._stacks.get(tile.index, ())):
             to = place.buffer.piece(span.at, span.at + span.numel)
             source = tile.weights.piece(span.start, span.start + span.numel)
             self._device.copy(COPY_IN, to, source)

@@ -2,26 +2,31 @@
 
 Its forward is its own, with caches and masks: whatever transformers does with a model, `generate`
 above all, it can do with this one. Before a layer runs, its weights are put in place; embedding
-tables are on the device meanwhile.
+tables are on the device meanwhile. If the tokens are so few that they cannot choose all experts of
+a layer, only the experts that its router has chosen are read from host memory.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
+from megatrain.compat.peft import base_path
+from megatrain.compat.transformers import takes_grouped_products
 from megatrain.device import Buffer, free_bytes
 from megatrain.device.base import COPY_IN
 from megatrain.engine.modules import StreamedModule
 from megatrain.engine.step import Parts
+from megatrain.engine.stream import Stream
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.media import calls_of, replaced
+from megatrain.model.sizes import experts_of_a_token
 from megatrain.parallel.distributed import Ranks
 from megatrain.source.source import EngineSetup
 from megatrain.store.store import Store, Tile
@@ -31,6 +36,7 @@ from megatrain.tile import Entry, TileKind
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 _HELD = 0.9  # of the memory that is free; the rest is for the work
+_FEW = 1.0  # choices of a pass's tokens for each expert of a layer: with fewer, experts are chosen
 
 
 @contextmanager
@@ -143,21 +149,51 @@ def _table(tile: Tile, entry: Entry, device: torch.device, ranks: Ranks) -> Tens
     return whole[entry.offset - start :][: entry.numel].view(entry.shape)
 
 
+class _Experts(NamedTuple):
+    """A layer's experts, called with the numbers of the chosen ones; their stacked matrices."""
+
+    module: nn.Module
+    tile: Tile
+    stack: list[Entry]
+
+
+def _experts(model: PreTrainedModel, units: Iterable[StreamedModule]) -> Iterator[_Experts]:
+    """The experts whose matrices can be read one by one."""
+    tiles = [unit.tile for unit in units if Stream.reads_rows(unit.tile)]
+    held = {entry.name: (tile, entry) for tile in tiles for entry in tile.layout.entries}
+    for path, part in model.named_modules():
+        if not takes_grouped_products(part, []):
+            continue
+        names = (f"{path}.{name}" for name, _ in part.named_parameters(recurse=False))
+        places = [held[name] for name in names if name in held and len(held[name][1].shape) == 3]
+        stack = [e for tile, e in places if e.cut_in_rows() and e.name not in tile.layout.copies]
+        if stack:
+            yield _Experts(model.get_submodule(base_path(path)), places[0][0], stack)
+
+
 class _Feed:
     """Puts each unit's weights into the model when its forward reaches the unit."""
 
     def __init__(self, parts: Parts, places: _Places, tables: Mapping[str, Tensor]) -> None:
         self._parts, self._places, self._tables = parts, places, tables
         self._visits: Iterator[tuple[StreamedModule, Buffer]] = iter(())
+        self._chooses = False
 
     def hooks(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterable[Any]:
         """Register hooks on the model and its layers; the caller removes them."""
+        units: list[StreamedModule] = [*self._parts.trunk, self._parts.head]
+        experts, stacks = [*_experts(model, units)], defaultdict[int, list[Entry]](list)
+        for each in experts:
+            stacks[each.tile.index] += each.stack
+        num_chosen, num_experts = experts_of_a_token(model.config)
 
-        def begin(module: nn.Module, args: Any) -> None:
-            units: list[StreamedModule] = [*self._parts.trunk, self._parts.head]
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             for name, table in self._tables.items():  # the head replaces a tied one
                 self._places.put(name, table)
-            self._parts.stream.begin(units)
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            choices = ids.numel() * num_chosen if isinstance(ids, Tensor) else 0
+            self._chooses = 0 < choices < _FEW * num_experts
+            self._parts.stream.begin(units, stacks if self._chooses else {})
             self._visits = self._parts.stream.visit(units)
             self._next(0)
 
@@ -165,7 +201,10 @@ class _Feed:
             if next(self._visits, None) is not None:
                 raise RunFailed("the model's forward has left out a layer")
 
-        yield model.register_forward_pre_hook(begin)
+        yield model.register_forward_pre_hook(begin, with_kwargs=True)
+        for each in experts:
+            choose = partial(self._choose, each)
+            yield each.module.register_forward_pre_hook(choose, with_kwargs=True)
         for number, layer in enumerate(layers, 1):
             yield layer.register_forward_pre_hook(
                 lambda module, args, number=number: self._next(number), prepend=True
@@ -174,6 +213,11 @@ class _Feed:
             lambda module, args, output: self._next(len(layers) + 1)
         )
         yield model.register_forward_hook(end)
+
+    def _choose(self, experts: _Experts, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._chooses:
+            chosen = args[1] if len(args) > 1 else kwargs["top_k_index"]
+            self._parts.stream.bring(experts.tile, experts.stack, chosen)
 
     def _next(self, number: int) -> None:
         unit, slot = next(self._visits)

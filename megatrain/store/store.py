@@ -162,6 +162,19 @@ class Tile:
             start += own
         return spans
 
+    def spans_beside(self, stacks: Sequence[Entry]) -> list[Span]:
+        """The `spans` without the rows of these parameters, where one rank has all of the tile."""
+        size = self.weights.data.itemsize
+        left_out = [place for e in stacks for place in e.places_of(range(e.shape[0]), size)]
+        if not left_out:
+            return self.spans
+        spans, at, numel = [], 0, self.layout.numel
+        for start, stop in sorted([*left_out, (numel, numel)]):
+            if at < start:
+                spans.append(Span(at, at, start - at))
+            at = max(at, stop)
+        return spans
+
     def shards(self, plane: Plane, numel: int) -> Iterator[Span]:
         """The spans of a plane's values on this rank, for the tile's first `numel` elements."""
         size = numel * plane.per

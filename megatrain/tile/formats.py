@@ -19,6 +19,7 @@ _BLOCK, _GROUP = 64, 256  # values with one scale; scales with one of theirs
 _TINY = 1e-38  # bitsandbytes divides by no smaller scale
 _MOST_E4M3 = 448.0
 _PIECE, _COMPILED_PIECE = 1 << 23, 1 << 28  # values that are expanded at once
+_ROWS_PIECE = 1 << 25  # values of rows that are expanded beside their places
 SIDE = 128  # rows and columns of a block of float8
 _SPAN = 32  # values with one exponent
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -42,7 +43,8 @@ class WeightFormat:
     """How values are kept.
 
     Attributes:
-        bytes_of: of a parameter of this shape.
+        sections: of a parameter of this shape, the bytes of what all its rows (of the first
+            dimension) share, then of each kind of bytes that come row after row.
         pack: its values, to uint8 of that length.
         parts: of these, the codes and the scales, whose first dimension cuts the values evenly.
         expand: codes and scales to values, in place; of the fourth argument's type and length.
@@ -52,7 +54,7 @@ class WeightFormat:
     """
 
     name: str
-    bytes_of: Callable[[Sequence[int]], int]
+    sections: Callable[[Sequence[int]], tuple[int, ...]]
     pack: Callable[[Tensor], Tensor]
     parts: Callable[[Tensor, Sequence[int]], tuple[Tensor, Tensor]]
     expand: Expand
@@ -63,14 +65,35 @@ class WeightFormat:
     def __repr__(self) -> str:
         return self.name  # ranks compare it: a function's is its address
 
+    def bytes_of(self, shape: Sequence[int]) -> int:
+        """Bytes of a parameter of this shape."""
+        return sum(self.sections(shape))
+
     def unpack(
-        self, stored: Tensor, out: Tensor, fast: Callable[[Expand], Expand] = lambda each: each
+        self,
+        stored: Tensor,
+        out: Tensor,
+        fast: Callable[[Expand], Expand] = lambda each: each,
+        rows: Sequence[int] | None = None,
     ) -> None:
-        """Write the values of `stored`, flat memory, to `out`; `fast` may compile `expand`."""
+        """Write the values of `stored`, flat memory, to `out`; `fast` may compile `expand`.
+
+        Args: `rows`: the only ones, of the first dimension, that are written; None: all.
+        """
         num_bytes = self.bytes_of(out.shape)
         codes, scales = self.parts(stored.view(torch.uint8)[:num_bytes], out.shape)
         flat, expand, values = out.view(-1), fast(self.expand), self.values(out.device)
         at_once = _PIECE if expand is self.expand else _COMPILED_PIECE  # launches take time
+        if rows is not None:
+            most = max(1, min(at_once, _ROWS_PIECE) // out[0].numel())
+            for first in range(0, len(rows), most):
+                some = torch.tensor(rows[first : first + most], device=out.device)
+                of_codes = codes.view(len(out), -1)[some].view(-1)
+                of_scales = scales.view(len(out), -1, *scales.shape[1:])[some].flatten(0, 1)
+                unpacked = out.new_empty(len(some), *out.shape[1:])
+                expand(of_codes, of_scales, values, unpacked.view(-1))
+                out[some] = unpacked
+            return
         most = -(-len(scales) // -(-flat.numel() // at_once))
         of = flat.numel() // len(scales)  # values of a scale, or of a row of them
         pieces = (codes.view(len(scales), -1), scales, flat.view(-1, of))
@@ -90,9 +113,9 @@ def _nf4_sizes(shape: Sequence[int]) -> tuple[int, int, int]:
     return prod(shape), blocks, -(-blocks // _GROUP)
 
 
-def _nf4_bytes(shape: Sequence[int]) -> int:
+def _nf4_sections(shape: Sequence[int]) -> tuple[int, ...]:
     values, blocks, groups = _nf4_sizes(shape)
-    return 4 * (1 + groups) + values // 2 + blocks
+    return 4 * (1 + groups), values // 2, blocks
 
 
 def _nf4_codes(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,13 +152,13 @@ def _pack_wide(values: Tensor) -> Tensor:
     return torch.cat((scales.view(torch.uint8), codes))
 
 
-def _wide_bytes(shape: Sequence[int]) -> int:
+def _wide_sections(shape: Sequence[int]) -> tuple[int, ...]:
     values, blocks, _ = _nf4_sizes(shape)
-    return 4 * blocks + values // 2
+    return 0, 4 * blocks, values // 2
 
 
 def _wide_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    scales, codes = stored.split((4 * _nf4_sizes(shape)[1], prod(shape) // 2))
+    _, scales, codes = stored.split(_wide_sections(shape))
     return codes, scales.view(torch.float32)
 
 
@@ -148,12 +171,11 @@ def is_nf4(codes: Tensor, scale_codes: Tensor | None) -> bool:
 
 
 def _nf4_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    values, blocks, groups = _nf4_sizes(shape)
-    floats, codes, scale_codes = stored.split((4 * (1 + groups), values // 2, blocks))
-    mean, largest = floats.view(torch.float32).split((1, groups))
+    floats, codes, scale_codes = stored.split(_nf4_sections(shape))
+    mean, largest = floats.view(torch.float32).tensor_split((1,))
     shares = _dynamic_values(stored.device)[scale_codes.int()]
     # Two roundings, as the library has it: nothing here is compiled, which would make them one.
-    return codes, shares * largest.repeat_interleave(_GROUP)[:blocks] + mean
+    return codes, shares * largest.repeat_interleave(_GROUP)[: len(shares)] + mean
 
 
 def _expand_nf4(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor) -> None:
@@ -178,8 +200,8 @@ def _dynamic_values(device: torch.device) -> Tensor:
     return torch.tensor(sorted(values), device=device)
 
 
-def _fp8_bytes(shape: Sequence[int]) -> int:
-    return 4 * prod(shape[:-1]) + prod(shape)
+def _fp8_sections(shape: Sequence[int]) -> tuple[int, ...]:
+    return 0, 4 * prod(shape[:-1]), prod(shape)
 
 
 def _pack_fp8(values: Tensor) -> Tensor:
@@ -220,7 +242,7 @@ def write_operands(
 
 
 def _fp8_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    scales, codes = stored.split((4 * prod(shape[:-1]), prod(shape)))
+    _, scales, codes = stored.split(_fp8_sections(shape))
     return codes, scales.view(torch.float32)
 
 
@@ -233,9 +255,9 @@ def _in_blocks(shape: Sequence[int]) -> bool:
     return len(shape) in (2, 3) and shape[-1] % SIDE == 0
 
 
-def _blocks_bytes(shape: Sequence[int]) -> int:
+def _blocks_sections(shape: Sequence[int]) -> tuple[int, ...]:
     *stack, rows, columns = shape
-    return 4 * prod(stack) * -(-rows // SIDE) * (columns // SIDE) + prod(shape)
+    return 0, 4 * prod(stack) * -(-rows // SIDE) * (columns // SIDE), prod(shape)
 
 
 def _pack_blocks(values: Tensor) -> Tensor:
@@ -250,7 +272,7 @@ def _pack_blocks(values: Tensor) -> Tensor:
 
 
 def _blocks_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    scales, codes = stored.split((len(stored) - prod(shape), prod(shape)))
+    _, scales, codes = stored.split(_blocks_sections(shape))
     grid = scales.view(torch.float32).view(-1, -(-shape[-2] // SIDE), shape[-1] // SIDE)
     of_rows = grid.repeat_interleave(SIDE, 1)[:, : shape[-2]]
     return codes, of_rows.reshape(-1, grid.shape[-1])
@@ -260,8 +282,8 @@ def _in_spans(shape: Sequence[int]) -> bool:
     return len(shape) == 3 and shape[1] % _SPAN == 0
 
 
-def _mxfp4_bytes(shape: Sequence[int]) -> int:
-    return prod(shape) // 2 + prod(shape) // _SPAN
+def _mxfp4_sections(shape: Sequence[int]) -> tuple[int, ...]:
+    return 0, prod(shape) // _SPAN, prod(shape) // 2
 
 
 def _pack_mxfp4(values: Tensor) -> Tensor:
@@ -281,7 +303,7 @@ def _mxfp4_piece(spans: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mxfp4_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    exponents, codes = stored.split((prod(shape) // _SPAN, prod(shape) // 2))
+    _, exponents, codes = stored.split(_mxfp4_sections(shape))
     return codes, exponents.view(-1, shape[-1])
 
 
@@ -307,14 +329,18 @@ def _expand_fp32(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor) -> 
     out.copy_(codes)
 
 
-NF4 = WeightFormat("nf4", _nf4_bytes, _pack_nf4, _nf4_parts, _expand_nf4, _nf4_values)
-NF4_WIDE = WeightFormat("nf4_wide", _wide_bytes, _pack_wide, _wide_parts, _expand_nf4, _nf4_values)
-FP8 = WeightFormat("fp8", _fp8_bytes, _pack_fp8, _fp8_parts, _expand_fp8, _no_values)
-OPERANDS = replace(FP8, name="operands", bytes_of=lambda shape: _fp8_bytes(shape) + prod(shape))
+NF4 = WeightFormat("nf4", _nf4_sections, _pack_nf4, _nf4_parts, _expand_nf4, _nf4_values)
+NF4_WIDE = WeightFormat(
+    "nf4_wide", _wide_sections, _pack_wide, _wide_parts, _expand_nf4, _nf4_values
+)
+FP8 = WeightFormat("fp8", _fp8_sections, _pack_fp8, _fp8_parts, _expand_fp8, _no_values)
+OPERANDS = replace(
+    FP8, name="operands", sections=lambda shape: (*_fp8_sections(shape), prod(shape))
+)
 """The operands of products in float8: FP8, and the codes turned, since they read along the sum."""
 BLOCKS = WeightFormat(
     "float8_blocks",
-    _blocks_bytes,
+    _blocks_sections,
     _pack_blocks,
     _blocks_parts,
     _expand_fp8,
@@ -322,12 +348,12 @@ BLOCKS = WeightFormat(
     takes=_in_blocks,
 )
 MXFP4 = WeightFormat(
-    "mxfp4", _mxfp4_bytes, _pack_mxfp4, _mxfp4_parts, _expand_mxfp4, _fp4_values, takes=_in_spans
+    "mxfp4", _mxfp4_sections, _pack_mxfp4, _mxfp4_parts, _expand_mxfp4, _fp4_values, takes=_in_spans
 )
 BASES = {each.name: each for each in (NF4, FP8)}
 FP32 = WeightFormat(
     "fp32",
-    bytes_of=lambda shape: 4 * prod(shape),
+    sections=lambda shape: (0, 4 * prod(shape)),
     pack=lambda values: values.float().contiguous().view(-1).view(torch.uint8),
     parts=lambda stored, shape: (stored.view(torch.float32),) * 2,
     expand=_expand_fp32,

@@ -99,6 +99,27 @@ class Entry:
         """True if layers cannot compute with the parameter as it is kept."""
         return self.multiplied or self.packed not in (None, FP32, OPERANDS)
 
+    def cut_in_rows(self) -> bool:
+        """True if each row of the first dimension can be read, and unpacked, alone."""
+        return not any(size % self.shape[0] for size in self._sections(1)[1:])
+
+    def places_of(self, rows: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
+        """`(start, stop)` in a plane of what ascending rows of the first dimension take alone."""
+        shared, *kinds = self._sections(itemsize)
+        at, ends = self.offset * itemsize + shared, {row + 1 for row in rows}
+        firsts = [row for row in rows if row not in ends]
+        lasts = sorted(ends.difference(rows))
+        for num_bytes in kinds:
+            each = num_bytes // self.shape[0]
+            for first, last in zip(firsts, lasts, strict=True):
+                yield (at + first * each) // itemsize, -(-(at + last * each) // itemsize)
+            at += num_bytes
+
+    def _sections(self, itemsize: int) -> tuple[int, ...]:
+        return (
+            (0, self.numel * itemsize) if self.packed is None else self.packed.sections(self.shape)
+        )
+
     def memory(self, flat: Tensor) -> Tensor:
         """The elements that it takes of a flat plane of its tile."""
         return flat[self.offset : self.offset + self.stored]
@@ -239,22 +260,36 @@ class TileLayout:
         given = self.name, parameters, self.kind, wide, packed, self._fp32
         return TileLayout(*given, ranks=self.ranks, row=self._row)
 
-    def unpack(self, stored: Tensor, out: Tensor, fast: Callable[[Any], Any]) -> None:
+    def unpack(
+        self,
+        stored: Tensor,
+        out: Tensor,
+        fast: Callable[[Any], Any],
+        stacks: Collection[str] = (),
+        rows: Sequence[int] | None = None,
+    ) -> None:
         """Write the parameters of the weights plane `stored` to `out`, laid out as `unpacked`.
 
-        `fast` gives what a packing's `expand`, or `write_operands`, is compiled to.
+        Args:
+            fast: gives what a packing's `expand`, or `write_operands`, is compiled to.
+            stacks: those to leave out; with `rows` the only ones to write, and only these rows.
         """
         plain = next((entry.offset for entry in self.entries if entry.needs_unpacking), self.numel)
-        out[:plain].copy_(stored[:plain])
-        for entry in (entry for entry in self.entries if entry.offset >= plain):
+        if rows is None:
+            out[:plain].copy_(stored[:plain])
+        for entry in self.entries:
+            left_out = entry.name in stacks if rows is None else entry.name not in stacks
+            if left_out or (rows is None and entry.offset < plain):
+                continue
             memory, to = entry.memory(stored), self.unpacked.by_name[entry.name]
             if entry.multiplied:
                 written = operands(to.memory(out), to.shape)
                 fast(write_operands)(*_factors(entry, memory, fast), *written.values())
             elif entry.packed is None:
-                to.view(out).copy_(entry.view(stored))
+                for row in (slice(None),) if rows is None else rows:
+                    to.view(out)[row].copy_(entry.view(stored)[row])
             else:
-                entry.packed.unpack(memory, to.view(out), fast)
+                entry.packed.unpack(memory, to.view(out), fast, rows)
 
     def blocks(self, rank: int) -> Iterator[tuple[int, int]]:
         """A rank's block of each part: its first element, and how many it has."""

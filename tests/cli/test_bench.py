@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from benchmarks import checkpoint, generation, preferences, rollouts
+from benchmarks.configurations import CONFIGS
 from benchmarks.step import app, statistics_of
 from megatrain.cli.models import qwen2_config
 from megatrain.optim import RULES
@@ -130,6 +131,19 @@ def test_each_benchmark_measures_a_toy(benchmark, case, tmp_path, monkeypatch, c
     else:
         [step] = found["steps"]
         assert step["total"] >= step["generate"] + step["logprobs"] + step["train"] > 0
+
+
+def test_a_mixture_generates_with_whole_layers_and_with_chosen_experts(
+    tmp_path, monkeypatch, capsys
+):
+    sizes = {"hidden_size": 64, "head_dim": 16, "vocab_size": 512, "moe_intermediate_size": 64}
+    sizes |= {"num_experts": 16, "num_experts_per_tok": 2}
+    monkeypatch.setitem(CONFIGS, "toy", CONFIGS["qwen3-30b-a3b"] | sizes)
+    monkeypatch.chdir(tmp_path)
+    generation.main([*TOY, *TEXTS, "--layers", "2", "--base", "nf4"])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["chosen"]["pass_bytes"] < 0.7 * found["whole"]["pass_bytes"]
+    assert "the same tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

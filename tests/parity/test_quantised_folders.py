@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from megatrain import Engine, InputError, Placement
 from megatrain.checkpoint import open_checkpoint
-from megatrain.tile import formats
-from megatrain.tile.formats import _NF4, BASES, FP8, NF4, NF4_WIDE, _dynamic_values
+from megatrain.tile import Entry, formats
+from megatrain.tile.formats import _NF4, BASES, FP8, NF4, NF4_WIDE, PACKINGS, _dynamic_values
 from tests.families.tiny import tiny_model
 from tests.inside import sized, store_of
 from tests.parity.cases import gradients, in_dtype, llama, make_batches, make_engine, masters, same
@@ -254,6 +254,20 @@ def test_values_are_near_and_few_bytes(packing, most, bytes_each):
     assert (error.norm(dim=1) <= most * values.norm(dim=1)).all()
     again = packing.unpacked(packing.pack(values.bfloat16()), SHAPE)
     assert (again - values).norm() < most * values.norm()
+
+
+@pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)
+def test_rows_of_a_stack_are_unpacked_from_their_bytes_alone(packing):
+    values, rows = torch.randn(6, 64, 128, generator=torch.Generator().manual_seed(0)), [1, 2, 5]
+    whole, shared = packing.pack(values), packing.sections(values.shape)[0]
+    entry = Entry("experts", values.shape, 0, None, packed=packing)
+    stored = torch.full_like(whole, 255)
+    for start, stop in [(0, shared // 2), *entry.places_of(rows, 2)]:
+        stored[2 * start : 2 * stop] = whole[2 * start : 2 * stop]
+    out = torch.full(values.shape, torch.nan, dtype=packing.computed)
+    packing.unpack(stored, out, rows=rows)
+    assert entry.cut_in_rows() and out[[0, 3, 4]].isnan().all()
+    assert out[rows].float().equal(packing.unpacked(whole, values.shape)[rows])
 
 
 def adapted(model):

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 from megatrain import AdamW, Placement
 from megatrain.checkpoint.snapshot import Snapshot, StagingBlocks, tile_file
 from megatrain.device import CpuDevice, disk
+from megatrain.device.base import COMPUTE
 from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.batch import Intake
@@ -282,4 +283,23 @@ def trace(
             files = [tile_file(tile, tile.name) for tile in store.tiles]
             Snapshot(StagingBlocks(device, 0, None)).start(device, files)
         forward_only(parts, batch, Head.loss)
+    return device
+
+
+def generating(base: Any, without: str = "") -> TraceDevice:
+    """The device after passes in which each layer reads the experts that it has chosen."""
+    device, (program, _) = TraceDevice(frozenset({without})), tiny_program_with_experts(False)
+    packed = packed_weights(program.spec, base, frozen=True)
+    with mock.patch.object(program.spec, "packed", packed):
+        layouts, placement = tile_layouts(program.spec, {}), Placement(slots=2, prefetch=1)
+    store = Store(device, layouts, torch.bfloat16, rule=None, placement=placement)
+    parts = Assembly(device, program, store, torch.bfloat16, placement, ALONE).inference()
+    units = [*parts.trunk, parts.head]
+    stacks = {t.index: [e for e in t.layout.entries if len(e.shape) == 3] for t in store.tiles}
+    for _ in range(STEPS):
+        parts.stream.begin(units, stacks)
+        for unit, slot in parts.stream.visit(units):
+            device.run(COMPUTE, "route", lambda: None, [slot])
+            if stack := stacks[unit.tile.index]:
+                parts.stream.bring(unit.tile, stack, torch.tensor([[4, 1], [6, 4]]))
     return device

@@ -11,7 +11,15 @@ import pytest
 from megatrain import Placement
 from megatrain.device.base import COPY_IN, GATHER, HOSTS, REDUCE
 from megatrain.model.micro_batch import Batch
-from tests.race.schedule import STEPS, Alike, Told, schedules, shared_schedules, trace
+from tests.race.schedule import (
+    STEPS,
+    Alike,
+    Told,
+    generating,
+    schedules,
+    shared_schedules,
+    trace,
+)
 from tests.sweeps import few
 
 PARTS = 12  # of all schedules; the first, which has every wait, is in the plain run
@@ -135,6 +143,13 @@ def test_each_wait_of_their_way_is_needed(beside, waits, racing):
     for why in waits:
         races = trace(**PLAIN | beside, without=frozenset({why})).races
         assert any(text in race for race in races for text in racing), why
+
+
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+def test_each_wait_of_chosen_experts_is_needed(base):
+    assert not generating(base).races
+    for why in ("rows chosen", "rows arrived", "slot free", "weights arrived"):
+        assert any("slot" in race for race in generating(base, why).races), why
 
 
 def collectives(size=3, hosts=1):
