@@ -5,7 +5,6 @@ The collectives are torch.distributed's. Launch and rendezvous are, too (`torchr
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -377,7 +376,8 @@ def launch(devices: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    allowed = getattr(os, "sched_getaffinity", None)  # not on a Mac
+    cores = len(allowed(0)) if allowed else os.cpu_count() or 1
     if devices > cores:
         raise InputError(
             f"engine.devices is {devices}, but this process may use {cores} cores, and each device "

@@ -3,7 +3,6 @@
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -35,7 +34,7 @@ def cpu_name() -> str:
 
 def usable_cores() -> int:
     """Logical cores this process may run on: its affinity (`taskset`, a container's) counts."""
-    if sys.platform == "linux":
+    if hasattr(os, "sched_getaffinity"):  # not on a Mac
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
