@@ -296,6 +296,11 @@ class Config(Section):
                 kind not in (None, "prompts") and data.kind != "auto",
             ),
             (name, "data.weights; leave it out", kind is not None and data.weights),
+            (
+                name,
+                "adapter.init_lora_weights false: the reference is the base; leave it out",
+                self.loss.name == "dpo" and self.adapter.init_lora_weights is False,
+            ),
             (shared, "data.packing (set it to false) yet", data.packing),
             (shared, f"{name} yet", kind is not None or self.loss.name == "distill"),
         ):
