@@ -55,6 +55,7 @@ FEATURES: dict[str, dict[str, dict[str, Any]]] = {
     "shared rows": {"engine": RANKS | {"sequence_parallel": 2}},
     "DPO": {"loss": {"name": "dpo"}},
     "reward": {"loss": {"name": "reward"}},
+    "contrastive": {"loss": {"name": "contrastive"}},
     "distillation": {"loss": {"name": "distill", "top_k": 4}},
     "GRPO": {"loss": {"name": "grpo", "num_generations": 2, "max_completion_length": 4}},
 }
@@ -77,8 +78,11 @@ def rows(loss: str, images: str | None) -> list[dict[str, Any]]:
     prompts = [[{"role": "user", "content": text}] for text in asked]
     reply = [{"role": "assistant", "content": "It is 42."}]
     other = [{"role": "assistant", "content": "no idea"}]
+    kept: list[dict[str, Any]]
     if loss in ("dpo", "reward"):
         kept = [{"prompt": prompt, "chosen": reply, "rejected": other} for prompt in prompts]
+    elif loss == "contrastive":
+        kept = [{"anchor": text, "positive": f"{text} It is 42."} for text in asked]
     elif loss == "grpo":
         kept = [{"prompt": prompt} for prompt in prompts]
     else:

@@ -21,9 +21,9 @@ from megatrain.errors import InputError
 from megatrain.forecast.workload import Generation
 from megatrain.loss import (
     CROSS_ENTROPY,
+    EMBEDDING,
     SCORE,
     TOKEN_SCORE,
-    ClassHead,
     CrossEntropy,
     Loss,
     TopTokens,
@@ -171,7 +171,7 @@ class Engine(PlacedEngine):
                 },
                 trust_remote_code=trust_remote_code,
                 attn_implementation=attn_implementation,
-                head=ClassHead() if loss.scores else None,
+                head=loss.head,
             )
             choose_trained(source, trained, optimizer, precision)
             if not isinstance(device, Device):
@@ -264,6 +264,13 @@ class Engine(PlacedEngine):
         Needs a model with a sequence head; see `megatrain.loss.Reward`.
         """
         return self.label_losses(micro_batches, TOKEN_SCORE)
+
+    def embeddings(self, micro_batches: MicroBatches) -> list[Tensor]:
+        """The mean of each row's labelled hidden states `[B, D]`, fp32 on the CPU, not normalised.
+
+        Needs a model without a head; see `megatrain.loss.Contrastive`.
+        """
+        return self.label_losses(micro_batches, EMBEDDING)
 
     @classmethod
     def load(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatrain.compat.transformers import (
     classifies,
+    embeds,
     experts_forward,
     scores_rows,
     takes_grouped_products,
@@ -37,6 +38,7 @@ _OF_FILES = frozenset((
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 FILE_PREFIX = "base_model.model."  # of the parameters' names in an adapter's file
 _ROWS, _TOKENS = "SEQ_CLS", "TOKEN_CLS"  # PEFT's tasks of models that give classes or scores
+EMBEDDINGS = "FEATURE_EXTRACTION"  # of models without a head
 _HEADS = {"classifier", "score"}  # names that PEFT adds to modules_to_save for these tasks
 _INITS = (True, False, "gaussian")  # others change the base's weights, or need data
 _OF_FRESH_ONES = ("gaussian", "orthogonal", "eva")  # they say nothing of an adapter with weights
@@ -118,6 +120,8 @@ def of_scores(config: Any) -> bool:
 
 def task_of(model: object) -> str:
     """PEFT's task of a model, at which its Auto classes look."""
+    if embeds(model):
+        return EMBEDDINGS
     return _ROWS if scores_rows(model) else _TOKENS if classifies(model) else "CAUSAL_LM"
 
 

@@ -32,6 +32,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -83,8 +84,17 @@ SEQUENCE_CLASSES = frozenset(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.val
 TOKEN_CLASSES = frozenset(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values())
 """Names of transformers' classes that give each token a class."""
 
+BASE_CLASSES: dict[str, str] = {
+    kind: name
+    for kind, name in MODEL_MAPPING_NAMES.items()
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MULTIMODAL_CLASSES
+}
+"""Names of the classes of language models without a head, by model type."""
+
 CLASSIFIERS = SEQUENCE_CLASSES | TOKEN_CLASSES
-TEXT_CLASSES = CAUSAL_LM_CLASSES | CLASSIFIERS | {*MULTIMODAL_CLASSES.values()}
+TEXT_CLASSES = CAUSAL_LM_CLASSES.union(
+    CLASSIFIERS, BASE_CLASSES.values(), MULTIMODAL_CLASSES.values()
+)
 """Names of all classes that may be trained on text."""
 
 MODULE_MARKS = frozenset({"_is_hf_initialized"})
@@ -96,9 +106,14 @@ def scores_rows(model: object) -> bool:
     return type(model).__name__ in SEQUENCE_CLASSES
 
 
+def embeds(model: object) -> bool:
+    """True if a model has no head: it gives the last hidden state of each token."""
+    return type(model).__name__ in BASE_CLASSES.values()
+
+
 def classifies(model: object) -> bool:
-    """True if a model's head gives scores or classes, of rows or tokens, and no next token."""
-    return type(model).__name__ in CLASSIFIERS
+    """True if a model gives scores, classes or hidden states of rows or tokens, no next token."""
+    return type(model).__name__ in CLASSIFIERS or embeds(model)
 
 
 def recorded_routers(model: PreTrainedModel) -> list[tuple[type[nn.Module], int, str]]:

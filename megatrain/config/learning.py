@@ -143,6 +143,7 @@ _LOSSES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "reward": ("Reward", "pairs", {}),
     "sequence_classification": ("CrossEntropy", "classes", {"labels": None, "problem_type": None}),
     "token_classification": ("CrossEntropy", "tags", {"labels": None}),
+    "contrastive": ("Contrastive", "anchors", {}),
     "grpo": ("GRPO", "prompts", {}),
 }  # fmt: skip
 
@@ -155,8 +156,9 @@ class LossSection(NamedSection):
     """
 
     name: Literal[
-        "sft", "distill", "dpo", "reward", "grpo", "sequence_classification", "token_classification"
-    ] = "sft"
+        "sft", "distill", "dpo", "reward", "grpo",
+        "sequence_classification", "token_classification", "contrastive",
+    ] = "sft"  # fmt: skip
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None
     beta: Annotated[float, Field(ge=0)] | None = None
     loss_type: str | None = None
@@ -164,6 +166,10 @@ class LossSection(NamedSection):
     margin: bool | None = None
     labels: list[Name] | None = None
     problem_type: Literal["single_label_classification", "multi_label_classification"] | None = None
+    scale: float | None = None
+    symmetric: bool | None = None
+    pooling: str | None = None
+    negatives: Natural | None = None
     epsilon: float | None = None
     epsilon_high: float | None = None
     delta: float | None = None
@@ -224,14 +230,14 @@ class LossSection(NamedSection):
 
     @property
     def head(self) -> "ClassHead | None":
-        """The head of classes or of a score that the model gets; None: it keeps its own."""
+        """The head that the model gets, of classes, a score, or none; None: it keeps its own."""
         from megatrain.loss import ClassHead
 
-        if self.name == "reward":
-            return ClassHead()
+        if not self.labels:
+            return self.loss().head
         problem = self.problem_type or "single_label_classification"
         of_tokens = self.kind == "tags"
-        return ClassHead(tuple(self.labels), of_tokens, problem) if self.labels else None
+        return ClassHead(tuple(self.labels), of_tokens, problem)
 
     @property
     def kind(self) -> Any:
@@ -254,6 +260,8 @@ class LossSection(NamedSection):
             return ("loss",) if self.several else ("loss", "accuracy")
         if self.name == "distill":
             return ("loss",)
+        if self.name == "contrastive":
+            return "loss", "accuracy"
         kinds = ("chosen", "rejected", "margins", "accuracies")
         return "loss", *(f"rewards/{kind}" for kind in kinds)
 

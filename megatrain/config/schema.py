@@ -301,6 +301,11 @@ class Config(Section):
                 "adapter.init_lora_weights false: the reference is the base; leave it out",
                 self.loss.name == "dpo" and self.adapter.init_lora_weights is False,
             ),
+            (
+                name,
+                "one row a step without loss.negatives: raise training.batch_size",
+                kind == "anchors" and self.training.batch_size == 1 and not self.loss.negatives,
+            ),
             (shared, "data.packing (set it to false) yet", data.packing),
             (shared, f"{name} yet", kind is not None or self.loss.name == "distill"),
         ):

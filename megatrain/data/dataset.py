@@ -49,11 +49,12 @@ class Layout:
     overlong: Overlong
     pad_id: int
     num_classes: int = 0
+    lines: int = 1  # documents of a row that is compared with itself
 
     def arrange(self, documents: Segments) -> PackedRows:
         """The rows of these documents, without those that have nothing to predict."""
-        if self.kind == "pairs":
-            return PackedRows(documents, np.arange(0, len(documents) + 1, 2))
+        if self.lines > 1:
+            return PackedRows(documents, np.arange(0, len(documents) + 1, self.lines))
         if not self.packing:
             rows = split_rows(documents, self.sequence_length)
         elif self.kind == "text":
@@ -171,7 +172,7 @@ class PackedDataset:
             documents = documents.cut(np.array([place]))
             split = int(np.searchsorted(np.cumsum(documents.lengths), place, side="right"))
         else:
-            per_row = 2 if self._layout.kind == "pairs" else 1
+            per_row = self._layout.lines
             number = len(documents) // per_row
             split = per_row * (number - max(1, round(number * fraction)))
         return self._piece(documents[:split], f"train {fraction}"), self._piece(
@@ -313,7 +314,7 @@ def choose(store: TokenStore, layout: Layout, seed: int) -> Segments:
         lengths = _shorten(store, lengths, learnable, layout)
         learnable &= documents["first_target"] < lengths
     _report_unlearnable(store, learnable, layout)
-    per_row = 2 if layout.kind == "pairs" else 1  # both replies of a pair, or none
+    per_row = layout.lines  # both replies of a pair, or none
     usable = np.logical_and.reduce(learnable.reshape(-1, per_row), 1)
     order = shuffled(len(usable), 0, seed)
     order = (per_row * order[usable[order]][:, None] + np.arange(per_row)).reshape(-1)
@@ -357,7 +358,7 @@ def _report_unlearnable(store: TokenStore, learnable: NDArray[np.bool_], layout:
     if len(useless) == 0:
         return
     what, why = "conversations", "no reply of the assistant inside a row"
-    if layout.kind == "text" or layout.num_classes:
+    if layout.kind in ("text", "anchors") or layout.num_classes:
         what, why = "documents", "no text"
     if len(useless) == len(learnable):
         raise InputError(

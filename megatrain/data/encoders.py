@@ -124,8 +124,8 @@ class Encoder:
             if not isinstance(example, Pair):
                 return documents
             return [
-                document._replace(good=good, margin=example.margin)
-                for document, good in zip(documents, (True, False), strict=True)
+                document._replace(good=not line, margin=example.margin)
+                for line, document in enumerate(documents)
             ]
         except InputError as error:
             examples.bad(error)
@@ -134,7 +134,7 @@ class Encoder:
     def _encoded(self, placed: PlacedExample, talk: Any, examples: Examples) -> Document:
         """A conversation, whose images are read, or a completion, as a document."""
         if isinstance(talk, Labelled):
-            return self._labelled(placed)
+            return self._labelled(placed._replace(example=talk))
         if not isinstance(talk, Conversation):
             return self._completion(placed._replace(example=talk))
         if not talk.images:

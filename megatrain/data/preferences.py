@@ -1,18 +1,19 @@
 """Pairs of replies: rows with the inputs of their losses."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain.data.dataset import ROWS, MicroBatch, PackedDataset, scored
-from megatrain.loss import DPO, IGNORED, Distillation, PairLoss, Reward
+from megatrain.loss import DPO, IGNORED, Distillation, JointLoss
 
-REPLIES = ("pairs", "margins")
-"""Kinds of data with replies."""
+REPLIES = ("pairs", "margins", "anchors")
+"""Kinds of data whose rows are several texts that a loss compares."""
 
 PLAIN = ("input_ids", "labels", "attention_mask")
-_OF_LOSSES = {*DPO.inputs, *Distillation.choices, "margin"}
+_OF_LOSSES = {*DPO.inputs, *Distillation.choices, "margin", "text"}
 
 
 def plain_rows(step: list[MicroBatch]) -> list[MicroBatch]:
@@ -31,15 +32,15 @@ def numbered(step: list[MicroBatch]) -> list[MicroBatch]:
 
 
 class ReplyDataset(PackedDataset):
-    """Pairs, each a row of two lines of tokens: the better reply, and the other.
+    """Rows of several lines of tokens: a better reply, and another; or an anchor, its positive, ...
 
     Call `train_with` first: it says which loss the rows are for.
     """
 
-    _loss: PairLoss
+    _loss: Any
     _reference: Tensor | None = None
 
-    def train_with(self, loss: PairLoss) -> None:
+    def train_with(self, loss: JointLoss) -> None:
         """Give micro-batches the inputs of a loss."""
         self._loss = loss
 
@@ -51,7 +52,10 @@ class ReplyDataset(PackedDataset):
     def fill(self) -> float:
         return super().fill / self.lines
 
-    lines = PairLoss.lines
+    @property
+    def lines(self) -> int:
+        """Lines of a row."""
+        return self._layout.lines
 
     def plain(self, rows: Sequence[int]) -> MicroBatch:
         """Rows as `Layout.batch` lays them out, a line for each reply, without a loss's inputs."""
@@ -65,7 +69,9 @@ class ReplyDataset(PackedDataset):
         batch = self.plain(rows)
         labels, ids = batch["labels"], batch["input_ids"]
         pairs = torch.arange(len(rows)).repeat_interleave(self.lines)
-        of_lines = {"pair": pairs, "chosen": torch.tensor([1, 0] * len(rows))}
+        text = torch.arange(self.lines).repeat(len(rows))
+        of_lines = {"pair": pairs}
+        of_lines |= {"text": text} if self._loss.embeds else {"chosen": text == 0}
         if "margin" in self._loss.inputs:
             firsts = [int(self._segments(row).document[0]) for row in rows]
             of_lines["margin"] = torch.tensor([self.store.margin(at) for at in firsts])[pairs]
@@ -73,8 +79,13 @@ class ReplyDataset(PackedDataset):
             batch[name] = values[:, None].expand(labels.shape).float().contiguous()
         if self._reference is not None:
             batch["reference_logp"] = at_first_label(self._reference[list(rows)].view(-1), labels)
-        if isinstance(self._loss, Reward):
-            batch["labels"] = scored(ids, batch.get("attention_mask"), self.pad)
+        mask = batch.get("attention_mask")
+        if self._loss.scores:
+            batch["labels"] = scored(ids, mask, self.pad)
+        elif self._loss.embeds and self._loss.pooling == "mean":
+            batch["labels"] = torch.zeros_like(ids) if mask is None else IGNORED * (1 - mask)
+        elif self._loss.embeds:
+            batch["labels"] = scored(ids, mask, -1)
         return batch
 
 

@@ -42,7 +42,7 @@ class ShownDocument(NamedTuple):
 def summary(data: PackedDataset) -> list[str]:
     """A data set in numbers, a line each, from reading every token twice."""
     store, documents = data.store, data.documents
-    names = {"text": "documents", "pairs": "replies"}
+    names = {"text": "documents", "pairs": "replies", "anchors": "texts"}
     kind, lengths = store.notes["kind"], documents.lengths
     what = names.get(kind, "conversations")
     formats = ", ".join(name for name in store.notes["formats"] if name != what)

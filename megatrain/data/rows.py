@@ -46,9 +46,12 @@ class Completion(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The better reply to a prompt and the other, each with the prompt; the margin."""
+    """The better reply to a prompt and the other, each with the prompt; the margin.
 
-    replies: Sequence[Conversation | Completion]
+    Or texts to embed: an anchor, its positive, and its hard negatives.
+    """
+
+    replies: Sequence["Conversation | Completion | Labelled"]
     margin: float = 0.0
 
 
@@ -82,6 +85,16 @@ def of_tags(row: DataRow, where: str) -> Labelled:
         raise InputError(f"{where}: 'tokens' must be words, and 'tags' a class of each")
     starts = accumulate((len(word) + 1 for word in words[:-1]), initial=0)
     return Labelled(" ".join(words), tags, [*starts])
+
+
+def of_anchor(row: DataRow, where: str) -> Pair:
+    """A text, one to be near it (its positive), and others to be far from it (hard negatives)."""
+    texts = [row["anchor"], row["positive"]]
+    for value in (row.get(name) for name in _NEGATIVES):
+        texts += value if isinstance(value, list) else [value] * (not empty(value))
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        raise InputError(f"{where}: anchor, positive and negatives must be texts, and not empty")
+    return Pair([Labelled(text, [0]) for text in texts])
 
 
 def of_messages(row: DataRow, where: str) -> Conversation:
@@ -327,10 +340,15 @@ _TAGS = Format(
     {"tokens": ("tokens", "words"), "tags": ("tags", "ner_tags", "pos_tags", "labels")},
     {}, of_tags,
 )  # fmt: skip
-_OF_KIND = {"pairs": (PAIRS,), "margins": (MARGINS,),
+_NEGATIVES = ("negative", "negatives", *(f"negative_{number}" for number in range(1, 17)))
+_ANCHORS = Format(
+    "texts to embed", "anchors", {"anchor": ("anchor", "query"), "positive": ("positive",)},
+    {name: (name,) for name in _NEGATIVES}, of_anchor,
+)  # fmt: skip
+_OF_KIND = {"pairs": (PAIRS,), "margins": (MARGINS,), "anchors": (_ANCHORS,),
             "classes": (_CLASSES,), "class_sets": (_CLASSES,), "tags": (_TAGS,)}  # fmt: skip
 _EVERY = (*FORMATS, MARGINS)
-KNOWN = sorted({name for f in (*_EVERY, _CLASSES, _TAGS) for name in (*f.needs, *f.may)})
+KNOWN = sorted({name for f in (*_EVERY, _CLASSES, _TAGS, _ANCHORS) for name in (*f.needs, *f.may)})
 _NONE = -100, "tags"  # of a word without a class
 # Fields that a reply depends on: without them another conversation would be learnt.
 _PROMPTS = ("instruction", *_QUESTIONS, *_TALKS["messages"])  # names of prompts beside replies
@@ -343,11 +361,13 @@ class Reading:
 
     fields: our name -> the data's; null: a field of the data that is passed over on purpose.
     labels: the names of classes, by their numbers.
+    lines: texts of a row that is several: 2 of a pair; an anchor, its positive, its negatives.
     """
 
     kind: DataKind
     fields: Fields
     labels: Sequence[str] = ()
+    lines: int = 2
 
     def __post_init__(self) -> None:
         """Raises InputError: an unknown name of ours."""
@@ -427,6 +447,14 @@ class Reading:
                 )
         unread = [n for n, v in rest.items() if not empty(v)]
         example = form.read(values, where)
+        if isinstance(example, Pair):
+            more = len(example.replies) - 2
+            if more < self.lines - 2 or (more and self.lines == 2):
+                raise InputError(
+                    f"{where}: it has {more} negatives, and loss.negatives is {self.lines - 2}: "
+                    "set it to the number that every row has"
+                )
+            example = example._replace(replies=example.replies[: self.lines])
         if isinstance(example, Labelled):
             of_two = self.kind == "class_sets" and len(self.labels) == 2
             if of_two and {*map(repr, example.labels)} == {"0", "1"}:  # numbers, or yes and no

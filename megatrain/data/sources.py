@@ -15,8 +15,9 @@ _log = logging.getLogger("megatrain.data")
 
 FileFormat = Literal["text", "jsonl", "json", "csv", "parquet", "arrow", "hub"]
 DataKind = Literal[
-    "auto", "text", "chat", "pairs", "margins", "prompts", "classes", "class_sets", "tags"
-]
+    "auto", "text", "chat", "pairs", "margins", "anchors", "prompts",
+    "classes", "class_sets", "tags",
+]  # fmt: skip
 
 _SUFFIXES: dict[str, FileFormat] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".jsonlines": "jsonl", ".json": "json", ".csv": "csv",

@@ -49,6 +49,7 @@ def open_dataset(
     progress: Progress | None = None,
     images: ImageProcessor | None = None,
     labels: Sequence[str] = (),
+    lines: int = 2,
 ) -> PackedDataset:
     """Tokenises `source` (once: the tokens are kept in `cache_dir`) and arranges it in rows.
 
@@ -60,7 +61,7 @@ def open_dataset(
         packing: several documents share a row without seeing one another; text is cut where a row
             is full, conversations stay whole; replies that are compared share none.
         kind: "text"; "chat"; "auto": by the fields; "pairs", or pairs with "margins"; texts with
-            "classes", "class_sets", or words with "tags".
+            "classes", "class_sets", or words with "tags"; "anchors": texts to embed.
         fields: our name of a field -> the data's, or None: to be ignored.
         bad_rows: raise at the first unusable row, or leave such rows out and list them.
         weights, repeat: shares of the tokens, one for each source; see `row_packing.mixed`.
@@ -71,6 +72,7 @@ def open_dataset(
         progress: called with the documents and tokens so far while tokenising.
         images: of the model, for rows with images.
         labels: the names of classes.
+        lines: texts of each row: 2 of "pairs"; of "anchors" these, their positives and negatives.
 
     Raises InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
     """
@@ -78,11 +80,12 @@ def open_dataset(
         raise InputError(f"sequence_length is {sequence_length}: a row needs at least 2 tokens")
     if seed < 0:
         raise InputError(f"seed is {seed}: it must not be negative")
-    reading = Reading(kind, fields or {}, labels)
+    reading = Reading(kind, fields or {}, labels, lines)
     weighted = weights is not None
     sources, groups = open_sources(source, kind, hub_config, hub_split, weighted=weighted)
     examples = Examples(sources, reading, bad_rows)
     settings = [kind, reading.fields, bad_rows, vocab_size, identity(tokenizer), *labels]
+    settings += [lines] * (kind == "anchors")
     images = images or ImageProcessor(None)
     of_images = [images.identity] if images.identity else []
     key = json.dumps([_FORMAT, settings, [s.identity for s in sources], *of_images])
@@ -95,11 +98,12 @@ def open_dataset(
         progress,
     )
     _say(store.notes)
-    of_rows: Any = "pairs" if kind in REPLIES else store.notes["kind"]
+    of_rows: Any = "pairs" if kind == "margins" else store.notes["kind"]
     of_rows = kind if kind in CLASSES else of_rows
     packs = packing and kind not in (*REPLIES, *CLASSES)
     pad = pad_id(tokenizer, vocab_size)
-    layout = Layout(of_rows, sequence_length, packs, overlong, pad, len(labels))
+    lines = lines if kind in REPLIES else 1
+    layout = Layout(of_rows, sequence_length, packs, overlong, pad, len(labels), lines)
     documents, part = choose(store, layout, seed), f"seed {seed}"
     if weights is not None:
         of_source = np.array(groups, np.int64)[store.documents()["source"]]

@@ -352,8 +352,8 @@ class PlacedEngine:
     def _require_texts(self) -> None:
         if self._spec.capture.classifies:
             raise InputError(
-                "the model gives scores of rows or classes, and no texts; use Engine.rewards or "
-                "logits"
+                "the model gives scores of rows or classes, or embeddings, and no texts; use "
+                "Engine.rewards, logits or embeddings"
             )
 
     @property

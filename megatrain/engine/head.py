@@ -161,7 +161,8 @@ class Head(StreamedModule):
             return batch, []
         here = slice(batch.before, batch.before + len(batch.micro))
         targets, extras = zip(*batch.loss_inputs, strict=True)
-        shapes = [target.shape for target in targets]
+        width = self.program.spec.num_logits if loss.embeds else None
+        shapes = [(len(target), width or target.shape[1]) for target in targets]
         log_probs = self.collectives.gather_by_sum(self.losses(slot, batch, h), shapes, here.start)
         work = partial(loss.weigh, log_probs, targets, extras, batch.normaliser)
         nothing: Any = [None] * len(log_probs), [None] * len(log_probs), {}
@@ -197,7 +198,9 @@ class Head(StreamedModule):
         chunks = self._chunks(self.weights(slot), micro, values)
         parts = chunk_results(*chunks, tokens, micro.loss.each_of, _flat(micro.extras))
         losses = torch.cat([*parts])
-        return losses.view(*micro.rows.ids.shape, *losses.shape[1:])
+        losses = losses.view(*micro.rows.ids.shape, *losses.shape[1:])
+        assert micro.targets is not None
+        return micro.loss.pooled(losses, micro.targets)
 
     def logits(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
         """Each micro-batch's logits `[B, T, V]`, fp32, on the CPU."""

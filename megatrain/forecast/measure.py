@@ -263,7 +263,8 @@ class Measurer:
             tile = Tile(0, layout, planes)
             slot = Buffer("slot", torch.empty(layout.numel, dtype=dtype))
             sums = Buffer("sums", torch.empty(layout.trainable_numel))
-            beside = [torch.empty(sizes) for _ in loss.inputs]
+            shape = (*sizes, self.spec.num_logits) if "slopes" in loss.inputs else sizes
+            beside = [torch.empty(shape) for _ in loss.inputs]
             micro = replace(self.micro_batch(*sizes), loss=loss, extras=beside)
             routed = set(self.spec.routed)  # sums over tokens
             shapes = {r: (1,) if r in routed else sizes for r in h}

@@ -578,7 +578,7 @@ class Declared:
         self, head: Head, slot: Any, micro: MicroBatch, values: Values
     ) -> tuple[Work, Tensor]:
         rows, count = len(micro.inputs["input_ids"]), grouped(micro)
-        done = self._took(self._measured.head_losses(rows, self._head_tokens), count)
+        done = self._took(self._measured.head_losses(rows, self._head_tokens, micro.loss), count)
         every = torch.empty(count, micro.inputs["input_ids"].numel(), device="meta")
         return done, self._ledger.count(every, Place.WORKING_SET)[0]
 

@@ -39,6 +39,12 @@ class TwoVisits(JointLoss):
 TWO_VISITS = TwoVisits()
 
 
+def visited_twice(batch: Batch, loss: Loss) -> Batch:
+    """A step of a loss of all tokens together."""
+    visits = loss if loss.embeds else TWO_VISITS
+    return replace(batch, micro=[replace(micro, loss=visits) for micro in batch.micro])
+
+
 @dataclass
 class Group(MicroBatch):
     """Micro-batches that are followed as one: all pass a layer before the next one, and are alike.
@@ -260,9 +266,9 @@ class Profile(Once):
             peak = max(peak, self._hidden_bytes(rows, chunk))
         return Work(*map(at, *works))._replace(peak_bytes=peak)
 
-    def head_losses(self, rows: int, chunk: int) -> Work:
+    def head_losses(self, rows: int, chunk: int, loss: Loss = TWO_VISITS) -> Work:
         """The work of the visit that a loss of all tokens together needs first."""
-        return self._head(rows, rows * self.tokens, chunk, TWO_VISITS, losses=True)
+        return self._head(rows, rows * self.tokens, chunk, loss, losses=True)
 
     def _hidden_bytes(self, rows: int, chunk: int) -> int:
         """The peak of what comes before the projection, of all tokens."""

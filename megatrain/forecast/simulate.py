@@ -20,7 +20,7 @@ from megatrain.engine.sink import PIECE, GradAccumulator, Sink
 from megatrain.engine.step import train_step
 from megatrain.forecast.op_counter import Ledger, Place
 from megatrain.forecast.prices import CostModel, Declared
-from megatrain.forecast.profile import TWO_VISITS, Profile, grouped
+from megatrain.forecast.profile import Profile, grouped, visited_twice
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.model.micro_batch import MicroBatch, Weights
@@ -188,7 +188,7 @@ def forecast(
     if (ranks := model.ranks * model.hosts) > 1:
         batch = measured.with_all_rows(batch, rows * ranks, model.ranks)
     if joint:
-        batch = replace(batch, micro=[replace(micro, loss=TWO_VISITS) for micro in batch.micro])
+        batch = visited_twice(batch, loss)
     costs.group = max(map(grouped, batch.micro))
     costs.chunks = -(-micro_batch * measured.tokens // placement.head_tokens)
     costs.puts = 3 if placement.layer_inputs == "host" else 2

@@ -13,6 +13,7 @@ from megatrain.loss.base import (
     Loss,
     MultiLabel,
     Score,
+    Slopes,
     Statistics,
     TokenWeights,
     TopTokens,
@@ -22,6 +23,7 @@ from megatrain.loss.base import (
     num_labelled,
     targets_of,
 )
+from megatrain.loss.embeddings import EMBEDDING, Contrastive, Embedding
 from megatrain.loss.policy import GRPO
 from megatrain.loss.preferences import (
     DPO,
@@ -30,6 +32,5 @@ from megatrain.loss.preferences import (
     PairLoss,
     Replies,
     Reward,
-    ScoreWeights,
     TokenScore,
 )

@@ -73,9 +73,11 @@ class Loss(ABC):
         temperature: divides the logits before anything else, above 0.
         top_k: the number of largest logits that it reads, also without gradients.
         scores: it reads the one number of a head that scores rows.
+        embeds: it reads the hidden states of a model without a head.
     """
 
     scores: ClassVar[bool] = False
+    embeds: ClassVar[bool] = False
     inputs: ClassVar[tuple[str, ...]] = ()
     choices: ClassVar[tuple[str, ...]] = ()
     uses_mean: ClassVar[bool] = False
@@ -88,6 +90,11 @@ class Loss(ABC):
             raise InputError(
                 f"{type(self).__name__}'s temperature is {self.temperature!r}; it must be above 0"
             )
+
+    @property
+    def head(self) -> "ClassHead | None":
+        """The head that a language model gets for this loss; None: it keeps its own."""
+        return ClassHead() if self.scores else None
 
     @abstractmethod
     def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
@@ -112,6 +119,10 @@ class Loss(ABC):
         values = self.tokens(statistics, *extras)
         used = (targets_N != IGNORED).view(-1, *[1] * (values.ndim - 1))
         return torch.where(used, values, 0.0)
+
+    def pooled(self, values: Tensor, targets_BT: Tensor) -> Tensor:
+        """Tokens' values `[B, T, ...]` as they are, or what is made of them for rows `[B, ...]`."""
+        return values
 
     def each_of(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         """The loss of each token `[N]`, from its logits; 0 where it has no target."""
@@ -141,11 +152,15 @@ class Loss(ABC):
 
 
 class ClassHead(NamedTuple):
-    """A head in place of a language model's, of rows or `of_tokens`; one label: a score."""
+    """A head in place of a language model's, of rows or `of_tokens`; one label: a score.
+
+    No labels: none; `pooling` says to users of the model which hidden states are a row's embedding.
+    """
 
     labels: tuple[str, ...] = ("LABEL_0",)
     of_tokens: bool = False
     problem_type: str | None = None
+    pooling: str | None = None
 
 
 def given_loss(loss: object) -> Loss:
@@ -209,6 +224,19 @@ class TokenWeights(Loss):
 
 
 TOKEN_WEIGHTS = TokenWeights()
+
+
+@dataclass(frozen=True)
+class Slopes(Loss):
+    """A loss with the slope `-slopes` `[B, T, V]`, or `[B, T]` of one logit, by labelled logits."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("slopes",)
+
+    def statistics(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Statistics:
+        return Statistics(logits_NV.float())
+
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        return -(statistics.log_prob * extras[0].view_as(statistics.log_prob)).sum(1)
 
 
 @dataclass(frozen=True)
@@ -297,9 +325,13 @@ class JointLoss(Loss):
 
     Attributes:
         weighed: what the second visit minimises, given these weights, at the same temperature.
+        reads: the method of Engine that gives the values of the first visit.
+        depends_on_step: which rows are together decides its value: it is evaluated as in steps.
     """
 
     weighed: Loss = TOKEN_WEIGHTS
+    reads: ClassVar[str] = "logprobs"
+    depends_on_step: ClassVar[bool] = False
 
     @abstractmethod
     def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
@@ -341,7 +373,7 @@ class JointLoss(Loss):
         """Each micro-batch's share of the step's loss, its labels' weights, and the measures.
 
         Args:
-            log_probs: `[B, T]` of each micro-batch, 0 where there is no target.
+            log_probs: `[B, T]` of each micro-batch, 0 where there is no target; or further numbers.
             targets: `[B, T]` of each, -100 for none.
             extras: the tensors named in `inputs` and `choices`, of each.
 
@@ -349,19 +381,19 @@ class JointLoss(Loss):
             Scalars, all but the first 0 unless the loss is not finite; and TokenWeights' `[B, T]`.
         """
         flat = [
-            torch.cat([tensor.flatten(0, 1) for tensor in part])
+            torch.cat([e.flatten(0, t.ndim - 1) for e, t in zip(part, targets, strict=True)])
             for part in zip(*extras, strict=True)
         ]
         with torch.enable_grad():
-            log_probs_N = (
-                torch.cat([tensor.reshape(-1) for tensor in log_probs]).detach().requires_grad_()
-            )
+            pairs = zip(log_probs, targets, strict=True)
+            flat_values = [value.flatten(0, target.ndim - 1) for value, target in pairs]
+            log_probs_N = torch.cat(flat_values).detach().requires_grad_()
             targets_N = torch.cat([tensor.reshape(-1) for tensor in targets])
             loss = self.joint(log_probs_N, targets_N, *flat) / normaliser
         [slopes_N] = torch.autograd.grad(loss, [log_probs_N])
         measured = self.measures(log_probs_N.detach(), targets_N, *flat)
         parts = (-slopes_N).split([tensor.numel() for tensor in targets])
-        weights = [part.view_as(tensor) for part, tensor in zip(parts, targets, strict=True)]
+        weights = [part.view_as(value) for part, value in zip(parts, log_probs, strict=True)]
         total = loss.detach().float()
         return [total, *[total * 0] * (len(weights) - 1)], weights, measured
 

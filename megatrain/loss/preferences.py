@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.loss.base import IGNORED, JointLoss, Loss, Statistics
+from megatrain.loss.base import IGNORED, JointLoss, Loss, Slopes, Statistics
 
 MOST_NUMBERS = 1 << 24  # that fp32 tells apart
 
@@ -215,16 +215,6 @@ class TokenScore(Loss):
         return statistics.lse
 
 
-@dataclass(frozen=True)
-class ScoreWeights(Loss):
-    """A loss with the slope `-token_weights` by each token's score."""
-
-    inputs: ClassVar[tuple[str, ...]] = ("token_weights",)
-
-    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
-        return -statistics.lse * extras[0]
-
-
 TOKEN_SCORE = TokenScore()
 
 
@@ -249,8 +239,9 @@ class Reward(PairLoss):
     center_rewards_coefficient: float | None = None
     margin: bool = False
     scores: ClassVar[bool] = True
+    reads: ClassVar[str] = "rewards"
     inputs: ClassVar[tuple[str, ...]] = ("pair", "chosen")
-    weighed = ScoreWeights()
+    weighed = Slopes()
 
     def __post_init__(self) -> None:
         share = self.center_rewards_coefficient

@@ -30,6 +30,7 @@ from transformers import (
 from megatrain.base.json_yaml import read_json
 from megatrain.compat.gguf import is_gguf, read_gguf
 from megatrain.compat.transformers import (
+    BASE_CLASSES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     MULTIMODAL_CLASSES,
@@ -148,17 +149,21 @@ def model_class(
 
 
 def with_head(config: PreTrainedConfig, head: ClassHead) -> PreTrainedConfig:
-    """That of the same model with such a head.
+    """That of the same model with such a head, or without one.
 
     Rows end before padding, so one that names no token for it takes the end of texts.
 
     Raises InputError: transformers has no such head for it, the model has another one already, or
     nothing tells where rows end.
     """
-    labels, kind, by_type = head.labels, "token", MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
-    if not head.of_tokens:
-        kind, by_type = "sequence", MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-    if (config.architectures or [""])[0] in by_type.values():
+    labels, example = head.labels, "Gemma 3"
+    kind, by_type = "token classification", MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+    if not labels:
+        example, kind = "Qwen3", "embeddings"
+        by_type = {} if config.is_encoder_decoder else BASE_CLASSES
+    elif not head.of_tokens:
+        kind, by_type = "sequence classification", MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    if labels and (config.architectures or [""])[0] in by_type.values():
         known = tuple(config.id2label.values())
         unnamed = tuple(f"LABEL_{number}" for number in range(len(known)))
         if labels == unnamed and head.problem_type != "multi_label_classification":
@@ -171,10 +176,13 @@ def with_head(config: PreTrainedConfig, head: ClassHead) -> PreTrainedConfig:
     scored, name = copy.deepcopy(config), by_type.get(config.model_type)
     if name is None:
         raise InputError(
-            f"loss.name needs a class for {kind} classification, and transformers has none for a "
-            f"{config.model_type}; take a model that has one, such as Gemma 3"
+            f"loss.name needs a class for {kind}, and transformers has none for a "
+            f"{config.model_type}; take a model that has one, such as {example}"
         )
-    scored.architectures, scored.num_labels = [name], len(labels)
+    scored.architectures = [name]
+    if not labels:
+        return scored
+    scored.num_labels = len(labels)
     scored.id2label = dict(enumerate(labels))
     scored.label2id = {label: number for number, label in scored.id2label.items()}
     scored.problem_type = head.problem_type

@@ -235,19 +235,21 @@ class Capture:
         trunk: the outermost submodule that contains the stack and is called as a whole; what runs
             after it is the language-model head.
         scores_rows: True if its head gives numbers for each row, not logits for each token.
-        classifies: True if its head gives classes or scores, and no next token.
+        classifies: True if its head gives classes or scores, and no next token; or it has none.
+        embeds: True if it has no head: its output is the trunk's.
         takes_any: True if the forward passes unknown keyword arguments to its layers.
         encodes: True if the model has encoders of images or sounds.
     """
 
     def __init__(self, model: "PreTrainedModel", stack: nn.ModuleList) -> None:
-        from megatrain.compat.transformers import classifies, encodes, scores_rows
+        from megatrain.compat.transformers import classifies, embeds, encodes, scores_rows
 
         self.model = model
         self.trunk: nn.Module = model
         self.outputs: list[Callable[[Mapping[int, Any]], Any]] = []
         self._handler: Callable[[nn.Module, tuple, dict], Any] | None = None
         self.scores_rows, self.classifies = scores_rows(model), classifies(model)
+        self.embeds = embeds(model)
         self._signature = inspect.signature(model.forward).parameters
         kinds = [parameter.kind for parameter in self._signature.values()]
         self.takes_any = inspect.Parameter.VAR_KEYWORD in kinds

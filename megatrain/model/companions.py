@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from megatrain.base.json_yaml import parse_json, read_json
 from megatrain.base.units import MIB
-from megatrain.errors import explained, first_line
+from megatrain.errors import InputError, explained, first_line
 
 Companions = Mapping[str, bytes]  # by path inside the folder
 
@@ -22,10 +22,12 @@ GENERATION = "generation_config.json"
 
 _MOST_BYTES = 256 * MIB  # of all; the largest tokenizers that are known have 34 MB
 _TEMPLATES = "additional_chat_templates"
+# sentence-transformers': what a text passes, and how the hidden states of its tokens are pooled.
+_MODULES, _POOLING = "modules.json", "1_Pooling/config.json"
 
 _GO_ALONG = re.compile(
     r"[^/]+\.(json|jinja|txt|model|tiktoken|bpe|spm|vocab|py)"
-    rf"|{_TEMPLATES}/[^/]+\.jinja"
+    rf"|{_TEMPLATES}/[^/]+\.jinja|{_POOLING}"
     r"|(licen[cs]e|notice|copying|copyright|use_policy|acceptable_use)[^/]*",
     re.IGNORECASE,
 )
@@ -49,7 +51,7 @@ def companions(folder: Path) -> dict[str, bytes]:
 
     Raises InputError: one cannot be read.
     """
-    paths = [*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*")]
+    paths = [*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*"), *folder.glob(_POOLING)]
     named = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
     chosen = {
         name: path
@@ -61,6 +63,33 @@ def companions(folder: Path) -> dict[str, bytes]:
     files, configuration = read_files(chosen), read_files({"config.json": folder / "config.json"})
     needs_code = any(b'"auto_map"' in data for data in [*configuration.values(), *files.values()])
     return files | (read_files(code) if needs_code else {})
+
+
+def sentence_files(beside: Companions, width: int, pooling: str) -> dict[str, bytes]:
+    """The files by which sentence-transformers embeds a text as it is trained; none if it has them.
+
+    Raises InputError: those `beside` the model embed it otherwise.
+    """
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    mode = "mean_tokens" if pooling == "mean" else "lasttoken"
+    if _MODULES in beside:
+        named = [str(module["type"]).rpartition(".")[2] for module in parse_json(beside[_MODULES])]
+        pooled = parse_json(beside.get(_POOLING, b"{}"))
+        on = [n.removeprefix("pooling_mode_") for n, value in pooled.items() if value is True]
+        modes = [pooled.get("pooling_mode", mode), *(n for n in on if n != "include_prompt")]
+        if {*named} <= kinds.keys() and {*modes} <= {mode, mode.removesuffix("_tokens")}:
+            return {}
+        raise InputError(
+            f"{_MODULES}, {_POOLING}: a text's embedding is another one than is trained (pooling "
+            f"{pooling}, only {', '.join(kinds)}); set loss.pooling, or remove these files"
+        )
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(kinds.items())
+    ]
+    pools = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": False}
+    files = {_MODULES: modules, _POOLING: pools | {f"pooling_mode_{mode}": True}}
+    return {name: json.dumps(value, indent=2).encode() for name, value in files.items()}
 
 
 def read_files(paths: Mapping[str, Path]) -> dict[str, bytes]:

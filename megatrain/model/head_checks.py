@@ -56,6 +56,8 @@ def label_shift(spec: ModelSpec) -> int:
             f"{name} makes {spec.num_logits} numbers of a token, and its vocabulary has {count}:"
             " its head is not a language model's; give a model with one (...ForCausalLM)"
         )
+    if spec.capture.embeds:
+        return 0
     shift = _tried(spec, name)
     if spec.router_loss is not None:
         _try_routers(spec, spec.router_loss, shift, name)

@@ -259,6 +259,9 @@ def lazy_weights(
     }
 
 
+_HEADS = "lm_head.", "embed_out.", "cls."  # of language models
+
+
 def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
     """The tensors of `folder` that `model` has no place for, by their names there.
 
@@ -273,7 +276,7 @@ def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
         if not path.name.startswith(("consolidated", "adapter_model")):
             log.warning("%s: is named by no index, so neither read nor exported", path)
     scores, unsaved = classifies(model), not_saved(model)
-    carried = [s for to, s in plan.unexpected if not (scores and to.startswith("lm_head."))]
+    carried = [s for to, s in plan.unexpected if not (scores and to.startswith(_HEADS))]
     carried += [s for recipe in plan.recipes if recipe.target in unsaved for _, s in recipe.sources]
     opened = cache(lambda path: path.open("rb", buffering=0))
     return {stored.name: stored.kept_open(opened) for stored in carried}
@@ -463,9 +466,9 @@ def _check_complete(
     }
     named = (read_json(folder / "config.json").get("architectures") or [""])[0]
     if classifies(model) and named not in CLASSIFIERS:
-        head = "score.", "classifier."
+        head = "score.", "classifier.", "pooler."
         report.missing_keys = {n for n in report.missing_keys if not n.startswith(head)}
-        report.unexpected_keys = {n for n in report.unexpected_keys if not n.startswith("lm_head.")}
+        report.unexpected_keys = {n for n in report.unexpected_keys if not n.startswith(_HEADS)}
     if report.missing_keys:
         raise InputError(
             f"{folder}: {_some(report.missing_keys)} missing from the checkpoint of a "

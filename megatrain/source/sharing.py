@@ -53,9 +53,10 @@ def check_call(
             raise InputError(
                 f"{type(loss).__name__} is not for a {type(spec.capture.model).__name__}: Reward "
                 "and Engine.rewards are for models with a head of one score for each row "
-                "(AutoModelForSequenceClassification, num_labels=1), cross entropy and MultiLabel "
-                "for heads of several classes (by the configuration's problem_type; regression has "
-                "no loss here), and other losses for language models"
+                "(AutoModelForSequenceClassification, num_labels=1), Contrastive and "
+                "Engine.embeddings for models without a head (AutoModel), cross entropy and "
+                "MultiLabel for heads of several classes (by the configuration's problem_type; "
+                "regression has no loss here), and other losses for language models"
             )
         if ranks.size == 1:
             return {}
@@ -75,6 +76,8 @@ def check_call(
 
 
 def _fits(loss: Any, spec: ModelSpec) -> bool:
+    if loss.embeds or spec.capture.embeds:
+        return bool(loss.embeds and spec.capture.embeds)
     is_score = spec.capture.scores_rows and spec.num_logits == 1
     if loss.scores or is_score:
         return bool(loss.scores and is_score)

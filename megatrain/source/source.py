@@ -30,7 +30,7 @@ from megatrain.errors import DoesNotFit, InputError
 from megatrain.loss import ClassHead
 from megatrain.model import build
 from megatrain.model.adapters import adapted, noted, plain, with_new_adapter
-from megatrain.model.companions import Companions, companions, set_generation
+from megatrain.model.companions import Companions, companions, sentence_files, set_generation
 from megatrain.model.float8 import ROUTERS, require_torchao
 from megatrain.model.probe import spec
 from megatrain.model.quantised import kept_format, quantised_base
@@ -169,6 +169,10 @@ def open_source(
         source.companions = {**source.companions, **companions(folder)}
     else:
         source = _open_plain(model, resumes=resumes, head=head, **code)
+    if head is not None and head.pooling is not None:
+        width = source.model.config.get_text_config(decoder=True).hidden_size
+        files = sentence_files(source.companions, width, head.pooling)
+        source.companions = {**source.companions, **files}
     ask_for(source.model, routers)
     ask_for(plain(source.model), routers)  # which merged exports are made of
     if source.base == "bf16" and not source.resumes:
@@ -240,6 +244,8 @@ def folder_adapter(folder: Path) -> tuple[Any, str]:
 
 def _head_of(folder: Path, config: Any) -> ClassHead | None:
     """The head in an adapter's folder, of as many labels as its weights have; None: it has none."""
+    if config.task_type == peft.EMBEDDINGS:
+        return ClassHead(())
     if not peft.of_scores(config):
         return None
     shapes = {tensor.name: tensor.shape for tensor in read_header(folder / peft.WEIGHTS_FILE)}

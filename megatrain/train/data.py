@@ -72,6 +72,7 @@ def open_data(
             packing=data.packing,
             overlong=data.overlong,
             labels=config.loss.labels or (),
+            lines=config.loss.lines,
             **reading,
             **mixing,
         )

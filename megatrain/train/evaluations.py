@@ -3,13 +3,16 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from megatrain.base.units import duration
 from megatrain.config import Config, step_loss
 from megatrain.data import PackedDataset, Prompts, Step, plain_rows
-from megatrain.loss import Distillation, JointLoss, MultiLabel, Reward, num_labelled, targets_of
+from megatrain.loss import Distillation, JointLoss, MultiLabel, num_labelled, targets_of
 from megatrain.telemetry.console import described_rewards
 from megatrain.telemetry.metrics import MetricsWriter, is_evaluation
 from megatrain.train.rollouts import Rollouts
@@ -104,8 +107,8 @@ class Evaluations:
         data = self._job.data.get(name)
         assert data is None or isinstance(data, PackedDataset)
         if isinstance(self._loss, JointLoss):
-            scores = isinstance(self._loss, Reward)
-            return logprobs(self._engine, plain_rows(part), self._job.ranks, data, scores=scores)
+            reads = self._loss.reads
+            return logprobs(self._engine, plain_rows(part), self._job.ranks, data, reads=reads)
         rows = part_of(part, self._engine.batch_ranks)
         if data is not None:
             rows = [data.with_images(micro) for micro in rows]
@@ -116,8 +119,10 @@ class Evaluations:
 
     def _of(self, results: list[Any], parts: _Parts, prefix: str) -> dict[str, float]:
         if isinstance(self._loss, JointLoss):
-            rows = [micro for part, _ in parts for micro in part]
-            values = self._loss.loss_and_measures(results, rows)
+            steps = [part for part, _ in parts]
+            if not self._loss.depends_on_step:
+                steps = [[micro for part in steps for micro in part]]
+            values = _of_steps(self._loss, iter(results), steps)
         else:
             losses, right = (sum(column) for column in zip(*results, strict=True))
             count = sum(count for _, count in parts)
@@ -155,6 +160,16 @@ class Evaluations:
         named = [name for name in self._sets if name]
         parts += [f"{name} {scores[f'eval_{name}_loss']:.4f}" for name in named]
         return "  ".join(parts)
+
+
+def _of_steps(loss: JointLoss, results: Iterator[Any], steps: list[Step]) -> dict[str, float]:
+    """Loss and measures of a joint loss: means over steps, weighed by their rows of tokens."""
+    every = [loss.loss_and_measures([*islice(results, len(rows))], rows) for rows in steps]
+    if len(every) == 1:
+        return every[0]
+    sizes = [sum(len(micro["labels"]) for micro in rows) for rows in steps]
+    means = (np.average([values[name] for values in every], weights=sizes) for name in every[0])
+    return dict(zip(every[0], map(float, means), strict=True))
 
 
 def _parts(rows: Step, at_once: int, shift: int) -> _Parts:

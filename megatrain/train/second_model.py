@@ -22,7 +22,7 @@ from megatrain.checkpoint import Checkpoint
 from megatrain.config import Config, ModelSection
 from megatrain.data import PackedDataset, ReplyDataset, Step, load_tokenizer, plain_rows
 from megatrain.errors import InputError, explained
-from megatrain.loss import DPO, IGNORED, Distillation, PairLoss
+from megatrain.loss import DPO, IGNORED, Distillation, JointLoss
 from megatrain.model.sizes import check_sequence_length
 from megatrain.model.weights import resolve_model
 from megatrain.parallel.distributed import Ranks
@@ -137,7 +137,7 @@ def prepare_replies(
         dataset.pad = -1 if pad is None else pad
     sets = {name: dataset for name, dataset in data.items() if isinstance(dataset, ReplyDataset)}
     for replies in sets.values():
-        assert isinstance(loss, PairLoss)  # replies are opened for such losses alone
+        assert isinstance(loss, JointLoss)  # replies are opened for such losses alone
         replies.train_with(loss)
     if not isinstance(loss, DPO):
         return None

@@ -300,6 +300,11 @@ def _structure(config: Config, model: Any) -> Source:
         resting(placement, opened.layouts)
     if config.data.packing and config.loss.kind is None:
         check_documents(opened.spec)
+    if opened.spec.capture.embeds and config.loss.head is None:
+        raise InputError(
+            f"config.json of {config.model.path} names {type(source.model).__name__}, which has no "
+            "head of a language model; name one there, or take loss.name: contrastive"
+        )
     if opened.spec.label_shift == 0 and config.loss.head is None:
         raise InputError(
             f"the loss of {source.model.config.model_type} compares logits with the labels of the "

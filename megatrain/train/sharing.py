@@ -147,17 +147,18 @@ def logprobs(
     ranks: Ranks,
     data: PackedDataset | None = None,
     *,
-    scores: bool = False,
-    temperature: float = 1.0,
+    reads: str = "logprobs",
+    **options: float,
 ) -> list[Tensor]:
     """`Engine.logprobs` of all micro-batches, on all ranks, which share the work.
 
-    Args: `data`: whose rows they are, and may have images; `scores`: `Engine.rewards` instead.
+    Args: `data`: whose rows they are, and may have images; `reads`: the engine's method, with
+        `options`.
     """
 
     def of(part: Step) -> list[Tensor]:
         part = part if data is None else [data.with_images(micro) for micro in part]
-        return engine.rewards(part) if scores else engine.logprobs(part, temperature=temperature)
+        return getattr(engine, reads)(part, **options)
 
     return by_parts(ranks, step, of)
 

@@ -14,8 +14,10 @@ from megatrain import loss as loss_package
 from megatrain.loss import (
     DPO,
     GRPO,
+    Contrastive,
     CrossEntropy,
     Distillation,
+    Embedding,
     JointLoss,
     LabelSmoothing,
     Loss,
@@ -23,7 +25,7 @@ from megatrain.loss import (
     PairLoss,
     Reward,
     Score,
-    ScoreWeights,
+    Slopes,
     TokenScore,
     TokenWeights,
     TopTokens,
@@ -148,8 +150,9 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
 def test_every_loss_of_the_package_is_tried():
     kinds = {v for v in vars(loss_package).values() if isinstance(v, type) and issubclass(v, Loss)}
     others = {Loss, JointLoss, PairLoss, CrossEntropy, Score}  # or tried below
-    others |= {TokenScore, ScoreWeights, TopTokens}  # parts of Reward; what a teacher says
+    others |= {TokenScore, Slopes, TopTokens}  # parts of Reward; what a teacher says
     others |= {MultiLabel}  # of heads of classes: test_classes.py
+    others |= {Contrastive, Embedding}  # test_embeddings.py
     elsewhere = [*DPOS, *REWARDS.values(), *POLICIES.values()]
     tried = {type(loss) for loss, _ in LOSSES.values()} | {*map(type, elsewhere)}
     assert kinds - others == tried - {Curved}

@@ -1,0 +1,155 @@
+"""Losses of embeddings: of one vector for each row, the mean of its labelled hidden states.
+
+Legend: B rows of a micro-batch, R of a step, T tokens of a row, N of a micro-batch, D width,
+P pairs of a step.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatrain.errors import InputError
+from megatrain.loss.base import IGNORED, ClassHead, JointLoss, Loss, Slopes, Statistics
+from megatrain.loss.preferences import check_numbers, check_type
+
+Pooling = Literal["last", "mean"]
+
+
+@dataclass(frozen=True)
+class Embedding(Loss):
+    """The embedding of each row `[B, D]`, not normalised: the mean over its labelled tokens."""
+
+    embeds: ClassVar[bool] = True
+
+    statistics = Slopes.statistics  # a model without a head gives hidden states in place of logits
+
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        return statistics.log_prob
+
+    def pooled(self, values_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        return values_BTD.sum(1) / _counts(targets_BT)
+
+
+EMBEDDING = Embedding()
+
+
+@dataclass(frozen=True)
+class Contrastive(Embedding, JointLoss):
+    """The mean over anchors of the cross entropy of telling their positive from all other texts.
+
+    Logits of an anchor are its cosine similarities, times `scale`, with the positives and hard
+    negatives of all anchors of the step (InfoNCE: van den Oord et al., 2018,
+    https://arxiv.org/abs/1807.03748, equation 4; sentence-transformers'
+    `MultipleNegativesRankingLoss`, symmetric `MultipleNegativesSymmetricRankingLoss`). With
+    `symmetric` half of the loss tells a positive's anchor from all other anchors.
+
+    The model has no head (`AutoModel`). Labels are 0 at the tokens whose hidden states are
+    averaged, -100 elsewhere. A micro-batch has, as floating-point numbers `[B, T]` of which those
+    at a row's first label count:
+        pair: the number of the row's anchor in the step; its texts may be in any micro-batches.
+        text: 0 in the anchor, 1 in its positive, 2 and more in its hard negatives.
+
+    `pooling` and `negatives` (hard negatives of each anchor) say how runs make rows of their data.
+
+    Raises InputError: `scale` is not above 0, `negatives` below 0, or `pooling` unknown.
+    """
+
+    scale: float = 20.0
+    symmetric: bool = False
+    pooling: Pooling = "last"
+    negatives: int = 0
+    inputs: ClassVar[tuple[str, ...]] = ("pair", "text")
+    weighed = Slopes()
+    reads: ClassVar[str] = "embeddings"
+    depends_on_step: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale < math.inf or self.negatives < 0:
+            raise InputError("a contrastive loss needs scale above 0 and negatives of 0 or more")
+        check_type("a contrastive loss", self.pooling, Pooling, "pooling")
+
+    @property
+    def lines(self) -> int:
+        """Rows of tokens for each anchor of the data."""
+        return 2 + self.negatives
+
+    @property
+    def head(self) -> ClassHead:
+        return ClassHead((), pooling=self.pooling)
+
+    def similarities(
+        self, rows_RD: Tensor, targets_R: Tensor, pair_R: Tensor, text_R: Tensor
+    ) -> Tensor:
+        """Each anchor's logits `[P, R - P]`: positives, first negatives, ..., in order of pairs."""
+        used = targets_R != IGNORED
+        pair, text = pair_R[used].long(), text_R[used].long()
+        order = (text * (int(pair.max()) + 1) + pair).argsort()
+        embeddings = F.normalize(rows_RD[used][order].float(), dim=1)
+        count = int((text == 0).sum())
+        return embeddings[:count] @ embeddings[count:].T * self.scale
+
+    def joint(self, rows_RD: Tensor, targets_R: Tensor, *extras: Tensor) -> Tensor:
+        scores = self.similarities(rows_RD, targets_R, *extras)
+        right = torch.arange(len(scores), device=scores.device)
+        loss = F.cross_entropy(scores, right, reduction="sum")
+        if not self.symmetric:
+            return loss
+        return (loss + F.cross_entropy(scores[:, : len(scores)].T, right, reduction="sum")) / 2
+
+    def measures(self, rows_RD: Tensor, targets_R: Tensor, *extras: Tensor) -> dict[str, Tensor]:
+        """The share of anchors to which no text is nearer than their positive."""
+        scores = self.similarities(rows_RD, targets_R, *extras)
+        return {"accuracy": (scores.diagonal() >= scores.amax(1)).double().mean()}
+
+    def weigh(
+        self,
+        log_probs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        extras: Sequence[Sequence[Tensor]],
+        normaliser: float,
+    ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+        rows, of_rows = _of_rows(targets, extras)
+        losses, slopes, measured = super().weigh(log_probs, rows, of_rows, normaliser)
+        weights = [
+            (slopes_BD / _counts(target))[:, None].expand(*target.shape, -1)
+            for slopes_BD, target in zip(slopes, targets, strict=True)
+        ]
+        return losses, weights, measured
+
+    def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
+        """The number of anchors. Raises InputError: a text of one is missing, or is there twice."""
+        rows, of_rows = _of_rows(targets, extras)
+        used = torch.cat(list(rows)) != IGNORED
+        pair, text = (torch.cat(part)[used] for part in zip(*of_rows, strict=True))
+        check_numbers("pair", pair)
+        check_numbers("text", text)
+        texts = [*zip(pair.tolist(), text.tolist(), strict=True)]
+        pairs = {number for number, _ in texts}
+        if len({*texts}) < len(texts) or not {(n, k) for n in pairs for k in (0, 1)} <= {*texts}:
+            raise InputError("each pair of a step needs one row of text 0 and one of text 1")
+        return len(pairs)
+
+
+def _counts(targets_BT: Tensor) -> Tensor:
+    """The labelled tokens of each row `[B, 1]`, 1 where there are none."""
+    return (targets_BT != IGNORED).sum(1, keepdim=True).clamp(min=1)
+
+
+def _of_rows(
+    targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Targets and numbers of each row `[B]`: those of its first label."""
+    firsts = [(target != IGNORED).int().argmax(1, keepdim=True) for target in targets]
+
+    def first(tensor: Tensor, at: Tensor) -> Tensor:
+        return tensor.gather(1, at)[:, 0]
+
+    return (
+        [first(target, at) for target, at in zip(targets, firsts, strict=True)],
+        [[first(e, at) for e in each] for each, at in zip(extras, firsts, strict=True)],
+    )
