@@ -222,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--micro-batch", type=int, default=16, help="rows of a micro-batch")
     add("--max-grad-norm", type=_norm, default=1.0, help="0: no clipping")
     add("--precision", choices=("bf16", "fp32"), default="bf16")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
     add("--placement", action="append", default=[], metavar="NAME=VALUE")
     add("--layers", type=int, help="only so many layers")
     add("--warmup", type=int, default=4, help="steps before the measured ones")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _HELP = {
-    "device": "auto, cpu, cuda or cuda:N",
+    "device": "auto, cpu, cuda, cuda:N or mps",
     "layers": "only so many layers",
     "lengths": "tokens of the rows",
     "new": "tokens of a reply",

@@ -68,7 +68,7 @@ class Engine(PlacedEngine):
         precision: the dtype of layers: bf16, fp32, or fp8 (their linear modules, the rest in
             bf16). Trained parameters have an fp32 master in any case.
         placement: where state rests and how it is streamed. `auto`: the fastest one that fits.
-        device: `cpu`, `cuda` or `cuda:N`. None: a GPU if there is one.
+        device: `cpu`, `cuda`, `cuda:N` or `mps`. None: a CUDA GPU if there is one.
         seed: of drawn weights and of dropout.
         tokens_per_step: the most tokens in a step, of all micro-batches and ranks. With `auto`,
             None stands for 98,304.

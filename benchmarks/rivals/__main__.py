@@ -114,7 +114,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=STEPS, help="measured steps")
     add("--warmup", type=int, help="steps before those, in place of each rival's own number")
     add("--lora-r", type=int, default=0, help="train LoRA of this rank alone; 0: all")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
     add("--device-memory", type=_size, help="leave so much of the device free, say 12GiB")
     add("--limit", type=float, default=240.0, help="seconds for one process")
     add("--rivals", type=_names, default=NAMES, help=f"some of {','.join(NAMES)}")

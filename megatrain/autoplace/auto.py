@@ -98,6 +98,11 @@ def settle(
             "placement.slots is 0, but this device cannot compute with weights in host memory; "
             "take 1 or more"
         )
+    if settled.placement.compile and not opened.device.can.compiles:
+        raise InputError(
+            "placement.compile is true, but torch.compile does not work for this device; set it to "
+            "false"
+        )
     if trained and opened.disk is not None and not settled.placement.on_disk:
         _log.info(
             "disk: nothing rests in %s; placement.disk_moments says of how many tiles moments do",

@@ -34,7 +34,7 @@ Overrides = Annotated[
         help="Change a key of the run file, as optimizer.lr=1e-5. It may be given several times.",
     ),
 ]
-DeviceName = Annotated[str, Option(help="Compute on this device: auto, cpu, cuda or cuda:N.")]
+DeviceName = Annotated[str, Option(help="Compute on this device: auto, cpu, cuda, cuda:N or mps.")]
 DeviceMemory = Annotated[
     str | None, Option(help="Take at most so much memory of the GPU, as 10GiB.")
 ]

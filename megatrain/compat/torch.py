@@ -60,6 +60,12 @@ def scaled_product(rows: Tensor, columns: Tensor, of_rows: Tensor, of_columns: T
     return torch._scaled_mm(rows, columns, of_rows, of_columns, **sums)
 
 
+def host_alias(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
+    """The memory of Apple's GPU as a flat tensor of the CPU; the caller orders their accesses."""
+    alias = torch.mps._host_alias_storage(storage)
+    return torch.empty(0, dtype=dtype).set_(alias, 0, (alias.nbytes() // dtype.itemsize,), (1,))
+
+
 def memory_of(tensor: Tensor) -> int:
     """A key that is equal for tensors in the same allocation, even without data."""
     return tensor.untyped_storage()._cdata

@@ -154,8 +154,8 @@ class EngineSection(Section):
     @field_validator("device")
     @classmethod
     def _device_name(cls, name: str) -> str:
-        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", name):
-            raise ValueError(f"should be auto, cpu, cuda or cuda:N, got {shown(name)}")
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,3})?", name):
+            raise ValueError(f"should be auto, cpu, cuda, cuda:N or mps, got {shown(name)}")
         return name
 
     @field_validator("placement", mode="before")
@@ -171,7 +171,7 @@ class EngineSection(Section):
         return value
 
     def problems(self) -> Iterator[str]:
-        if self.devices > 1 and ":" in self.device:
+        if self.devices > 1 and (":" in self.device or self.device == "mps"):
             yield f"{self.devices} devices cannot all be {self.device}; take cuda"
         if self.disk is None and self.disk_space is not None:
             yield "disk_space needs disk: a folder on the disk"

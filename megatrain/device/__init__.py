@@ -6,25 +6,28 @@ import torch
 
 from megatrain.device.base import Buffer, Device, available_bytes, free_bytes
 from megatrain.device.cpu import CpuDevice
+from megatrain.device.mps import MpsDevice
 from megatrain.device.recording import Recording
 from megatrain.errors import InputError
 
 
 def find_device(name: str | None = None, local_rank: int | None = None) -> torch.device:
-    """The device called `cpu`, `cuda` or `cuda:N`; None and `auto` take the GPU if there is one.
+    """The device called `cpu`, `cuda`, `cuda:N` or `mps`; None and `auto` take `cuda` or `cpu`.
 
-    `cuda` is torch's current GPU, with `local_rank`, a rank's number on this machine, the GPU of
-    that number.
+    `cuda` is torch's current GPU (AMD's, too), with `local_rank`, a rank's number on this machine,
+    the GPU of that number. `mps` is Apple's.
 
     Raises InputError: no such device, or a GPU was demanded and there is none.
     """
     gpus = torch.get_device_module("cuda")
     if name in (None, "auto"):
         name = "cuda" if gpus.is_available() else "cpu"
-    if re.fullmatch(r"cpu(:0)?|cuda(:\d+)?", str(name)) is None:
-        raise InputError(f"no device {name!r}; write cpu, cuda or cuda:N")
+    if re.fullmatch(r"cpu(:0)?|mps|cuda(:\d+)?", str(name)) is None:
+        raise InputError(f"no device {name!r}; write cpu, cuda, cuda:N or mps")
     parsed = torch.device(str(name))
-    if parsed.type == "cpu":
+    if parsed.type == "mps":
+        _check_mps(local_rank)
+    if has_hosts_memory(parsed):
         return parsed
     if not gpus.is_available():
         raise InputError(
@@ -42,17 +45,35 @@ def find_device(name: str | None = None, local_rank: int | None = None) -> torch
     return torch.device("cuda", index)
 
 
+def _check_mps(local_rank: int | None) -> None:
+    if local_rank is not None:
+        raise InputError("ranks cannot share device mps; start one process, or take device cpu")
+    if not torch.backends.mps.is_available() or torch.__version__ < "2.13":
+        raise InputError(
+            "device mps needs an Apple GPU that torch sees, and torch 2.13; take device cpu"
+        )
+
+
+def has_hosts_memory(device: torch.device) -> bool:
+    """True for a device without memory that `device_memory` could limit."""
+    return device.type in ("cpu", "mps")
+
+
 def open_device(name: str | None = None, local_rank: int | None = None) -> Device:
     """The device that `find_device` finds, ready for work. Raises InputError: there is none."""
     device = find_device(name, local_rank)
     if device.type == "cpu":
         return CpuDevice()
+    if device.type == "mps":
+        return MpsDevice()
     from megatrain.device import cuda
 
     return cuda.CudaDevice(device.index, shared=local_rank is not None)
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """The version of a GPU's instructions; None for other devices."""
+    """The version of a GPU's instructions, 0.0 for Apple's; None for other devices."""
+    if device.type == "mps":
+        return 0, 0
     gpus = torch.get_device_module("cuda")
     return gpus.get_device_capability(device) if device.type == "cuda" else None

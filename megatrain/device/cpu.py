@@ -29,21 +29,11 @@ def host_range(name: str, numel: int, dtype: torch.dtype, limit_bytes: int | Non
     Raises DoesNotFit: there is not so much memory, or the system does not give it.
     """
     num_bytes = max(numel, 1) * dtype.itemsize
-    free_bytes = host_available_bytes(limit_bytes)
-    remedy = "close other programs or train a smaller model"
-    if limit_bytes is not None:
-        remedy = f"raise host_memory ({size(limit_bytes)}), {remedy}"
-    if num_bytes > free_bytes:  # Linux would give the mapping and kill the process that fills it
-        raise DoesNotFit(
-            f"no host memory for {name}: {size(num_bytes)} wanted, {size(free_bytes)} free; "
-            f"{remedy}"
-        )
+    require_room(name, num_bytes, limit_bytes)
     try:
         mapping = huge_pages.mapping(num_bytes)
     except OSError as error:
-        raise DoesNotFit(
-            f"no host memory for {name}: {size(num_bytes)} wanted ({error.strerror}); {remedy}"
-        ) from error
+        raise no_room(name, num_bytes, f" ({error.strerror})", limit_bytes) from error
     # Pinned pages would be copied for a child that is forked. It has zeros at this address instead:
     # were nothing there, the child's own memory might be, which goes when it drops the tensor.
     if sys.platform == "linux":
@@ -51,6 +41,21 @@ def host_range(name: str, numel: int, dtype: torch.dtype, limit_bytes: int | Non
     flat = torch.frombuffer(mapping, dtype=torch.uint8)
     kernels.first_touch(flat, threads=usable_cores())
     return flat.view(dtype)[:numel]
+
+
+def require_room(name: str, num_bytes: int, limit_bytes: int | None) -> None:
+    """Raises DoesNotFit: less host memory is free. Linux would kill the process that takes more."""
+    free_bytes = host_available_bytes(limit_bytes)
+    if num_bytes > free_bytes:
+        raise no_room(name, num_bytes, f", {size(free_bytes)} free", limit_bytes)
+
+
+def no_room(name: str, num_bytes: int, reason: str, limit_bytes: int | None) -> DoesNotFit:
+    """The error of host memory that there is not."""
+    remedy = "close other programs or train a smaller model"
+    if limit_bytes is not None:
+        remedy = f"raise host_memory ({size(limit_bytes)}), {remedy}"
+    return DoesNotFit(f"no host memory for {name}: {size(num_bytes)} wanted{reason}; {remedy}")
 
 
 class CpuDevice(Device):
@@ -98,5 +103,8 @@ class CpuDevice(Device):
 
     def limit(self, device_bytes: int | None, host_bytes: int | None) -> None:
         if device_bytes is not None:
-            raise InputError("device_memory limits a GPU, but the device is cpu; set host_memory")
+            raise InputError(
+                f"device_memory limits a GPU's own memory, but the device is {self.kind}; set "
+                "host_memory"
+            )
         self._host_limit = host_bytes

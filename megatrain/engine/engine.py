@@ -401,6 +401,13 @@ class PlacedEngine:
                 "placement.layer_inputs: host, fewer resident tiles or slots, less other torch work"
                 f"{unchanged}"
             ) from error
+        except TypeError as error:
+            if "float64" not in str(error):
+                raise
+            raise InputError(
+                f"this computation needs float64, which {self.device.kind} lacks ({error}); take "
+                "device cpu"
+            ) from error
         except RuntimeError as error:
             if "device meta" in str(error):
                 raise InputError(

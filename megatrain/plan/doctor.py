@@ -406,7 +406,7 @@ def _untested(gpu: Gpu | None) -> str | None:
     parts = {
         "a GPU that shares the host's memory": known and known.shared,
         "AMD's GPUs": torch.version.hip,
-        "Apple's, whose GPU it does not use": sys.platform == "darwin",
+        "Apple's machines and their GPU (device mps)": sys.platform == "darwin",
         "WSL2, which pins little memory": "microsoft" in platform.release().lower(),
     }
     return next((name for name, here in parts.items() if here), None)
@@ -492,7 +492,7 @@ class Diagnosis:
 
 
 def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diagnosis:
-    """Measure this machine with the GPU called `device_name` (`auto`, `cpu`, `cuda:N`).
+    """Measure this machine with the GPU called `device_name` (`auto`, `cpu`, `cuda:N`, `mps`).
 
     Writes and removes a file of at most 2 GiB in `folder`. Raises InputError: no such device.
     """

@@ -33,7 +33,9 @@ def test_a_table_for_people_and_json_for_programs(megatrain):
     assert told["measurements"][0]["value"] == 1.25
     assert told["facts"]["gpu"] is None and told["machines"] == {} and told["kept"] is None
     assert all(finding["remedy"] for finding in told["findings"])
-    megatrain.refused("no device 'tpu'; write cpu, cuda or cuda:N", "doctor", "--device", "tpu")
+    megatrain.refused(
+        "no device 'tpu'; write cpu, cuda, cuda:N or mps", "doctor", "--device", "tpu"
+    )
 
 
 def test_a_block_for_an_issue_names_no_place(megatrain, tmp_path):

@@ -29,7 +29,7 @@ def refuse(work, message, kind=InputError):
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "precision": ({"precision": "fp16"}, "precision is 'fp16'; it must be bf16, fp32 or fp8"),
     "norm of zero": ({"max_grad_norm": 0}, "max_grad_norm is 0; it must be positive, or None"),
-    "device": ({"device": "tpu"}, "no device 'tpu'; write cpu, cuda or cuda:N"),
+    "device": ({"device": "tpu"}, "no device 'tpu'; write cpu, cuda, cuda:N or mps"),
     "placement": ({"placement": "best"}, "placement is 'best'; it must be 'auto' or a Placement"),
     "resident": (
         {"placement": Placement(resident=("layer 9",))},

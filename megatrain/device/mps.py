@@ -1,0 +1,74 @@
+"""Apple's GPU by torch's mps, in the memory that it shares with the CPU. Untested on hardware.
+
+All streams are torch's one queue, in program order; host streams wait until it is empty. Pinned
+host ranges are memory of torch's GPU that the CPU sees under an alias: layers read them in place.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatrain.compat.torch import host_alias
+from megatrain.device.base import HOST_STREAMS, Abilities, Buffer, Buffers, Work
+from megatrain.device.cpu import CpuDevice, no_room, require_room
+
+_gpu: Any = torch.get_device_module("mps")
+
+
+class MpsDevice(CpuDevice):
+    """The CPU's protocol with work on Apple's GPU."""
+
+    kind = "mps"
+    torch_device = torch.device("mps")
+    can = Abilities(True, reads_in_place=True, compiles=False, generators=(torch_device,))
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}  # of the GPU, by the alias's address
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
+        num_bytes, limit = numel * dtype.itemsize, self._host_limit
+        require_room(name, num_bytes, limit)
+        try:
+            return Buffer(name, torch.empty(numel, dtype=dtype, device=self.torch_device))
+        except RuntimeError as error:  # more than Metal allows a process, or a buffer
+            reason = str(error).split(". ")[0]
+            raise no_room(name, num_bytes, f" ({reason})", limit) from error
+
+    def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
+        if not (pinned and numel):
+            return super().host(name, numel, dtype, pinned=pinned)
+        storage = self.empty(name, numel, dtype).data.untyped_storage()
+        flat = host_alias(storage, dtype)
+        self._storages[flat.data_ptr()] = storage
+        return Buffer(name, flat.zero_())
+
+    def in_place(self, buffer: Buffer) -> Buffer:
+        flat = buffer.data
+        storage = self._storages[flat.untyped_storage().data_ptr()]
+        here = torch.empty(0, dtype=flat.dtype, device=self.torch_device)
+        return replace(buffer, data=here.set_(storage, flat.storage_offset(), flat.shape, (1,)))
+
+    def free(self, buffer: Buffer) -> None:
+        self._storages.pop(buffer.data.data_ptr(), None)
+
+    def run(
+        self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
+    ) -> Any:
+        if stream in HOST_STREAMS:  # torch orders nothing between its GPU's memory and the alias
+            _gpu.synchronize()
+        return work()
+
+    def mark(self, stream: str) -> float:
+        _gpu.synchronize()
+        return super().mark(stream)
+
+    def synchronize(self, event: object | None, why: str) -> None:
+        _gpu.synchronize()
+
+    def seed(self, seed: int) -> None:
+        _gpu.manual_seed(seed)
+
+    def close(self) -> None:
+        _gpu.synchronize()
+        self._storages.clear()
