@@ -325,8 +325,8 @@ def base_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     held: dict[str, str] = {}
     copies: dict[str, str] = {}
     paths = {path for path, _ in wrappers(model)}
-    both = model.named_parameters(remove_duplicate=False), model.named_buffers()
-    for name in (name for named in both for name, _ in named):
+    buffers, saved = dict(model.named_buffers()), model.state_dict(keep_vars=True).keys()
+    for name in (*dict(model.named_parameters(remove_duplicate=False)), *buffers):
         parents = accumulate(name.split("."), "{}.{}".format)
         wrapper = max((path for path in parents if path in paths), key=len, default=None)
         if wrapper is None:
@@ -337,6 +337,11 @@ def base_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
             held[name] = f"{base_path(wrapper)}.{rest}"
         elif first == "modules_to_save":
             copies[name] = f"{wrapper}.{rest.split('.', 1)[1]}"
+            if name in saved and name in buffers:
+                raise InputError(
+                    f"adapter: modules_to_save has {wrapper}, whose buffer {rest.split('.')[-1]} "
+                    "would be copied, too; leave the module out"
+                )
     return held, copies
 
 

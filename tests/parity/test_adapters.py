@@ -374,6 +374,11 @@ REFUSED = {
         llama, {"adapter": {"target_modules": "("}}, r"'\(' is not a regular expression: missing",
     ),
     "a bad rank": (llama, {"adapter": {"r": 0, "target_modules": ["q_proj"]}}, "positive"),
+    "a copied buffer": (
+        lambda: tiny_model("deepseek_v3"),
+        {"adapter": {"target_modules": ["o_proj"], "modules_to_save": ["gate"]}},
+        "modules_to_save has .*gate, whose buffer e_score_correction_bias would be copied",
+    ),
     "PiSSA": (
         llama, {"adapter": {"init_lora_weights": "pissa", "target_modules": ["q_proj"]}}, "pissa"
     ),
