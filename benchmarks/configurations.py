@@ -158,6 +158,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
         },
     },
+    "gemma-2-9b": {
+        "model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336,
+        "num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 256, "vocab_size": 256000, "sliding_window": 4096, "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 8192, "tie_word_embeddings": True,
+        "attn_implementation": "eager",  # older transformers take sdpa, and leave the caps out
+    },
     "gemma-3-12b": _GEMMA3 | {
         "text_config": _GEMMA3_TEXT | {
             "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,

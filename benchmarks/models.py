@@ -5,7 +5,8 @@
     python -m benchmarks.models --name qwen2.5-vl-7b ... --resident 2
 
 `--resident ROWS` runs transformers' model on the GPU instead, with so many rows at once: layers
-compiled, nothing recomputed, forward and backward alone, no optimizer. Weights and tokens are
+compiled, nothing recomputed, forward and backward alone, no optimizer; `--attention
+flex_attention` chooses its form of attention. Weights and tokens are
 random; in each row the images stand before the text. `--every 2` gives every other micro-batch
 no pictures; `--frozen` is a pattern of the names of parameters that are not trained. `--experts`
 adapts the stacked weights of experts, too, where PEFT's "all-linear" leaves them out (gpt-oss).
@@ -37,6 +38,7 @@ from megatrain import AdamW, Engine, Placement
 from megatrain.base.json_yaml import parse_yaml
 from megatrain.cli.models import lora_adapter
 from megatrain.compat.torch import num_compilations
+from megatrain.compat.transformers import set_attention
 from megatrain.model.trained import Trained
 from megatrain.source.source import Alike
 from megatrain.telemetry.host import commit, environment
@@ -167,6 +169,8 @@ def resident(chosen: Any) -> dict[str, Any]:
     device = torch.device("cuda" if chosen.device is None else chosen.device)
     pictures = bool(chosen.images)
     config = config if pictures else config.get_text_config()
+    if chosen.attention:
+        set_attention(config, chosen.attention)
     kind = AutoModelForImageTextToText if pictures else AutoModelForCausalLM
     with device:
         model = kind.from_config(config, dtype=torch.bfloat16).train()
@@ -244,6 +248,7 @@ def main() -> None:
         lora_r=0,
         experts=False,
         resident=0,
+        attention=str,
         placement=str,
         device=str,
         device_memory=str,

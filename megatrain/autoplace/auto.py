@@ -3,10 +3,7 @@
 Where the machine or the model cannot be foreseen, everything is streamed and nothing kept.
 """
 
-import importlib.util
 import logging
-import os
-import shutil
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,6 +14,7 @@ import torch
 
 from megatrain.autoplace.search import fastest
 from megatrain.base.units import MIB, gib, parse_bytes, size
+from megatrain.compat.torch import can_compile
 from megatrain.device import Device, available_bytes
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.cache import ForecastCache, Needs, needs_of, second_needs
@@ -198,13 +196,6 @@ def _reasons(best: Forecast) -> list[str]:
         f"{gib(best.device_peak_bytes)} of {gib(machine.device_memory_bytes)} on the device, "
         f"{gib(best.host_peak_bytes)} of {gib(machine.host_memory_bytes)} on the host",
     ]
-
-
-def can_compile() -> bool:
-    """True if Triton can build its kernels here: it is installed, and there is a C compiler."""
-    compilers = (os.environ.get("CC"), "gcc", "clang")
-    compiler = any(shutil.which(name) for name in compilers if name)
-    return compiler and importlib.util.find_spec("triton") is not None
 
 
 # Resident memory of a process with a GPU beside planes and buffers, compiling included: 3.6 to

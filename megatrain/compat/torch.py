@@ -1,5 +1,8 @@
 """All that the package takes of torch beneath its public names."""
 
+import importlib.util
+import os
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import attrgetter
@@ -108,6 +111,13 @@ def recomputing(share: float) -> AbstractContextManager[None]:
     return torch._functorch.config.patch(activation_memory_budget=share)
 
 
+def can_compile() -> bool:
+    """True if Triton can build its kernels here: it is installed, and there is a C compiler."""
+    compilers = (os.environ.get("CC"), "gcc", "clang")
+    compiler = any(shutil.which(name) for name in compilers if name)
+    return compiler and importlib.util.find_spec("triton") is not None
+
+
 def let_triton_launch() -> None:
     """Have Triton launch compiled kernels: it lets go of Python's lock meanwhile, torch does not.
 
@@ -151,11 +161,11 @@ def num_compilations() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def mark_dynamic(tensor: Tensor) -> None:
+def mark_dynamic(tensor: Tensor, dim: int = 0) -> None:
     """Have torch.compile take a tensor of any length."""
     import torch._dynamo  # see above
 
-    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def flash_attention(

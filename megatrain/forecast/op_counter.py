@@ -29,6 +29,7 @@ from megatrain.compat.torch import (
     schema_of,
 )
 from megatrain.errors import MegatrainError, first_line
+from megatrain.model.attention_chunks import cost_of_chunks
 from megatrain.model.capture import Call, Ref
 from megatrain.model.micro_batch import Activations
 
@@ -492,14 +493,26 @@ def _grouped_product(left: Tensor, right: Tensor, out: Tensor) -> Work:
 
 def _causal_attention(func: Any, args: tuple, results: int) -> tuple[Work, int]:
     forward = func.name() == _CAUSAL
-    query, sinks, window = args[0 if forward else 1], args[3 if forward else 4], args[-2]
+    names = [argument.name for argument in schema_of(func).arguments]
+    named = dict(zip(names, args, strict=False))
+    query, sinks, window = (named[name] for name in ("query", "sinks", "window"))
     rows, tokens, heads, width = query.shape
     window = min(window, tokens) or tokens
-    flops = 2 * rows * heads * width * window * (2 * tokens - window)  # the first tokens see fewer
+    pairs = rows * heads * window * (2 * tokens - window) // 2  # the first tokens see fewer
+    touched, kernels, scratch = 0, 4, 0
+    if named.get("cap"):
+        how = query, named["key"], window
+        pairs, chunks, scratch = cost_of_chunks(*how, backward=not forward)
+        # A chunk's logits go to memory and back between any two of its products.
+        touched = pairs * query.itemsize * (4 if forward else 10)
+        kernels = chunks * (9 if forward else 18)
+    flops = 4 * pairs * width
+    work = Work(touched_bytes=touched, kernels=kernels)
     if forward:
-        work = Work(attention_flops=flops, kernels=4, attention_bytes=results)
-        return work, 0 if sinks is None else 2 * query.nbytes
-    return Work(attention_backward_flops=flops * 5 // 2, kernels=4), query.numel() * 4
+        scratch += 0 if sinks is None else 2 * query.nbytes
+        return work._replace(attention_flops=flops, attention_bytes=results), scratch
+    scratch += 0 if named.get("cap") else query.numel() * 4
+    return work._replace(attention_backward_flops=flops * 5 // 2), scratch
 
 
 def _attention_flops(

@@ -1,4 +1,4 @@
-"""Causal attention with windows and sinks in memory that grows with the row.
+"""Causal attention with windows, sinks and soft caps in memory that grows with the row.
 
 It stands in transformers' models for attention by masks `[B, 1, T, T]`. torch's flash kernel takes
 a window as a number, and computes nothing beyond it.
@@ -8,7 +8,7 @@ The eager form makes logits `[B, H, T, T]` several times over. Here a kernel for
 gives the result `out` and the logarithm `l` of each token's sum; with `m = logaddexp(l, sink)` the
 result with the sink is `out * exp(l - m)`, and the same kernel's backward, given that and `m`,
 gives the gradients: it needs the two only for probabilities `exp(logit - m)` and for
-`sum(gradient * out)`.
+`sum(gradient * out)`. Soft caps are beyond that kernel (model/attention_chunks.py).
 
 Where the layers' own mask says more than order, window and documents (padding), it is kept.
 Legend: B rows, T tokens of a row, H heads, D width of a head.
@@ -16,7 +16,6 @@ Legend: B rows, T tokens of a row, H heads, D width of a head.
 
 import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from megatrain.compat.transformers import (
     set_attention,
     takes_flash_attention,
 )
+from megatrain.model.attention_chunks import Seen, attend_in_chunks, gradients_in_chunks
 from megatrain.model.documents import (
     BY_MASKS,
     BY_SINKS,
@@ -48,22 +48,28 @@ from megatrain.placement import Precision
 
 
 def attend_by_kernel(spec: ModelSpec, precision: Precision) -> None:
-    """Have a model's layers attend so on a GPU, in place, if they have sinks or windows.
+    """Have a model's layers attend so on a GPU, in place, if they have sinks, caps or windows.
 
-    Kernels compute in bf16; layers in fp32 stay as they are.
+    torch's kernel computes in bf16: in fp32 layers stay as they are, but for those with caps.
     """
-    model = spec.capture.model
-    if precision == "fp32" or not takes_flash_attention(model):
+    model, half = spec.capture.model, precision != "fp32"
+    if not takes_flash_attention(model):
         return
     kinds = {id(layer.kind): layer.kind for layer in spec.layers}.values()
     modules = [module for kind in kinds for module in kind.module.modules()]
-    with_sinks = [module for module in modules if isinstance(getattr(module, "sinks", 0), Tensor)]
+    eager = [
+        m for m in modules if _has_cap(m) or (half and isinstance(getattr(m, "sinks", 0), Tensor))
+    ]
     of_modules = [module.config for module in modules if hasattr(module, "config")]
     for config in [model.config, model.config.get_text_config(), *of_modules]:
-        if with_sinks and all(map(_is_plain, with_sinks)) and attention_of(config) == "eager":
+        if eager and all(map(_is_plain, eager)) and attention_of(config) == "eager":
             set_attention(config, BY_SINKS)
-        if getattr(config, "sliding_window", None) and attention_of(config) == BY_MASKS:
+        if half and getattr(config, "sliding_window", None) and attention_of(config) == BY_MASKS:
             set_attention(config, BY_WINDOWS)
+
+
+def _has_cap(module: nn.Module) -> bool:
+    return bool(getattr(module, "attn_logit_softcapping", None))
 
 
 def _eager(module: nn.Module) -> Callable[..., tuple[Tensor, Any]] | None:
@@ -74,7 +80,7 @@ def _eager(module: nn.Module) -> Callable[..., tuple[Tensor, Any]] | None:
 def _is_plain(module: nn.Module) -> bool:
     """True if a module's attention has a width of kernels, no dropout, and an eager form."""
     width = getattr(module, "head_dim", None)
-    fits = isinstance(width, int) and width % 8 == 0 and width <= MOST_WIDTH
+    fits = (isinstance(width, int) and width % 8 == 0 and width <= MOST_WIDTH) or _has_cap(module)
     plain = not getattr(module, "attention_dropout", 0.0)
     return fits and plain and _eager(module) is not None
 
@@ -98,9 +104,9 @@ def _attention(
         return eager(module, query, key, value, attention_mask, scaling=scaling, **options)
     sinks = getattr(module, "sinks", None)
     sinks = None if sinks is None else sinks.to(query.dtype)  # None: a layer of another kind
-    window = options.get("sliding_window") or 0
+    window, cap = options.get("sliding_window") or 0, options.get("softcap") or 0.0
     heads = (x.transpose(1, 2) for x in (query, key, value))
-    out, _ = causal_attention(*heads, sinks, cu_seq_lens_q, max_length_q, window, scaling)
+    out, _ = causal_attention(*heads, sinks, cu_seq_lens_q, max_length_q, window, scaling, cap)
     return out, None
 
 
@@ -158,6 +164,7 @@ def causal_attention(
     longest: int,
     window: int,
     scale: float,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of `[B, T, H, D]`: the result, and the logarithms of the sums in fp32.
 
@@ -166,16 +173,16 @@ def causal_attention(
         edges: ends of documents in the rows laid end to end, int32; None: each row is one.
         longest: tokens of the longest document.
         window: tokens that a token sees, itself included; 0: all before it.
+        cap: of logits, `cap * tanh(logit / cap)`; 0: none.
     """
-    if not query.is_cuda:  # by all logits, in fp32
-        logits = _logits(query, key, edges, window, scale)
-        whole = _with_sinks(logits.logsumexp(-1).flatten(1, 2), sinks)
-        share = (logits - whole.view(logits.shape[:-1])[..., None]).exp()
-        out = torch.einsum("bkgij,bjkd->bikgd", share, value.float()).flatten(2, 3)
-        whole = whole if edges is None else whole.transpose(0, 1).flatten(1)
-        return out.to(query.dtype).contiguous(), whole.contiguous()
-    q, k, v = (_laid_out(x, edges) for x in (query, key, value))
-    plain, sums = flash_attention(q, k, v, edges, longest, window, scale)
+    if query.is_cuda and not cap:
+        q, k, v = (_laid_out(x, edges) for x in (query, key, value))
+        plain, sums = flash_attention(q, k, v, edges, longest, window, scale)
+    else:
+        seen = _seen(query, edges, longest, window, scale, cap)
+        plain, sums_BTH = attend_in_chunks(query, key, value, seen)
+        plain = _laid_out(plain, edges)
+        sums = _laid_out(sums_BTH, edges).transpose(-2, -1).contiguous()
     if sinks is None:
         return plain.view(query.shape), sums
     whole = _with_sinks(sums, sinks)
@@ -204,34 +211,21 @@ def _backward(
     longest: int,
     window: int,
     scale: float,
+    cap: float = 0.0,
 ) -> list[Tensor]:
     leaves = [query, key, value]
-
-    @cache  # the kernel computes it by itself
-    def product_BTH() -> Tensor:
-        return (gradient.float() * out.float()).sum(-1)
-
-    if query.is_cuda:
+    if query.is_cuda and not cap:
         g, q, k, v, result = (_laid_out(x, edges) for x in (gradient, query, key, value, out))
         how = edges, longest, window, scale
         gradients = [*flash_attention_backward(g, q, k, v, result, whole, *how)]
     else:
-        logits, g = _logits(query, key, edges, window, scale), _grouped(gradient, key)
-
-        def by_head(of_tokens: Tensor) -> Tensor:
-            return of_tokens.transpose(1, 2).reshape(*logits.shape[:-1], 1)
-
-        share = (logits - by_head(_by_token(whole, query))).exp()
-        of_share = torch.einsum("bikgd,bjkd->bkgij", g, value.float()) - by_head(product_BTH())
-        of_logits = share * of_share * scale
-        gradients = [
-            torch.einsum("bkgij,bjkd->bikgd", of_logits, key.float()).flatten(2, 3),
-            torch.einsum("bkgij,bikgd->bjkd", of_logits, _grouped(query, key)),
-            torch.einsum("bkgij,bikgd->bjkd", share, g),
-        ]
+        seen = _seen(query, edges, longest, window, scale, cap)
+        results = out, _by_token(whole, query)
+        gradients = gradients_in_chunks(gradient, query, key, value, *results, seen)
     if sinks is not None:
         shares = (sinks.float() - _by_token(whole, query)).exp()
-        of_sinks = -(shares * product_BTH()).sum((0, 1))
+        product_BTH = (gradient.float() * out.float()).sum(-1)
+        of_sinks = -(shares * product_BTH).sum((0, 1))
         leaves, gradients = [*leaves, sinks], [*gradients, of_sinks]
     every = zip(gradients, leaves, strict=True)
     return [each.to(x.dtype).contiguous().view(x.shape) for each, x in every]
@@ -245,15 +239,15 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Any, *
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *saved, ctx.longest, ctx.window, ctx.scale = inputs
+    *saved, ctx.longest, ctx.window, ctx.scale, ctx.cap = inputs
     ctx.save_for_backward(*saved, *output)
 
 
 def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    how = ctx.longest, ctx.window, ctx.scale
+    how = ctx.longest, ctx.window, ctx.scale, ctx.cap
     gradients = _backward(gradient.contiguous(), *ctx.saved_tensors, *how)
     of_leaves = [*gradients, None][:4]  # the last is of sinks
-    return *of_leaves, None, None, None, None
+    return *of_leaves, None, None, None, None, None
 
 
 causal_attention.register_autograd(_gradients, setup_context=_save)
@@ -273,14 +267,15 @@ def _by_token(sums: Tensor, query: Tensor) -> Tensor:
     return sums.transpose(-2, -1).reshape(rows, tokens, heads)
 
 
-def _logits(query: Tensor, key: Tensor, edges: Tensor | None, window: int, scale: float) -> Tensor:
-    """`[B, K, G, T, T]` in fp32: K heads of keys, G of queries for each."""
+def _seen(
+    query: Tensor, edges: Tensor | None, longest: int, window: int, scale: float, cap: float
+) -> Seen:
     rows, tokens = query.shape[:2]
-    edges = row_edges(rows, tokens, query.device) if edges is None else edges
-    seen = document_mask(edges, rows, tokens, window or None)[:, :, None]
-    logits = torch.einsum("bikgd,bjkd->bkgij", _grouped(query, key), key.float()) * scale
-    return logits.masked_fill(~seen, -torch.inf)
-
-
-def _grouped(of_queries: Tensor, key: Tensor) -> Tensor:
-    return of_queries.float().unflatten(2, (key.shape[2], -1))
+    place_T = torch.arange(tokens, device=query.device, dtype=torch.int32)
+    first_BT = torch.zeros(rows, tokens, device=query.device, dtype=torch.int32)
+    reach = min(window or tokens, longest if edges is not None else tokens)
+    if edges is not None:
+        at_BT = first_BT + place_T + row_edges(rows, tokens, query.device)[:-1, None]
+        document_BT = torch.searchsorted(edges, at_BT, right=True, out_int32=True) - 1
+        first_BT = edges[document_BT] - at_BT + place_T
+    return Seen(first_BT.maximum(place_T + 1 - reach), reach, scale, cap)

@@ -48,8 +48,8 @@ BY_LENGTHS, BY_MASKS, BY_IMAGES = f"{OURS}documents", "sdpa", f"{OURS}flash"
 """Names of implementations; encoders tell lengths to those with "flash" in their names."""
 
 BY_SINKS, BY_WINDOWS = f"{OURS}sinks", f"{OURS}windows"
-"""Those of model/causal_attention.py: for layers with sinks in the place of "eager", for layers
-with windows in the place of "sdpa"."""
+"""Those of model/causal_attention.py: for layers with sinks or soft caps in the place of "eager",
+for layers with windows in the place of "sdpa"."""
 
 MOST_WIDTH = 256
 """Of a head, in torch's flash kernels."""

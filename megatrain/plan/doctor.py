@@ -25,8 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatrain import kernels
 from megatrain import machine as machine_rates
-from megatrain.autoplace.auto import can_compile
 from megatrain.base.units import GIB, MIB, gib
+from megatrain.compat.torch import can_compile
 from megatrain.device import Device, open_device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Buffer
 from megatrain.device.cpu import host_range

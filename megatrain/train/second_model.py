@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.api import Engine
-from megatrain.autoplace.auto import can_compile
 from megatrain.base.whole_files import write_file
 from megatrain.checkpoint import Checkpoint
+from megatrain.compat.torch import can_compile
 from megatrain.config import Config, ModelSection
 from megatrain.data import PackedDataset, ReplyDataset, Step, load_tokenizer, plain_rows
 from megatrain.errors import InputError, explained

@@ -4,6 +4,7 @@ All of them take eager or torch's attention, experts, sinks and large heads as t
 """
 
 import random
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -14,6 +15,7 @@ from megatrain.compat.transformers import encoders
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.workload import MediaRow, Workload
+from megatrain.model.causal_attention import attend_by_kernel
 from megatrain.source.source import open_source, structure
 from tests.counted import CountedDevice
 from tests.families.media import FORMATS, image_format, micro_batch
@@ -86,9 +88,11 @@ def foretold_and_taken(model, seed, row=None):
             "rule": SWEPT["adamw"](),  # Muon is for matrices of layers
             "media": MediaRow(row),
         }
+    attend_by_kernel(found, size["precision"])  # as on a GPU
     workload, rows = Workload(**size, compile=False), size["micro_batch"]
     told = ForecastCache(found).of(small_machine(1e4), placement, workload, rows)
     device = CountedDevice()
+    device.can = replace(device.can, attends_with_sums=True)
     with Engine(
         model,
         optimizer=workload.rule,

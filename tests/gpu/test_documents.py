@@ -5,12 +5,18 @@ import itertools
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AttentionInterface, MistralConfig, MistralForCausalLM
+from transformers import (
+    AttentionInterface,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.compat.transformers import attention_of
 from megatrain.model.causal_attention import causal_attention
-from megatrain.model.documents import BY_IMAGES, BY_WINDOWS
+from megatrain.model.documents import BY_IMAGES, BY_SINKS, BY_WINDOWS
 from tests.inside import program_of
 from tests.parity.cases import relative_error
 
@@ -103,6 +109,53 @@ def test_images_attend_in_one_call_as_they_do_alone(width):
     assert relative_error(*({"": gradient} for gradient in gradients)) < 0.02
 
 
+def gemma2():
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1 << 17,
+        head_dim=64,
+        query_pre_attn_scalar=1,
+        attn_logit_softcapping=0.5,
+        sliding_window=96,
+        attn_implementation="eager",
+    )
+    return Gemma2ForCausalLM(config)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_soft_caps_are_those_of_the_eager_form(precision, compiled):
+    """In rows of 1,000 tokens, whose last chunk is shorter, and of documents."""
+    plain = {"input_ids": torch.randint(VOCAB, (3, 1000))}
+    batches = [[plain | {"labels": plain["input_ids"]}], [packed(2, 768, 300, 5)]] * 2
+    results = []
+    for device in ("cuda", "cpu"):
+        at = Placement(compile=compiled) if device == "cuda" else "auto"
+        how = {"device": device, "placement": at, "precision": precision}
+        with Engine(gemma2(), optimizer=AdamW(lr=1e-3), **how) as engine:
+            name = attention_of(program_of(engine).capture.model.config)
+            assert name == (BY_SINKS if device == "cuda" else "eager")
+            results.append(updates(engine, batches))
+    (one, moved), (other, wanted) = results
+    assert one == pytest.approx(other, rel=2e-3 if precision == "bf16" else 1e-5)
+    for name in wanted:
+        assert torch.cosine_similarity(moved[name].flatten(), wanted[name].flatten(), 0) > 0.97
+
+
+def test_long_rows_with_caps_take_memory_that_grows_with_the_row():
+    """All logits of a layer would have 32 GiB in bf16."""
+    ids = torch.randint(VOCAB, (1, 1 << 16))
+    with Engine(gemma2(), optimizer=AdamW(lr=1e-3), device="cuda") as engine:
+        engine.step([{"input_ids": ids, "labels": ids}])
+        assert engine.memory()["device_used_peak_bytes"] < 6 << 30
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_plain_rows_attend_in_windows_as_masks_let_them(compiled):
     at, results = Placement(compile=compiled), []
@@ -121,8 +174,8 @@ def test_plain_rows_attend_in_windows_as_masks_let_them(compiled):
 
 @pytest.mark.parametrize("edges", [None, (0, 100, 600, 1024, 1200, 2048)])
 @pytest.mark.parametrize("window", [0, 128])
-@pytest.mark.parametrize("sinks", [True, False])
-def test_the_kernel_is_attention_by_logits(window, edges, sinks):
+@pytest.mark.parametrize(("sinks", "cap"), [(True, 0.0), (False, 0.0), (False, 2.0), (True, 2.0)])
+def test_the_kernel_is_attention_by_logits(window, edges, sinks, cap):
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 1024, heads, 64) for heads in (8, 2, 2)]
     leaves = [torch.randn(s, generator=generator).bfloat16() for s in (*shapes, (8,))]
@@ -131,7 +184,7 @@ def test_the_kernel_is_attention_by_logits(window, edges, sinks):
         on = [leaf.to(device).requires_grad_() for leaf in leaves]
         told = None if edges is None else torch.tensor(edges, dtype=torch.int32, device=device)
         on = on[: 3 + sinks]
-        out, whole = causal_attention(*on, *[None] * (not sinks), told, 1024, window, 0.125)
+        out, whole = causal_attention(*on, *[None] * (not sinks), told, 1024, window, 0.125, cap)
         direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
         gradients = torch.autograd.grad(out, on, direction.to(device))
         named = {str(n): x.float().cpu() for n, x in enumerate((out, whole, *gradients))}

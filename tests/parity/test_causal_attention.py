@@ -1,4 +1,4 @@
-"""Attention with sinks and windows by a kernel: transformers' own forms, in less memory."""
+"""Attention with sinks, caps and windows without masks: transformers' own forms, in less memory."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as eager_with_caps
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.compat.transformers import attention_of
-from megatrain.model import causal_attention as module_of_attention
+from megatrain.model import attention_chunks
 from megatrain.model.causal_attention import attend_by_kernel, causal_attention
 from megatrain.model.documents import BY_MASKS, BY_SINKS, BY_WINDOWS
 from tests.families.plain import make_steps
@@ -29,7 +30,7 @@ def inputs():
     return [torch.randn(s, generator=generator, requires_grad=True) for s in (*shapes, (HEADS,))]
 
 
-def eager(query, key, value, sinks, window, first=0, last=TOKENS):
+def eager(query, key, value, sinks, window, first=0, last=TOKENS, cap=0.0):
     """Of the tokens of one document."""
     at = torch.arange(last - first)
     back = at[:, None] - at[None]
@@ -37,27 +38,34 @@ def eager(query, key, value, sinks, window, first=0, last=TOKENS):
     mask = torch.zeros(len(at), len(at)).masked_fill(hidden, -1e30)
     part = (x[:, first:last].transpose(1, 2) for x in (query, key, value))
     module = SimpleNamespace(sinks=sinks, num_key_value_groups=SHARED, training=True)
+    if cap:
+        return eager_with_caps(module, *part, mask, scaling=SCALE, softcap=cap)[0]
     return eager_attention_forward(module, *part, mask, scaling=SCALE)[0]
 
 
 @pytest.mark.parametrize("edges", [None, (0, 7, 20, 33, 40)])
 @pytest.mark.parametrize("window", [0, 6])
-@pytest.mark.parametrize("with_sinks", [True, False])
-def test_the_operation_and_its_gradients_are_those_of_the_eager_form(window, edges, with_sinks):
+@pytest.mark.parametrize(("with_sinks", "cap"), [(True, 0.0), (False, 0.0), (False, 0.5)])
+@pytest.mark.parametrize("chunks", [{}, {"MOST_LOGITS": 160, "QUERIES": 8, "_ALIGNED": 4}])
+def test_the_operation_and_its_gradients_are_those_of_the_eager_form(
+    window, edges, with_sinks, cap, chunks, monkeypatch
+):
+    for name, number in chunks.items():
+        monkeypatch.setattr(attention_chunks, name, number)
     *leaves, sinks = inputs()
     leaves, told = [*leaves, sinks if with_sinks else torch.full((HEADS,), -torch.inf)], None
     if edges is None:
-        wanted = eager(*leaves, window)
+        wanted = eager(*leaves, window, cap=cap)
     else:
         told = torch.tensor(edges, dtype=torch.int32)
         each = [
-            eager(*(x[row : row + 1] for x in leaves[:3]), leaves[3], window, first, last)
+            eager(*(x[row : row + 1] for x in leaves[:3]), leaves[3], window, first, last, cap)
             for row, ends in enumerate(((0, 7, 20), (0, 13, 20)))
             for first, last in pairwise(ends)
         ]
         wanted = torch.stack((torch.cat(each[:2], 1)[0], torch.cat(each[2:], 1)[0]))
     leaves = leaves[: 3 + with_sinks]
-    out, _ = causal_attention(*leaves, *[None] * (not with_sinks), told, TOKENS, window, SCALE)
+    out, _ = causal_attention(*leaves, *[None] * (not with_sinks), told, TOKENS, window, SCALE, cap)
     torch.testing.assert_close(out, wanted, rtol=0, atol=1e-6)
     direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     gradients = [torch.autograd.grad(x, leaves, direction) for x in (out, wanted)]
@@ -70,17 +78,21 @@ def model(family):
     sizes = SIZES | {"intermediate_size": 32, "num_hidden_layers": 4, "head_dim": 8}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, **rope}
-    further = {"gpt_oss": experts, "gemma3_text": {"layer_types": KINDS}}.get(family, {})
+    caps = {"attn_logit_softcapping": 1.0, "initializer_range": 0.2, "layer_types": KINDS}
+    caps["query_pre_attn_scalar"] = 1
+    further = {"gpt_oss": experts, "gemma2": caps, "gemma3_text": {"layer_types": KINDS}}
+    further = further.get(family, {})
     config = AutoConfig.for_model(family, **sizes, **further, sliding_window=8)
     return AutoModelForCausalLM.from_config(config)
 
 
-def losses(precision, micro, family="gpt_oss", **choices):
-    """Of two steps that attend as on a GPU, and the name of the attention."""
+def losses(precision, micro, family="gpt_oss", *, as_on_gpu=True, **choices):
+    """Of two steps, and the name of the attention."""
     rule, at = AdamW(lr=1e-2), Placement(slots=2, **choices)
     with Engine(model(family), optimizer=rule, precision=precision, placement=at) as engine:
         program = program_of(engine)
-        attend_by_kernel(program.spec, precision)
+        if as_on_gpu:
+            attend_by_kernel(program.spec, precision)
         result = [engine.step([micro]).loss for _ in range(2)]
         return result, attention_of(program.capture.model.config)
 
@@ -94,6 +106,7 @@ def rows(**more):
     ("family", "in_fp32", "in_bf16"),
     [
         ("gpt_oss", "eager", BY_SINKS),
+        ("gemma2", BY_SINKS, BY_SINKS),
         ("gemma3_text", BY_MASKS, BY_WINDOWS),
         ("mistral", BY_MASKS, BY_WINDOWS),
     ],
@@ -101,18 +114,27 @@ def rows(**more):
 def test_layers_attend_so_in_bf16_and_keep_their_form_in_fp32(family, in_fp32, in_bf16):
     exact, name = losses("fp32", rows(), family)
     assert name == in_fp32
+    assert exact == pytest.approx(losses("fp32", rows(), family, as_on_gpu=False)[0], rel=1e-6)
     ours, name = losses("bf16", rows(), family)
     assert name == in_bf16 and ours == pytest.approx(exact, rel=5e-3)
 
 
+def test_packed_rows_with_caps_are_told_their_documents():
+    places = torch.cat([torch.arange(10), torch.arange(14)]).expand(3, -1)
+    by_masks, name = losses("fp32", rows(position_ids=places), "gemma2", as_on_gpu=False)
+    assert name == "eager" and by_masks != pytest.approx(losses("fp32", rows(), "gemma2")[0], 1e-5)
+    ours, _ = losses("fp32", rows(position_ids=places), "gemma2")
+    assert ours == pytest.approx(by_masks, rel=1e-6)
+
+
 def test_kept_attention_is_not_computed_again(monkeypatch):
-    calls, logits = [], module_of_attention._logits
+    calls, capped = [], attention_chunks._capped
 
     def counted(*args):
         calls.append(args)
-        return logits(*args)
+        return capped(*args)
 
-    monkeypatch.setattr(module_of_attention, "_logits", counted)
+    monkeypatch.setattr(attention_chunks, "_capped", counted)
     plain, computed = losses("bf16", rows()), len(calls)
     assert losses("bf16", rows(), save_attention="host") == plain
     steps = 2 * 4  # of a layer; its backward takes the logits, too
@@ -131,9 +153,10 @@ def test_padded_rows_keep_their_meaning():
 @pytest.mark.parametrize(
     "kept", [{}, {"save_activations": 4}, {"save_activations": 4, "save_all": 4}]
 )
-def test_compiled_layers_attend_so(kept):
-    ours, _ = losses("bf16", rows(), compile=True, **kept)
-    assert ours == pytest.approx(losses("bf16", rows())[0], rel=1e-3)
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
+def test_compiled_layers_attend_so(kept, family):
+    ours, _ = losses("bf16", rows(), family, compile=True, **kept)
+    assert ours == pytest.approx(losses("bf16", rows(), family)[0], rel=1e-3)
 
 
 WINDOWED = (

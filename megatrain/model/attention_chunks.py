@@ -1,0 +1,223 @@
+"""Causal attention by products, for some queries at a time: its memory grows with the row.
+
+For all that torch's flash kernel does not compute: soft caps (Gemma 2: `cap * tanh(logit / cap)`),
+and attention on a CPU. A chunk's queries are those of all heads that share keys. Its logits exist
+twice in the forward, four times in the backward; on a GPU what lies between the products is one
+kernel, which torch.compile makes. Wide heads lose little so beside a flash kernel: their products
+take longer than their logits to memory and back.
+
+Legend: B rows, T tokens of a row, K heads of keys, G heads of queries that share one, D width.
+R rows, N heads (of R rows), C queries and S keys of a chunk.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatrain.compat.torch import can_compile, let_triton_launch, mark_dynamic
+
+MOST_LOGITS = 1 << 27  # at once, unless a single head of a chunk has more
+QUERIES = 1024  # of a chunk, in all heads that share keys
+_ROWS = 4  # at once, at most
+_ALIGNED = 128  # kernels are quicker where keys begin and end at multiples
+_LARGEST = 80.0  # logit whose exponential, and sums of them, are finite in fp32
+
+
+class Seen(NamedTuple):
+    """What each token sees, and how logits are made.
+
+    Attributes:
+        first_BT: place in its row of the first token that a token sees; the last is itself.
+        reach: no token sees as many before itself.
+        cap: of logits; 0: none.
+    """
+
+    first_BT: Tensor
+    reach: int
+    scale: float
+    cap: float
+
+
+@torch.no_grad()  # or kernels would be compiled twice
+def attend_in_chunks(
+    query: Tensor, key: Tensor, value: Tensor, seen: Seen
+) -> tuple[Tensor, Tensor]:
+    """`[B, T, H, D]` of the same, and the logarithms of the softmax's sums `[B, T, H]` in fp32."""
+    q_BTKGD, k_BTKGD, v_BTKGD = (_grouped(x, key) for x in (query, key, value))
+    out = torch.empty(q_BTKGD.shape, dtype=query.dtype, device=query.device)
+    sums_BTKG = query.new_empty(q_BTKGD.shape[:-1], dtype=torch.float32)
+    fused = _fused(_weights, query.is_cuda)
+    for piece in _pieces(k_BTKGD):
+        k_NTD, v_NTD = (_by_head(x[piece]) for x in (k_BTKGD, v_BTKGD))
+        for queries, keys in _spans(q_BTKGD.shape[1], q_BTKGD.shape[3], seen.reach):
+            at = piece[0], queries, piece[2]
+            q_RCKGD = q_BTKGD[at]
+            logits = _by_head(q_RCKGD) @ k_NTD[:, keys].mT
+            weights, totals, logs = fused(
+                seen.scale, seen.cap, *_shown(q_RCKGD, seen, at, keys, logits)
+            )
+            part = weights.reshape(logits.shape) @ v_NTD[:, keys]
+            out[at] = (_by_token(part, q_RCKGD) / totals.transpose(1, 2)[..., None]).to(out.dtype)
+            sums_BTKG[at] = logs.transpose(1, 2)
+    return out.view(query.shape), sums_BTKG.flatten(2)
+
+
+@torch.no_grad()
+def gradients_in_chunks(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums_BTH: Tensor,
+    seen: Seen,
+) -> list[Tensor]:
+    """Gradients of queries, keys and values, by the result's, the result and its sums."""
+    of_heads = (query, key, value, gradient, out)
+    q_BTKGD, k_BTKGD, v_BTKGD, g_BTKGD, o_BTKGD = (_grouped(x, key) for x in of_heads)
+    sums_BTKG = sums_BTH.unflatten(2, q_BTKGD.shape[2:4])
+    of_q, of_k, of_v = (torch.empty_like(x) for x in (q_BTKGD, k_BTKGD, v_BTKGD))
+    fused = _fused(_slopes, query.is_cuda)
+    for piece in _pieces(k_BTKGD):
+        k_NTD, v_NTD = (_by_head(x[piece]) for x in (k_BTKGD, v_BTKGD))
+        sum_k, sum_v = (torch.zeros_like(x, dtype=torch.float32) for x in (k_NTD, v_NTD))
+        for queries, keys in _spans(q_BTKGD.shape[1], q_BTKGD.shape[3], seen.reach):
+            at = piece[0], queries, piece[2]
+            q_RCKGD = q_BTKGD[at]
+            q, g, k = _by_head(q_RCKGD), _by_head(g_BTKGD[at]), k_NTD[:, keys]
+            both = q @ k.mT, g @ v_NTD[:, keys].mT
+            sums = sums_BTKG[at].transpose(1, 2)
+            product = (g.float() * _by_head(o_BTKGD[at])).sum(-1).view(sums.shape)
+            shown = _shown(q_RCKGD, seen, at, keys, *both)
+            shares, slopes = fused(seen.scale, seen.cap, *shown, sums, product)
+            shares, slopes = (x.reshape(both[0].shape) for x in (shares, slopes))
+            sum_v[:, keys] += shares.mT @ g
+            sum_k[:, keys] += slopes.mT @ q
+            of_q[at] = _by_token(slopes @ k, q_RCKGD)
+        of_k[piece], of_v[piece] = (_by_token(x, k_BTKGD[piece]) for x in (sum_k, sum_v))
+    return [of_q, of_k, of_v]
+
+
+def cost_of_chunks(
+    query: Tensor, key: Tensor, reach: int, *, backward: bool
+) -> tuple[int, int, int]:
+    """The logits that a call computes, its chunks, and the bytes that it takes beside its results.
+
+    It takes as many of few rows as of many: forecasts want costs that are affine in rows.
+
+    Args: `query`, `key`: `[B, T, H, D]`; `reach`: as of `Seen`.
+    """
+    rows, tokens, heads, width = query.shape
+    of_keys = key.shape[2]
+    num_rows, num_heads = _at_once(tokens, of_keys)
+    spans = [
+        (q.stop - q.start, k.stop - k.start) for q, k in _spans(tokens, heads // of_keys, reach)
+    ]
+    chunks = rows * -(-of_keys // num_heads) * len(spans) // num_rows
+    queries, keys = (max(sizes) for sizes in zip(*spans, strict=True))
+    queries *= heads // of_keys
+    of_logits, copies, sums = (4, 3, 8) if backward else (2, 2, 0)
+    numbers = of_logits * queries * keys + width * (copies * tokens + 6 * queries)
+    scratch = num_rows * num_heads * (numbers * query.itemsize + width * tokens * sums)
+    return rows * heads * sum(a * b for a, b in spans), chunks, scratch
+
+
+def _at_once(tokens: int, heads: int) -> tuple[int, int]:
+    """Rows, and heads of keys, that are computed together."""
+    both = max(1, MOST_LOGITS // (QUERIES * tokens))
+    return min(_ROWS, max(1, both // heads)), min(heads, both)
+
+
+def _pieces(k_BTKGD: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+    """Rows, all tokens and heads of keys that are computed together."""
+    rows, tokens, heads = k_BTKGD.shape[:3]
+    num_rows, num_heads = _at_once(tokens, heads)
+    for row in range(0, rows, num_rows):
+        for head in range(0, heads, num_heads):
+            yield slice(row, row + num_rows), slice(None), slice(head, head + num_heads)
+
+
+def _spans(tokens: int, groups: int, reach: int) -> Iterator[tuple[slice, slice]]:
+    """The queries of chunks, and the keys that these see: most first, whose memory serves all."""
+    size = max(1, QUERIES // groups)
+    for first in reversed(range(0, tokens, size)):
+        last = min(first + size, tokens)
+        begin = max(0, first + 1 - reach) // _ALIGNED * _ALIGNED
+        yield slice(first, last), slice(begin, last)
+
+
+def _shown(q_RCKGD: Tensor, seen: Seen, at: tuple, keys: slice, *of_logits: Tensor) -> list[Tensor]:
+    """Logits `[N, C G, S]` as `[R, K, C, G, S / A, A]`; the first and last place of each query, and
+    those of the keys."""
+    rows, num, heads, groups, _ = q_RCKGD.shape
+    places = torch.arange(keys.start, keys.stop, device=q_RCKGD.device, dtype=torch.int32)
+    aligned = _ALIGNED if len(places) % _ALIGNED == 0 else 1
+    shape = rows, heads, num, groups, -1, aligned
+    last_C = places[at[1].start - keys.start :]
+    spread = [*(x.view(shape) for x in of_logits), places.view(shape[4:])]
+    for tensor in spread:
+        mark_dynamic(tensor, tensor.ndim - 2)
+    return [*spread[:-1], seen.first_BT[at[:2]], last_C, spread[-1]]
+
+
+def _capped(
+    scale: float, cap: float, products: Tensor, first_RC: Tensor, last_C: Tensor, places: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Logits in fp32, and which of them count."""
+    logits = products.float() * scale
+    if cap:
+        logits = cap * (logits / cap).tanh()
+    after = places >= first_RC[:, None, :, None, None, None]
+    return logits, after & (places <= last_C[:, None, None, None])
+
+
+def _weights(scale: float, cap: float, products: Tensor, *places: Tensor) -> tuple[Tensor, ...]:
+    """Exponentials of logits, their sums, and the sums' logarithms with what was taken off."""
+    logits, counts = _capped(scale, cap, products, *places)
+    largest = torch.zeros_like(logits[..., 0, 0])
+    if not 0 < cap <= _LARGEST:
+        largest = logits.where(counts, -torch.inf).amax((-2, -1))
+    weights = (logits - largest[..., None, None]).exp().where(counts, 0)
+    sums = weights.sum((-2, -1))
+    return weights.to(products.dtype), sums, sums.log() + largest
+
+
+def _slopes(
+    scale: float, cap: float, products: Tensor, of_shares: Tensor, *further: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The softmax's shares, and the gradients of products without `scale`."""
+    *places, sums, product = further
+    logits, counts = _capped(scale, cap, products, *places)
+    shares = (logits - sums[..., None, None]).exp().where(counts, 0)
+    slopes = shares * (of_shares.float() - product[..., None, None]) * scale
+    if cap:
+        slopes = slopes * (1 - (logits / cap).square())
+    return shares.to(products.dtype), slopes.to(products.dtype)
+
+
+@cache
+def _fused(function: Callable[..., Any], on_gpu: bool) -> Any:
+    if not (on_gpu and can_compile()):
+        return function
+    let_triton_launch()
+    return torch.compile(function)
+
+
+def _grouped(of_heads: Tensor, key: Tensor) -> Tensor:
+    """`[B, T, H, D]` as `[B, T, K, G, D]`; on a CPU in fp32."""
+    of_heads = of_heads if of_heads.is_cuda else of_heads.float()
+    return of_heads.unflatten(2, (key.shape[2], -1))
+
+
+def _by_head(x_RCKGD: Tensor) -> Tensor:
+    """`[R K, C G, D]`, dense."""
+    return x_RCKGD.transpose(1, 2).flatten(2, 3).flatten(0, 1).contiguous()
+
+
+def _by_token(x_NCD: Tensor, like_RCKGD: Tensor) -> Tensor:
+    """`[R, C, K, G, D]` of `[R K, C G, D]`."""
+    rows, num, heads, groups, width = like_RCKGD.shape
+    return x_NCD.view(rows, heads, num, groups, width).transpose(1, 2)
