@@ -250,5 +250,5 @@ def _written(value: Any) -> str:
     return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
 
 
-CPU_PLACEMENT = Placement(slots=0)
-"""The default on a CPU, which computes with the planes where they rest."""
+CPU_PLACEMENT = Placement(slots=0, head_tokens=1024)
+"""The default on a CPU: planes are used where they rest, few logits lie beside them at once."""

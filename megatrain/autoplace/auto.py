@@ -131,7 +131,6 @@ def settle(
 def _chosen(opened: EngineSetup, workload: Workload) -> Settled:
     if not opened.device.can.overlaps:
         return Settled(CPU_PLACEMENT, workload.micro_batch)
-    slots = 0 if opened.device.can.shares_host_memory else 3
     if opened.model.optimizer is None:
         # A model that is only run rests on the device, or is streamed; it is not compiled: each
         # pass of sampling is a token longer, and would compile all kinds anew.
@@ -139,7 +138,7 @@ def _chosen(opened: EngineSetup, workload: Workload) -> Settled:
         needed = sum(layout.numel for layout in tiles) * opened.dtype.itemsize
         rests = needed <= _RESIDENT * available_bytes(opened.device)
         names = tuple(layout.name for layout in tiles) if rests else ()
-        run = Placement(slots=slots, head_tokens=8192, resident=names)
+        run = Placement(slots=3, head_tokens=8192, resident=names)
         return Settled(run, workload.micro_batch)
     if opened.model.spec.media and workload.media is None:
         _log.info(
@@ -148,7 +147,7 @@ def _chosen(opened: EngineSetup, workload: Workload) -> Settled:
         )
     best = _fastest(opened, workload)
     if best is None:
-        streamed = Placement(slots=slots, head_tokens=8192, compile=can_compile())
+        streamed = Placement(slots=3, head_tokens=8192, compile=can_compile())
         return Settled(streamed, workload.micro_batch)
     planned = Planned(best.tokens_per_step, best.micro_batch * best.sequence_length)
     return Settled(best.placement, best.micro_batch, planned)

@@ -72,8 +72,7 @@ def fastest(
         return best
     in_place = replace(best.placement, slots=0, prefetch=None)  # which takes no more memory
     other = forecasts.of(best.machine, in_place, workload, best.micro_batch)
-    limit = best.seconds * (1 if machine.one_memory else _IN_PLACE)
-    return other if other.seconds <= limit else best
+    return other if other.seconds < _IN_PLACE * best.seconds else best
 
 
 def _fastest(

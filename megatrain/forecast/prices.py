@@ -58,8 +58,11 @@ _PROLOGUE_SECONDS = 4e-3
 # with more launches a parameter (NF4 of 7B, 72B, gpt-oss-120B, its MXFP4; benchmarks/results).
 _BY_TABLE_GBPS, _MORE_LAUNCHES = 4080 / 5, 4
 
-# Weights that products read in place cross the bus so many times, as tiles of a product read them.
-_READS = 1.0
+# What a GPU reads of the host's memory does not stay in its cache: products read weights there anew
+# for every so many tokens (an H200, 8,192 tokens: 41 times; in-place-7b-2-layers-8x1024-h200).
+_TILE_TOKENS = 200
+
+_GRAPHS = "graph", "all"  # saved by these policies
 
 _SMALL = 1 << 14  # elements: what touches no more is only launched
 
@@ -83,7 +86,7 @@ class CostModel:
     Attributes:
         put_seconds: of the launching thread, for anything on a stream of the device.
         group: micro-batches that are followed as one; each of them is put on a stream `puts` times.
-        chunks: of a micro-batch's tokens in the head.
+        tokens: of a micro-batch.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class CostModel:
         """
         self.ledger, self._price, self._once = ledger or Ledger(), price, once
         self._rule = rule
-        self.group, self.puts, self.chunks = 1, 2, 1
+        self.group, self.puts, self.tokens = 1, 2, 1
         self._shared = rule, ranks, hosts
         link, network = link_gbps(machine), network_gbps(machine, ranks)
         self._ranks = {base.GATHER: ranks, base.REDUCE: ranks, base.HOSTS: hosts}  # of a collective
@@ -192,23 +195,23 @@ class CostModel:
     def _in_place(self, kind: Enum, work: Any, reads: Buffers, writes: Buffers) -> float:
         """Seconds in which work, of one micro-batch, uses host memory where it rests.
 
-        Every product reads its weights once: in a backward twice, but for graphs that were kept; in
-        a head for each chunk of tokens. Of a table work reads as many rows as it writes elsewhere.
+        A backward has two products for each weight, and so has a head; of a kept graph it has one.
+        Of a table work reads as many rows as it writes elsewhere.
         """
         sizes = [
             sum(b.data.nbytes for b in buffers if kind_of(b.name) is Memory.IN_PLACE)
             for buffers in (reads, writes)
         ]
-        if not any(sizes) or self._machine.one_memory:  # there it is as far as a slot
+        if not any(sizes):
             return 0.0
-        read, written = sizes
-        if kind is Kind.LAYER_BACKWARD:
-            read *= 1 if work.func.__self__.policy.saves in ("graph", "all") else 2
-        elif kind is Kind.HEAD:
-            read *= 2 * self.chunks
-        elif kind is not Kind.LAYER and writes and not written:
+        (read, written), machine = sizes, self._machine
+        if kind in (Kind.LAYER, Kind.LAYER_BACKWARD, Kind.HEAD):
+            kept = kind is Kind.LAYER_BACKWARD and work.func.__self__.policy.saves in _GRAPHS
+            read *= max(1, self.tokens // _TILE_TOKENS) * (1 if kind is Kind.LAYER or kept else 2)
+        elif writes and not written:
             read = min(read, sum(buffer.data.nbytes for buffer in writes))
-        return (_READS * read + written) / (self._machine.to_device_gbps * 1e9)
+        gbps = machine.device_gbps if machine.one_memory else machine.to_device_gbps
+        return (read + written) / (gbps * 1e9)
 
     def _counted(self, work: Callable[[], Any], buffers: Sequence[Buffer]) -> Work:
         """Work that takes the same for the same buffers; it is run for the first ones."""

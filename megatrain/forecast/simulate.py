@@ -190,7 +190,7 @@ def forecast(
     if joint:
         batch = visited_twice(batch, loss)
     costs.group = max(map(grouped, batch.micro))
-    costs.chunks = -(-micro_batch * measured.tokens // placement.head_tokens)
+    costs.tokens = micro_batch * measured.tokens
     costs.puts = 3 if placement.layer_inputs == "host" else 2
     assembly = assembled(
         device,

@@ -1,5 +1,7 @@
 """Layers on a real GPU that compute with weights where they rest in host memory."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -60,12 +62,16 @@ def test_each_side_sees_what_the_other_wrote():
         host = device.host("values", NUMEL, torch.float32, pinned=True)
         there = device.in_place(host)
         assert there.data.is_cuda and there.data.data_ptr() == host.data.data_ptr()
+
+        def double():
+            host.data.mul_(2)
+
         for _ in range(50):
-            device.run(COMPUTE, "add", lambda: there.data.add_(1), writes=[there])
+            device.run(COMPUTE, "add", partial(there.data.add_, 1), writes=[there])
             device.wait(UPDATE, device.record(COMPUTE), "added")
-            device.run(UPDATE, "double", lambda: host.data.mul_(2) and None, writes=[host])
+            device.run(UPDATE, "double", double, writes=[host])
             device.wait(COMPUTE, device.record(UPDATE), "doubled")
-        device.run(COMPUTE, "halve", lambda: there.data.div_(2**50), writes=[there])
+        device.run(COMPUTE, "halve", partial(there.data.div_, 2**50), writes=[there])
         device.synchronize(device.record(COMPUTE), "halved")
         assert torch.equal(host.data, torch.full((NUMEL,), 2.0 - 2.0**-49).float())
         empty = device.in_place(host.piece(0, 0)).data

@@ -23,7 +23,7 @@ from megatrain.forecast.profile import Profile
 from megatrain.forecast.workload import Workload
 from megatrain.kernels import reference
 from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
-from megatrain.machine import NETWORK_GBPS, machine_for
+from megatrain.machine import NETWORK_GBPS, Machine, machine_for
 from megatrain.model.probe import spec
 from megatrain.optim.muon import is_matrix
 from megatrain.plan.planner import disk_use, tile_bytes
@@ -390,18 +390,36 @@ def test_sums_between_hosts_take_the_network_and_are_waited_for():
     assert slow.seconds - found.seconds > 0.9 * 9 * crossing  # no compute hides it
 
 
+@cache
+def of_7b():
+    return ForecastCache(spec(open_source(qwen2_config("7b", 1024, 2)).model))
+
+
 @pytest.mark.parametrize(
-    ("gpu", "least", "most"),
-    [("H200", 1.02, 9), ("RTX 4090", 1, 9), ("GH200", 0.95, 1.05), ("GB10", 0.9, 1)],
+    ("gpu", "least"), [("H200", 2), ("RTX 4090", 1.2), ("GH200", 1.5), ("GB10", 0.98)]
 )
-def test_weights_are_read_in_place_where_that_is_no_slower(gpu, least, most):
-    """Over a bus they cross once for each product, in copies once for each sweep."""
-    of_7b = ForecastCache(spec(open_source(qwen2_config("7b", 1024, 2)).model))
+def test_weights_are_copied_ahead_unless_reading_in_place_is_faster(gpu, least):
+    """Products read weights that rest on the host again and again."""
     machine, workload = machine_for(gpu, 64 * GIB, 16), Workload(8 * 1024, 1024, 8)
     placed = [Placement(slots=slots) for slots in (3, 0)]
-    copied, read = (of_7b.of(machine, each, workload, 8) for each in placed)
-    assert least * copied.seconds <= read.seconds <= most * copied.seconds
+    copied, read = (of_7b().of(machine, each, workload, 8) for each in placed)
+    assert read.seconds > least * copied.seconds
     assert copied.bounds[COPY_IN] > 0 == read.bounds[COPY_IN]
     assert "slots" not in read.device_bytes
-    if least >= 1 or most <= 1:
-        assert (fastest(of_7b, machine, workload).placement.slots == 0) == (most <= 1)
+    few = replace(workload, tokens_per_step=64, sequence_length=64, micro_batch=1)
+    for asked in (workload, few):
+        best = fastest(of_7b(), machine, asked)
+        for placement in (replace(best.placement, slots=slots, prefetch=None) for slots in (3, 0)):
+            other = of_7b().of(machine, placement, asked, best.micro_batch)
+            assert best.seconds <= other.seconds / 0.98
+
+
+@pytest.mark.parametrize("slots", [0, 2])
+def test_steps_in_place_and_with_copies_are_foretold_within_a_tenth(slots):
+    """Measured: 3.9 and 0.46 s; forecasts know which wins and by how much."""
+    file = RESULTS / "in-place-7b-2-layers-8x1024-h200.json"
+    measured = json.loads(file.read_text())[f"slots{slots}"]
+    placement, machine = Placement(**measured["case"]["placement"]), Machine(**measured["machine"])
+    workload = Workload(8 * 1024, 1024, 8, clip=True, compile=True)
+    forecast = of_7b().of(machine, placement, workload, 8)
+    assert forecast.seconds == pytest.approx(measured["median_seconds"], rel=0.1)
