@@ -14,7 +14,6 @@ import torch
 
 from megatrain.autoplace.search import fastest
 from megatrain.base.units import MIB, gib, parse_bytes, size
-from megatrain.compat.torch import can_compile
 from megatrain.device import Device, available_bytes
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.cache import ForecastCache, Needs, needs_of, second_needs
@@ -98,8 +97,8 @@ def settle(
         )
     if settled.placement.compile and not opened.device.can.compiles:
         raise InputError(
-            "placement.compile is true, but torch.compile does not work for this device; set it to "
-            "false"
+            "placement.compile is true, but torch.compile does not work for this device (a GPU "
+            "needs gcc and triton, Apple's has none); set it to false"
         )
     if trained and opened.disk is not None and not settled.placement.on_disk:
         _log.info(
@@ -147,7 +146,7 @@ def _chosen(opened: EngineSetup, workload: Workload) -> Settled:
         )
     best = _fastest(opened, workload)
     if best is None:
-        streamed = Placement(slots=3, head_tokens=8192, compile=can_compile())
+        streamed = Placement(slots=3, head_tokens=8192, compile=opened.device.can.compiles)
         return Settled(streamed, workload.micro_batch)
     planned = Planned(best.tokens_per_step, best.micro_batch * best.sequence_length)
     return Settled(best.placement, best.micro_batch, planned)
@@ -172,7 +171,8 @@ def _fastest(opened: EngineSetup, workload: Workload) -> Forecast | None:
         disk_space_bytes=opened.disk_bytes,
     )
     _log.log(PASSING, "looking for the fastest way that fits...")
-    forecasts, workload = ForecastCache(opened.model.spec), replace(workload, compile=can_compile())
+    workload = replace(workload, compile=device.can.compiles)
+    forecasts = ForecastCache(opened.model.spec)
     try:
         best = fastest(forecasts, machine, workload)
     except NotForeseeable as error:

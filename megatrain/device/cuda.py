@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.base.units import MIB, gib
+from megatrain.compat.torch import can_compile
 from megatrain.device.base import COMPUTE, HOST_STREAMS, Abilities, Buffer, Buffers, Work
 from megatrain.device.cpu import host_range
 from megatrain.device.disk import move
@@ -64,6 +65,7 @@ class CudaDevice:
             shares_host_memory=bool(getattr(properties, "is_integrated", False)),
             reads_in_place=True,
             counts_memory=True,
+            compiles=can_compile(),
             overlaps=True,
             attends_with_sums=True,
             generators=(self.torch_device,),

@@ -159,7 +159,7 @@ def settled(
     monkeypatch, asked, tokens=512, length=64, *, machine=None, compiler=True, loss=CROSS_ENTROPY
 ):
     answering(monkeypatch, auto, present_machine=machine)
-    answering(monkeypatch, auto, can_compile=compiler)
+    monkeypatch.setattr(asked.device, "can", replace(asked.device.can, compiles=compiler))
     answering(monkeypatch, auto, check_fits=None)
     return auto.settle(asked, "auto", tokens, length, None, loss)
 
