@@ -145,7 +145,7 @@ def test_a_base_whose_carried_tensors_have_changed_is_refused(folder, tmp_path):
     ("family", "architecture", "said"),
     [
         ("bert", "BertForMaskedLM", "names BertForMaskedLM"),
-        ("llama", "LlamaModel", "names LlamaModel"),
+        ("gpt2", "GPT2DoubleHeadsModel", "names GPT2DoubleHeadsModel"),
         ("bart", "BartForConditionalGeneration", "names BartForConditionalGeneration"),
         ("qwen3_5", "Qwen3_5ForCausalLM", "let architectures in config.json name Qwen3_5ForCond"),
         ("qwen3_5", None, "let architectures in config.json name Qwen3_5ForConditionalGeneration"),
