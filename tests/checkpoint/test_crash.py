@@ -39,7 +39,8 @@ class Calls:
             real = getattr(files, module)
             fake = types.SimpleNamespace(**vars(real))
             for name in names:
-                setattr(fake, name, self._failing(name, getattr(real, name)))
+                if hasattr(real, name):  # posix_fadvise: not on a Mac
+                    setattr(fake, name, self._failing(name, getattr(real, name)))
             for part in (files, whole_files):
                 patch.setattr(part, module, fake)
 

@@ -113,7 +113,9 @@ def test_export_of_what_is_no_model_and_into_what_is_not_empty(megatrain, tmp_pa
 
 
 def test_a_path_that_cannot_be_used_is_bad_input(megatrain, trained, tmp_path):
-    assert_refused(megatrain("export", trained[0], "/proc/out"), "/proc/.out.partial: No such file")
+    if Path("/proc").is_dir():
+        told = "/proc/.out.partial: No such file"
+        assert_refused(megatrain("export", trained[0], "/proc/out"), told)
     (tmp_path / "page.html").mkdir()
     result = megatrain("report", trained[0], "--output", tmp_path / "page.html")
     assert_refused(result, f"{tmp_path / 'page.html'}: Is a directory")

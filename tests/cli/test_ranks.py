@@ -19,6 +19,7 @@ from megatrain.config import load
 from megatrain.data import open_dataset
 from megatrain.errors import InputError, RunFailed
 from megatrain.parallel.distributed import ProcessGroups, joined, launch
+from megatrain.telemetry.host import usable_cores
 from megatrain.train.loop import train
 from megatrain.train.sharing import part_of, split_for_ranks
 from megatrain.train.steps import Steps
@@ -230,7 +231,7 @@ def test_a_restart_by_torchrun_does_not_see_addresses_of_processes_that_ended(mo
 
 
 def test_more_devices_than_cores_are_refused_before_a_process_is_started():
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     with pytest.raises(InputError, match=f"may use {cores} cores.* to at most {cores}$"):
         launch(cores + 1, ["train", "no-such-run.yaml"])
 

@@ -406,7 +406,8 @@ def test_a_disk_that_is_full_for_one_rank_is_refused_by_all(tmp_path):
     def work(group):
         rank = dist.get_rank(group)
         said = "rank 1: " * (rank == 0) + f"{place}: no room for planes on this disk"
-        with mock.patch.object(os, "posix_fallocate", side_effect=full if rank else None):
+        fault = full if rank else None
+        with mock.patch.object(os, "posix_fallocate", side_effect=fault, create=True):
             refused(DoesNotFit, said, make_engine, llama(), group=group, **options)
         words = "keeps 1 MiB on the disk, and disk_space is 1 MiB"
         few = options | {"disk_space": 200 << 10}  # of which a rank has half
