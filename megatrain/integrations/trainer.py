@@ -131,6 +131,7 @@ class StreamedTrainer(_Trainer):
         with ExitStack() as held:
             if isinstance(self._objective, objectives.Preferences):
                 self._objective.reference = held.enter_context(Engine(reference or model, **common))
+                self._check_rows(self._objective.reference.vocab_size)
             common |= self.engine_options
             weight = getattr(self, "router_aux_loss_coef", 0.0)
             if hasattr(self, "_metrics") and (weight or len(self._routers) == len(_ROUTERS)):
@@ -155,6 +156,18 @@ class StreamedTrainer(_Trainer):
             self._take(held.enter_context(engine))
             engine.require_held()
             held.pop_all()
+
+    def _check_rows(self, rows: int) -> None:
+        """Raises InputError: the reference's embedding table lacks tokens of the data."""
+        of_text: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
+        largest = max(of_text.get_vocab().values(), default=0)
+        needed = min(self.model.config.get_text_config().vocab_size, largest + 1)
+        if rows < needed:
+            refuse(
+                f"ref_model, whose embedding table has {rows} rows",
+                f"the tokenizer's tokens need {needed}; call resize_token_embeddings({needed}) of "
+                "it, or take another",
+            )
 
     def _take(self, engine: Engine) -> None:
         assert engine.optimizer is not None

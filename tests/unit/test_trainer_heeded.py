@@ -178,6 +178,16 @@ def test_a_loss_or_model_of_trl_that_the_engine_does_not_have_is_refused(
         text_trainer(mixed(plain), tmp_path, model, **changes)
 
 
+def test_a_reference_with_fewer_rows_than_tokens_is_refused_by_name(tmp_path):
+    rows = len(chat_tokenizer("qwen"))
+    options = {"ref_model": small(vocab_size=rows - 2, max_position_embeddings=256)}
+    told = (
+        f"ref_model, whose embedding table has {rows - 2} rows: the tokenizer's tokens need {rows};"
+    )
+    with pytest.raises(InputError, match=told):
+        text_trainer(mixed(trl.DPOTrainer), tmp_path, options=options)
+
+
 @cache
 def text_base(kind, folder):
     made = text_trainer(kind, folder)
