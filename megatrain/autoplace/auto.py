@@ -6,7 +6,6 @@ Where the machine or the model cannot be foreseen, everything is streamed and no
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ import torch
 from megatrain.autoplace.search import fastest
 from megatrain.base.units import MIB, gib, parse_bytes, size
 from megatrain.device import Device, available_bytes
-from megatrain.errors import DoesNotFit, InputError
+from megatrain.errors import DoesNotFit, InputError, explained
 from megatrain.forecast.cache import ForecastCache, Needs, needs_of, second_needs
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.simulate import Forecast
@@ -265,11 +264,6 @@ def _refusal(place: str, needs: Counter[str], rest: int, allowed: int) -> str:
 
 
 def parse_limit(name: str, value: Any) -> int | None:
-    """A limit in bytes, given as the user writes it; None for none. Raises InputError."""
-    if value is None:
-        return None
-    with suppress(ValueError):
-        parsed = parse_bytes(value) if isinstance(value, str) or type(value) is int else 0
-        if parsed > 0:
-            return parsed
-    raise InputError(f"{name} is not a size: {value!r}; write it like 10GiB, or a number of bytes")
+    """A limit in bytes, as the user writes it; None for none. Raises InputError."""
+    with explained(name, of=ValueError):
+        return None if value is None else parse_bytes(value)

@@ -12,19 +12,18 @@ _SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
 _MOST = 1 << 60
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: object) -> int:
     """Parse `"10GiB"`, `"512 MB"` or a plain number of bytes.
 
-    Raises ValueError: the text is not a size, or larger than any machine's memory.
+    Raises ValueError: it is no size, or zero, or larger than any machine's memory.
     """
-    num_bytes: float = text if isinstance(text, int) else 0
+    num_bytes: float = text if type(text) is int else 0
     if isinstance(text, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
-        if match is None or match[2] not in _SUFFIX:
-            raise ValueError(f"not a size: {text!r} (write it like 10GiB, 512MiB or 24GB)")
-        num_bytes = float(match[1]) * _SUFFIX[match[2]]
-    if num_bytes > _MOST:
-        raise ValueError(f"not a size: {text!r:.30} is more than any machine has")
+        if match is not None and match[2] in _SUFFIX:
+            num_bytes = float(match[1]) * _SUFFIX[match[2]]
+    if not 1 <= num_bytes <= _MOST:
+        raise ValueError(f"not a size: {text!r:.30} (write it like 10GiB, 512MiB or 24GB)")
     return int(num_bytes)
 
 

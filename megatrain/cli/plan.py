@@ -488,12 +488,8 @@ def changed(workload: Workload, options: Mapping[str, Any]) -> Workload:
     """
     values = {name: value for name, value in options.items() if value is not None}
     for name in values.keys() & LIMITS:
-        option = f"--{name.replace('_', '-')}"
-        with explained(option, of=ValueError):
-            num_bytes = parse_bytes(values[name])
-        if num_bytes < 1:
-            raise InputError(f"{option}: {values[name]} is no memory at all")
-        values[name] = num_bytes
+        with explained(f"--{name.replace('_', '-')}", of=ValueError):
+            values[name] = parse_bytes(values[name])
     if "disk_space" in values:
         values["disk"] = options.get("disk")  # None: any disk
     rule, of_workload = workload.rule, {field.name for field in fields(Workload)}

@@ -145,10 +145,8 @@ class EngineSection(Section):
     @field_validator("device_memory", "host_memory", "disk_space", mode="before")
     @classmethod
     def _size(cls, size: Any) -> Any:
-        if size is not None and type(size) not in (str, int):
-            raise ValueError(f"should be a size, such as 10GiB, got {shown(size)}")
-        if size is not None and parse_bytes(size) <= 0:
-            raise ValueError(f"should be a size above zero, got {shown(size)}")
+        if size is not None:
+            parse_bytes(size)
         return size
 
     @field_validator("device")

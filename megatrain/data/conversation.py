@@ -118,9 +118,7 @@ def _message(message: object, where: str, images: bool) -> tuple[Message, bool]:
         if not isinstance(calls, Sequence) or isinstance(calls, str):
             raise InputError(f"{where}: 'tool_calls' must be a list of objects")
         kept["tool_calls"] = [_call(call, where) for call in calls]
-    if "content" not in kept and "tool_calls" not in kept:
-        raise InputError(f"{where} has no 'content'")
-    if not isinstance(kept.get("content", ""), str):
+    if not isinstance(kept.get("content", "" if "tool_calls" in kept else None), str):
         raise InputError(f"{where}: 'content' must be a string (or a list of text parts)")
     return kept, learnt
 

@@ -162,10 +162,8 @@ class PackedDataset:
         About `fraction` of the tokens (text; at most one document is cut) or conversations (chat)
         go to the evaluation part.
 
-        Raises InputError: the fraction is not between 0 and 1, or leaves a part without rows.
+        Raises InputError: the fraction leaves a part without rows.
         """
-        if not 0 < fraction < 1:
-            raise InputError(f"the held-out fraction is {fraction}: it must be between 0 and 1")
         documents = self.documents
         if self._layout.kind == "text":
             place = int(documents.lengths.sum() * (1 - fraction))

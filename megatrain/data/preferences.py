@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatrain.data.dataset import ROWS, MicroBatch, PackedDataset, scored
-from megatrain.loss import DPO, IGNORED, Distillation, JointLoss
+from megatrain.loss import DPO, IGNORED, Distillation
 
 REPLIES = ("pairs", "margins", "anchors")
 """Kinds of data whose rows are several texts that a loss compares."""
@@ -34,19 +34,13 @@ def numbered(step: list[MicroBatch]) -> list[MicroBatch]:
 class ReplyDataset(PackedDataset):
     """Rows of several lines of tokens: a better reply, and another; or an anchor, its positive, ...
 
-    Call `train_with` first: it says which loss the rows are for.
+    Attributes:
+        loss: whose inputs micro-batches get; set it first.
+        reference: log-probabilities of the replies, `[rows, lines]`; None: they get none.
     """
 
-    _loss: Any
-    _reference: Tensor | None = None
-
-    def train_with(self, loss: JointLoss) -> None:
-        """Give micro-batches the inputs of a loss."""
-        self._loss = loss
-
-    def compare_with(self, reference: Tensor) -> None:
-        """Give micro-batches the log-probabilities of replies in a reference: `[rows, lines]`."""
-        self._reference = reference
+    loss: Any
+    reference: Tensor | None = None
 
     @property
     def fill(self) -> float:
@@ -71,20 +65,20 @@ class ReplyDataset(PackedDataset):
         pairs = torch.arange(len(rows)).repeat_interleave(self.lines)
         text = torch.arange(self.lines).repeat(len(rows))
         of_lines = {"pair": pairs}
-        of_lines |= {"text": text} if self._loss.embeds else {"chosen": text == 0}
-        if "margin" in self._loss.inputs:
+        of_lines |= {"text": text} if self.loss.embeds else {"chosen": text == 0}
+        if "margin" in self.loss.inputs:
             firsts = [int(self._segments(row).document[0]) for row in rows]
             of_lines["margin"] = torch.tensor([self.store.margin(at) for at in firsts])[pairs]
         for name, values in of_lines.items():
             batch[name] = values[:, None].expand(labels.shape).float().contiguous()
-        if self._reference is not None:
-            batch["reference_logp"] = at_first_label(self._reference[list(rows)].view(-1), labels)
+        if self.reference is not None:
+            batch["reference_logp"] = at_first_label(self.reference[list(rows)].view(-1), labels)
         mask = batch.get("attention_mask")
-        if self._loss.scores:
+        if self.loss.scores:
             batch["labels"] = scored(ids, mask, self.pad)
-        elif self._loss.embeds and self._loss.pooling == "mean":
+        elif self.loss.embeds and self.loss.pooling == "mean":
             batch["labels"] = torch.zeros_like(ids) if mask is None else IGNORED * (1 - mask)
-        elif self._loss.embeds:
+        elif self.loss.embeds:
             batch["labels"] = scored(ids, mask, -1)
         return batch
 

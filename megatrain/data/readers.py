@@ -30,9 +30,7 @@ _BATCH_ROWS = 256
 
 # First bytes of files that are neither rows nor text, whatever their name says.
 _BEGINNINGS = {
-    b"version https://git-lfs.github.com/spec/": (
-        "a pointer of Git LFS, not the file: run git lfs pull"
-    ),
+    b"version https://git-lfs": "a pointer of Git LFS, not the file: run git lfs pull",
     **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "UTF-16: convert it: iconv -f UTF-16 -t UTF-8"),
     **dict.fromkeys(
         (b"\xff\xd8\xff", b"\x89PNG", b"GIF87a", b"GIF89a"), "a picture: only text is trained"
@@ -260,11 +258,9 @@ def _decoded(
     """A row and its end in the text; None while it is incomplete."""
     try:
         row, end = decode(text, place)
-    except json.JSONDecodeError as error:
-        if not ended:
-            return None, place
-        raise InputError(f"{where}: not JSON: {error.msg}: correct the row") from error
     except (RecursionError, ValueError) as error:
+        if isinstance(error, json.JSONDecodeError) and not ended:
+            return None, place
         raise _unusable(where, error) from error
     return _row(row, where), end
 
@@ -276,21 +272,18 @@ def _too_long(what: str) -> InputError:
 def _parse(line: bytes, where: str, offset: int) -> DataRow:
     try:
         text = line.decode("utf-8")
-        text = text.removeprefix(_BOM) if offset == 0 else text
-        row = parse_json(text)
+        row = parse_json(text.removeprefix(_BOM) if offset == 0 else text)
     except UnicodeDecodeError as error:
         raise _not_utf8(where, offset, error) from error
-    except json.JSONDecodeError as error:
-        remedy = "correct the line (of rows over several lines, name the file .json)"
-        raise InputError(
-            f"{where}: not JSON: {error.msg} (column {error.colno}): {remedy}"
-        ) from error
     except ValueError as error:  # nested too deeply, an integer of thousands of digits, a key twice
         raise _unusable(where, error) from error
     return _row(row, where)
 
 
 def _unusable(where: str, error: Exception) -> InputError:
+    if isinstance(error, json.JSONDecodeError):
+        remedy = "correct the row (one that takes several lines needs a file named .json)"
+        return InputError(f"{where}: not JSON: {error.msg} (column {error.colno}): {remedy}")
     why = "nested too deeply" if isinstance(error, RecursionError) else str(error).split(";")[0]
     return InputError(f"{where}: not usable JSON: {why}: correct the row")
 

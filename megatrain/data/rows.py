@@ -422,20 +422,15 @@ class Reading:
                 f"{listed(row)}: keep formats in files of their own"
             )
         rest = {n: v for n, v in row.items() if n not in (*names.values(), *self.fields)}
-        for name in _PROMPTS if form.kind == "pairs" and "prompt" not in names else ():
+        of_replies = form.kind in ("chat", "pairs") and form.needs is not _TALKS
+        prompts = _PROMPTS if form.kind == "pairs" and "prompt" not in names else ()
+        for name in (*prompts, *(_BESIDE if of_replies else ())):
             if not empty(rest.get(name)):
                 raise InputError(
-                    f"{where}: field {name!r} is not read beside replies: write data.fields: "
-                    f"{{prompt: {name}}} ({name}: null passes it over)"
+                    f"{where}: field {name!r} is not read beside {form.title}: say with "
+                    f"data.fields what it is, as {{prompt: {name}}} ({name}: null passes it over)"
                 )
         refuse_unheeded(rest, where, text=form.kind == "text")
-        if form.kind in ("chat", "pairs") and form.needs is not _TALKS:
-            for name in _BESIDE:
-                if not empty(rest.get(name)):
-                    raise InputError(
-                        f"{where}: field {name!r} is not read beside {form.title}: name the fields "
-                        f"with data.fields (or {name}: null to pass it over)"
-                    )
         values = {name: row[theirs] for name, theirs in names.items()}
         for name in (n for n in _TEXTS if not isinstance(values.get(n, ""), str)):
             needed = name in form.needs and name != "instruction"  # beside it, the input may ask
@@ -476,18 +471,15 @@ class Reading:
     def _number(self, label: Any, where: str) -> int:
         if label in self.labels:
             return self.labels.index(label)
-        named = type(label) is int and str(label) in self.labels
-        if named and self.labels[label : label + 1] != [str(label)]:
-            raise InputError(
-                f"{where}: {label} is the name of a class whose number is another one; name the "
-                "classes by words (loss.labels), or write labels as texts"
-            )
-        if type(label) is int and (0 <= label < len(self.labels) or (label, self.kind) == _NONE):
+        is_number = type(label) is int and 0 <= label < len(self.labels)
+        if is_number and (self.labels[label] == str(label) or str(label) not in self.labels):
+            return label  # else it may mean the class of that name
+        if type(label) is int and (label, self.kind) == _NONE:
             return label
         known = ", ".join(self.labels[:8])
         raise InputError(
             f"{where}: {label!r:.40} is no class: they are {known} (loss.labels), or their numbers "
-            "from 0 on"
+            "from 0 on if no class has such a name"
         )
 
 

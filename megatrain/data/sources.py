@@ -101,7 +101,7 @@ def open_sources(
         if files and (hub_config is not None or hub_split != "train"):
             _log.warning("%s: hub_config and hub_split choose nothing here: these are files", entry)
         for one in files or [load_hub(str(entry), hub_config, hub_split)]:
-            if weighted and one.place in chosen:
+            if weighted and chosen.get(one.place, (one, group))[1] != group:
                 raise InputError(f"{one.name}: named twice: a weight is for one of them, keep one")
             chosen.setdefault(one.place, (one, group))
     return [one for one, _ in chosen.values()], [group for _, group in chosen.values()]
@@ -119,18 +119,10 @@ def find_files(source: str | Path, kind: DataKind) -> list[DataSource] | None:
         InputError: a path is missing, unreadable, a broken or looping link, or not a plain file;
             nothing fits; chat data has no rows.
     """
-    text = str(source)
+    text, path = str(source), Path(source).expanduser()
     known_file = Path(text).suffix in (*_SUFFIXES, *_PACKED, ".txt", ".py", ".md")
     if not (os.path.lexists(text) or known_file) and _HUB_ID.fullmatch(text):
         return None
-    files: dict[str, DataSource] = {}
-    for file in _expand(text, kind):
-        files.setdefault(file.place, file)
-    return list(files.values())
-
-
-def _expand(text: str, kind: DataKind) -> list[DataSource]:
-    path = Path(text).expanduser()
     if re.match(r"[a-z][a-z0-9+.-]*://", text) and not os.path.lexists(path):
         raise InputError(f"{text}: an address, not a path: fetch it, and name the file or folder")
     if not os.path.lexists(path) and any(mark in text for mark in "*?["):

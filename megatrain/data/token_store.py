@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -36,7 +37,6 @@ from megatrain.data.encoders import Document
 from megatrain.data.images import Medium
 from megatrain.errors import InputError, RunFailed, explained
 
-Progress = Callable[[int, int], None]
 _log = logging.getLogger("megatrain.data")
 _FILES = ("tokens.bin", "documents.bin", "images.bin")
 _TOKEN = np.dtype("<i4")
@@ -49,6 +49,7 @@ _RECORD = np.dtype([("begin", "<i8"), ("end", "<i8"), ("first_target", "<i8"),
 
 # Bytes for one checksum: a row of 4,096 tokens touches two blocks at most, sums take 0.01 %.
 _BLOCK_BYTES = 32 * KIB
+_SECONDS_BETWEEN_NEWS = 5.0
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,6 @@ def open_store(
     names: list[str],
     documents: Callable[[], Iterable[Document]],
     notes: dict[str, Any],
-    progress: Progress | None = None,
 ) -> TokenStore:
     """The store in `folder`, made from `documents()` unless a complete one exists.
 
@@ -144,7 +144,7 @@ def open_store(
         with alone(folder.with_suffix(".lock"), "making these tokens"):
             store = _load(folder)
             if store is None:
-                _build(folder, names, documents(), notes, progress)
+                _build(folder, names, documents(), notes)
                 store = _load(folder)
     assert store is not None
     return store
@@ -269,14 +269,10 @@ def _load(folder: Path) -> TokenStore | None:
 
 
 def _build(
-    folder: Path,
-    names: list[str],
-    documents: Iterable[Document],
-    notes: dict[str, Any],
-    progress: Progress | None,
+    folder: Path, names: list[str], documents: Iterable[Document], notes: dict[str, Any]
 ) -> None:
     with whole_folder(folder, replace=True) as part:
-        meta: dict[str, Any] = {"names": names, **_write(part, documents, progress), "notes": notes}
+        meta: dict[str, Any] = {"names": names, **_write(part, documents), "notes": notes}
         if not meta["num_tokens"]:
             if notes.get("bad"):
                 raise InputError(f"every row is bad: {notes['bad'][0]}")
@@ -291,9 +287,9 @@ def _build(
         (part / "meta.json").write_text(json.dumps(meta | {"crc32": _crc32(meta)}))
 
 
-def _write(part: Path, documents: Iterable[Document], progress: Progress | None) -> dict[str, Any]:
+def _write(part: Path, documents: Iterable[Document]) -> dict[str, Any]:
     digest = hashlib.blake2b(digest_size=16)
-    num_documents = num_tokens = 0
+    num_documents, num_tokens, due = 0, 0, time.monotonic() + _SECONDS_BETWEEN_NEWS
     with ExitStack() as stack:
         tokens, index, images = (stack.enter_context((part / name).open("wb")) for name in _FILES)
         for document in documents:
@@ -309,8 +305,11 @@ def _write(part: Path, documents: Iterable[Document], progress: Progress | None)
             tokens.write(stored.tobytes())
             index.write(record.tobytes())
             num_documents, num_tokens = num_documents + 1, num_tokens + len(stored)
-            if progress is not None:
-                progress(num_documents, num_tokens)
+            if time.monotonic() >= due:
+                due = time.monotonic() + _SECONDS_BETWEEN_NEWS
+                _log.info(
+                    "tokenised %s documents, %s tokens", f"{num_documents:,}", f"{num_tokens:,}"
+                )
     return {"num_documents": num_documents, "num_tokens": num_tokens, "digest": digest.hexdigest()}
 
 

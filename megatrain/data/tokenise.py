@@ -18,7 +18,7 @@ from megatrain.data.refused_fields import listed
 from megatrain.data.row_packing import mixed
 from megatrain.data.rows import Fields, Reading
 from megatrain.data.sources import DataKind, open_sources
-from megatrain.data.token_store import Progress, open_store
+from megatrain.data.token_store import open_store
 from megatrain.data.tokenizer import identity, pad_id
 from megatrain.errors import InputError
 
@@ -46,7 +46,6 @@ def open_dataset(
     overlong: Overlong = "truncate",
     hub_config: str | None = None,
     hub_split: str = "train",
-    progress: Progress | None = None,
     images: ImageProcessor | None = None,
     labels: Sequence[str] = (),
     lines: int = 2,
@@ -69,7 +68,6 @@ def open_dataset(
         vocab_size: the model's; ids beyond it are refused.
         overlong: what to do with conversations longer than a row. (Text is always split.)
         hub_config, hub_split: which configuration and split of a hub data set.
-        progress: called with the documents and tokens so far while tokenising.
         images: of the model, for rows with images.
         labels: the names of classes.
         lines: texts of each row: 2 of "pairs"; of "anchors" these, their positives and negatives.
@@ -95,7 +93,6 @@ def open_dataset(
         [s.name for s in sources],
         lambda: Encoder(tokenizer, vocab_size, images).documents(examples),
         examples.notes,
-        progress,
     )
     _say(store.notes)
     of_rows: Any = "pairs" if kind == "margins" else store.notes["kind"]

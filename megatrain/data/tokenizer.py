@@ -33,11 +33,10 @@ def load_tokenizer(
 
     folder = Path(path_or_id).expanduser()
     folder = unpacked(folder) if is_gguf(folder) else folder
-    local = folder.is_dir()
-    if not local and (folder.exists() or str(path_or_id).startswith(("/", ".", "~"))):
-        raise InputError(f"{folder}: no such folder: give the one that holds tokenizer.json")
+    local = folder.exists() or str(path_or_id).startswith(("/", ".", "~"))
     if local and not any((folder / name).exists() for name in _TOKENIZER_FILES):
-        raise InputError(f"{folder}: no tokenizer in this folder: copy its tokenizer.json there")
+        raise InputError(f"{folder}: no such folder, or no tokenizer in this folder: copy its "
+                         "tokenizer.json there")  # fmt: skip
     name = str(folder if local else path_or_id)
     remedy = "check the files" if local else "check the name, or fetch it once with a network"
     with tokenising(f"cannot load a tokenizer from {str(path_or_id)!r}", remedy):
@@ -54,10 +53,8 @@ def load_tokenizer(
             name, trust_remote_code=trust_remote_code, revision=revision or "main"
         )
     kind, template = type(tokenizer).__name__, getattr(tokenizer, "chat_template", None)
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise InputError(f"{path_or_id}: a {kind} is not one tokenizer: name the folder of one")
-    if len(tokenizer) == 0:
-        raise InputError(f"{path_or_id}: the tokenizer has an empty vocabulary: check its files")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or len(tokenizer) == 0:
+        raise InputError(f"{path_or_id}: a {kind} is not one tokenizer, or empty: check its files")
     templates = template.values() if isinstance(template, dict) else [template or ""]
     if not all(isinstance(text, str) for text in templates):
         raise InputError(f"{path_or_id}: the tokenizer's chat_template is no text: correct it")
@@ -182,14 +179,12 @@ def token_ids(ids: Sequence[int], vocab_size: int | None, where: str) -> NDArray
     Raises InputError: an id is beyond the model's embeddings, or too large for any model.
     """
     numbers = np.array(ids, dtype=np.int64)
-    worst = int(numbers.max(initial=0))
-    if vocab_size is not None and worst >= vocab_size:
+    worst, size = int(numbers.max(initial=0)), vocab_size or 1 << 31
+    if worst >= size:
         raise InputError(
-            f"{where}: token id {worst} is outside the model's vocabulary of {vocab_size}: "
-            "use the tokenizer that belongs to the model"
+            f"{where}: token id {worst} is outside the model's vocabulary of {size}: use the "
+            "tokenizer that belongs to the model"
         )
-    if worst > np.iinfo(np.int32).max:
-        raise InputError(f"{where}: token id {worst} is larger than any: replace the tokenizer")
     return numbers.astype(np.int32)
 
 

@@ -1,9 +1,6 @@
 """The data of a run file, tokenised."""
 
 import logging
-import math
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +23,6 @@ from megatrain.model.build import load_config
 from megatrain.model.sizes import check_sequence_length
 from megatrain.model.weights import resolve_model
 from megatrain.train.resolve_model import ResolvedModel, model_config
-
-SECONDS_BETWEEN_NEWS = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +61,6 @@ def open_data(
             path,
             kind=config.loss.kind or data.kind,
             cache_dir=data.cache_dir or user_cache("tokens"),
-            progress=_tokenising_progress(),
             images=images,
             sequence_length=data.sequence_length,
             packing=data.packing,
@@ -148,18 +142,3 @@ def data_alone(
     if isinstance(training, Prompts):
         raise InputError(f"loss.name {config.loss.name}: prompts have no tokens to learn to show")
     return tokenizer, training, evaluation
-
-
-def _tokenising_progress() -> Callable[[int, int], None]:
-    """Logs now and then how far the tokenising of long data has come."""
-    due = math.inf  # the first call only starts the clock: short data needs no news
-
-    def progress(documents: int, tokens: int) -> None:
-        nonlocal due
-        now = time.monotonic()
-        if now >= due:
-            log.info("tokenised %s documents, %s tokens", f"{documents:,}", f"{tokens:,}")
-        if now >= due or due == math.inf:
-            due = now + SECONDS_BETWEEN_NEWS
-
-    return progress

@@ -138,7 +138,7 @@ def prepare_replies(
     sets = {name: dataset for name, dataset in data.items() if isinstance(dataset, ReplyDataset)}
     for replies in sets.values():
         assert isinstance(loss, JointLoss)  # replies are opened for such losses alone
-        replies.train_with(loss)
+        replies.loss = loss
     if not isinstance(loss, DPO):
         return None
     of_model = config.model.model_dump(mode="json", include={"path", "config"})
@@ -162,7 +162,7 @@ def prepare_replies(
                     "model; set them back, or begin a new run with model.path: this one"
                 )
     for name, replies in sets.items():
-        replies.compare_with(known.sums[name])
+        replies.reference = known.sums[name]
     return known
 
 

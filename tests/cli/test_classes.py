@@ -98,7 +98,7 @@ MISTAKES = {
     "token_classification needs labels": ("token_classification", {}, {"labels": ["one"]}),
     "two names or more, each once": ("token_classification", {}, {"labels": ["a", "b", "a"]}),
     # Stars from 1 to 3 would be learnt one lower than they are, where no row has 3.
-    "1 is the name of a class whose number is another": (
+    "1 is no class: they are": (
         "sequence_classification",
         {"text": "a", "label": 1},
         {"labels": ["1", "2", "3"]},

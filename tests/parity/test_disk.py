@@ -39,7 +39,7 @@ def test_what_they_need_is_asked_for_by_name(tmp_path):
         make_engine(llama(), placement=ON_DISK, disk=None)
     with pytest.raises(DoesNotFit, match="and disk_space is 1 MiB; raise it"):
         make_engine(llama(), placement=ON_DISK, disk=tmp_path, disk_space=4096)
-    with pytest.raises(InputError, match="disk_space is not a size: 'x'"):
+    with pytest.raises(InputError, match="disk_space: not a size: 'x'"):
         make_engine(llama(), placement=ON_DISK, disk=tmp_path, disk_space="x")
 
 

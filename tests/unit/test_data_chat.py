@@ -106,7 +106,7 @@ def test_a_row_that_the_template_refuses_is_named(messages, problem):
         ({"messages": []}, "must be a non-empty list"),
         ({"messages": ["hello"]}, "message 1 must be an object, not str"),
         ({"messages": [{"role": 1, "content": "hello"}]}, "message 1 has no 'role'"),
-        ({"messages": [{"role": "user"}]}, "message 1 has no 'content'"),
+        ({"messages": [{"role": "user"}]}, "message 1: 'content' must be"),
         ({"messages": [{"role": "user", "content": 3}]}, "message 1: 'content' must be a string"),
         ({"messages": talk("a", "\ud800")}, "lone surrogate"),
         ({"messages": talk("a", "b"), "tools": "{"}, "'tools' is not JSON"),

@@ -398,7 +398,7 @@ def test_what_can_only_be_meant_as_rows_is_read(tmp_path, name, content):
         ("a.jsonl", b"PAR1\x15\4", "Parquet: name it .parquet"),
         ("a.jsonl", "{}".encode("utf-16"), "UTF-16: convert it: iconv"),
         ("a.csv", "question,answer\na,b\n".encode("utf-16-le"), "NUL in its header"),
-        ("a.jsonl", b"{\n", "column .*of rows over several lines, name the file .json"),
+        ("a.jsonl", b"{\n", "column .*takes several lines needs a file named .json"),
         ("a.csv", b"Question, answer\na,b\n", "its fields are 'Question', ' answer'"),
         ("a.jsonl", json.dumps(talk("a", "b")).encode(), "one message is no row"),
         ("a.jsonl", b'{"text": "a", "role": "prompter"}', "one message is no row"),
