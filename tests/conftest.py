@@ -36,20 +36,22 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-GROWTH_BYTES = 512 << 20
-_allowed_bytes = 0
+GROWTH_BYTES, GROWTH_MODULES = 512 << 20, 200
+_allowed = 0, 0
 
 
 def pytest_runtest_logfinish() -> None:
     """Engines lie in cycles, and the collector counts objects, not what their tensors take.
 
     Without this a worker grows to 9 GB, and the machine takes longer to find memory than the tests.
+    What is left then, modules above all, stays to the end: the collector passes over it later.
     """
-    global _allowed_bytes
+    global _allowed
     process = psutil.Process()
-    if process.memory_info().rss > _allowed_bytes:
+    if process.memory_info().rss > _allowed[0] or len(sys.modules) > _allowed[1]:
         gc.collect()
-        _allowed_bytes = process.memory_info().rss + GROWTH_BYTES
+        gc.freeze()
+        _allowed = process.memory_info().rss + GROWTH_BYTES, len(sys.modules) + GROWTH_MODULES
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from tests.cli.test_images import (
     write_model,
     write_run,
 )
+from tests.sweeps import few
 from tests.unit.data_cases import make_tokenizer, write_jsonl
 
 RATE = 800  # samples a second, of which the model hears one second
@@ -83,7 +84,7 @@ def run(tmp_path):
     return model, file
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", few([False, True]))
 def test_a_run_with_sounds_is_plain_training(megatrain, run, tmp_path, packing):
     model, file = run
     alone = {"data__packing": True, "training__batch_size": 1, "training__micro_batch_size": 1}

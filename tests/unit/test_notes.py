@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from megatrain.cli.app import app
 from megatrain.cli.models import lora_adapter
+from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.notes import Notes
 from megatrain.forecast.workload import Generation, Workload
 from megatrain.optim import Muon
@@ -86,10 +87,14 @@ def test_a_damaged_or_foreign_file_is_made_anew(folder):
     """Nor does it matter that the folder cannot be written."""
     config = tiny_config(1)
 
-    def notes():
-        return Notes(lambda: structure(open_source(config)), {"of": "one layer"})
+    def measured():
+        notes = Notes(lambda: structure(open_source(config)), {"of": "one layer"})
+        spec = notes.spec(config)
+        work = ForecastCache(spec, notes).measured(WORKLOAD).layer(0, 1)
+        notes.keep()
+        return work, spec.outputs, [tuple(p.shape) for p in spec.capture.model.parameters()]
 
-    first = planned(config, notes())
+    first = measured()
     [file] = folder.iterdir()
     text = file.read_text()
     values = dict.fromkeys(json.loads(text)["values"], "none")
@@ -99,11 +104,11 @@ def test_a_damaged_or_foreign_file_is_made_anew(folder):
         json.dumps({**json.loads(text), "values": values}),
     ):
         file.write_text(spoilt)
-        assert planned(config, notes()) == first
+        assert measured() == first
         assert file.read_text() == text
     shutil.rmtree(folder.parent)
     folder.parent.write_text("a file")
-    assert planned(config, notes()) == first
+    assert measured() == first
 
 
 def test_a_plan_of_a_known_model_imports_no_model(tmp_path):
