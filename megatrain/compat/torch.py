@@ -57,7 +57,7 @@ def scaled_product(rows: Tensor, columns: Tensor, of_rows: Tensor, of_columns: T
 
     A CPU computes it in fp32: before 2.13, torch's own has no scales of rows there.
     """
-    if rows.device.type == "cpu":
+    if not rows.is_cuda:
         return (rows.float() @ columns.float() * of_rows * of_columns).bfloat16()
     sums: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
     return torch._scaled_mm(rows, columns, of_rows, of_columns, **sums)
