@@ -116,13 +116,17 @@ class CudaDevice:
         return Buffer(name, flat)
 
     def in_place(self, buffer: Buffer) -> Buffer:
-        try:
-            return replace(buffer, data=_mapped(buffer.data, self.torch_device))
-        except RuntimeError as error:
+        flat = buffer.data
+        if not len(flat):
+            return replace(buffer, data=flat.to(self.torch_device))
+        first = flat.data_ptr()
+        if not any(0 <= first - at < pinned.nbytes for at, pinned in self._pinned.items()):
             raise InputError(
                 f"placement.slots is 0, but {buffer.name} is not pinned, so the GPU cannot read it "
                 "in place; raise the locked-memory limit (ulimit -l unlimited), or take slots: 1"
-            ) from error
+            )
+        mapped = torch.as_tensor(_Mapped(flat), device=self.torch_device)
+        return replace(buffer, data=mapped.view(flat.dtype))
 
     def free(self, buffer: Buffer) -> None:
         if buffer.data.data_ptr() in self._pinned:
@@ -293,13 +297,6 @@ class _Mapped:
         self.__cuda_array_interface__ = {
             "shape": (flat.nbytes,), "typestr": "|u1", "data": data, "version": 3
         }  # fmt: skip
-
-
-def _mapped(flat: Tensor, device: torch.device) -> Tensor:
-    """The same memory as a tensor of the GPU. Raises RuntimeError: it is not pinned."""
-    if not len(flat):
-        return flat.to(device)
-    return torch.as_tensor(_Mapped(flat), device=device).view(flat.dtype)
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from megatrain import InputError, kernels
 from megatrain.base.units import MIB
-from megatrain.device import cuda, disk, open_device
+from megatrain.device import Buffer, cuda, disk, open_device
 from megatrain.device.cpu import host_range
 from megatrain.device.disk import BLOCK, PlaneFile
 from megatrain.device.host_stream import AHEAD, HostStream, LaunchThrottle
@@ -437,3 +437,12 @@ def test_a_failing_disk_is_told(file, verb):
     ):
         getattr(file, verb)(0, room(8 * BLOCK))
     os.close(closed)
+
+
+def test_a_gpu_reads_in_place_only_what_is_pinned():
+    gpu = object.__new__(cuda.CudaDevice)  # no GPU is opened
+    gpu.torch_device, host = torch.device("cpu"), torch.zeros(8)
+    gpu._pinned = {host.data_ptr() + host.nbytes: host}
+    assert not len(gpu.in_place(Buffer("empty", host[:0])).data)
+    with pytest.raises(InputError, match="slots is 0, but weights is not pinned.*take slots: 1"):
+        gpu.in_place(Buffer("weights", host))
