@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.base.whole_files import whole_folder, write_file
+from megatrain.base.whole_files import user_cache, whole_folder, write_file
 from megatrain.config import TrainingSection
 from megatrain.config.learning import LossSection
 from megatrain.errors import InputError, RunFailed, StepRefused, os_reason
@@ -235,3 +235,7 @@ def test_a_resumed_run_counts_on():
     assert after.norm_limit == before.norm_limit == 3.0
     with pytest.raises(RunFailed, match="3 bad steps in a row"):
         after.skip(bad)
+
+
+def test_tests_keep_nothing_in_the_cache_of_who_runs_them(tmp_path_factory):
+    assert user_cache("tokens").is_relative_to(tmp_path_factory.getbasetemp())
