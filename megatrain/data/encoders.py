@@ -134,6 +134,7 @@ class Encoder:
     def _encoded(self, placed: PlacedExample, talk: Any, examples: Examples) -> Document:
         """A conversation, whose images are read, or a completion, as a document."""
         if isinstance(talk, Labelled):
+            examples.notes["after"] = len(self._own[1])
             return self._labelled(placed._replace(example=talk))
         if not isinstance(talk, Conversation):
             return self._completion(placed._replace(example=talk))

@@ -53,7 +53,7 @@ class Examples:
         notes: all findings, for JSON. kind: text or chat. formats: title -> [number of
             sources, name of the first]. unread: fields that were passed over. num_bad, bad: rows
             that were left out, and the first of them with the reason. empty: rows that teach an
-            empty reply, and the first of them.
+            empty reply, and the first of them. after: special tokens after a text, if it was asked.
     """
 
     def __init__(self, sources: Sequence[DataSource], reading: Reading, bad_rows: BadRows) -> None:

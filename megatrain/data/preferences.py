@@ -1,12 +1,13 @@
 """Pairs of replies: rows with the inputs of their losses."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain.data.dataset import ROWS, MicroBatch, PackedDataset, scored
+from megatrain.data.row_packing import Ints
 from megatrain.loss import DPO, IGNORED, Distillation
 
 REPLIES = ("pairs", "margins", "anchors")
@@ -50,6 +51,14 @@ class ReplyDataset(PackedDataset):
     def lines(self) -> int:
         """Lines of a row."""
         return self._layout.lines
+
+    def pieces(self, row: int) -> Iterator[tuple[Ints, Ints]]:
+        """As of any data set; a text to embed that is cut keeps the tokenizer's tokens after it."""
+        after = self.store.notes.get("after", 0) * (self.kind == "anchors")
+        for (at, _, end), piece in zip(self._segments(row), super().pieces(row), strict=True):
+            if after and end < (length := self.store.length(at)):
+                piece[0][-after:] = self.store.read(at, length - after, length)[0]
+            yield piece
 
     def plain(self, rows: Sequence[int]) -> MicroBatch:
         """Rows as `Layout.batch` lays them out, a line for each reply, without a loss's inputs."""

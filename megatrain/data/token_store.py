@@ -88,6 +88,11 @@ class TokenStore:
         only_read = tokens < 0
         return np.where(only_read, ~tokens, tokens), np.where(only_read, -100, tokens)
 
+    def length(self, document: int) -> int:
+        """The tokens of a document."""
+        record = self._record(document)
+        return int(record["end"] - record["begin"])
+
     def margin(self, document: int) -> float:
         """By how much the better reply of a document's pair is preferred."""
         return float(self._record(document)["margin"])

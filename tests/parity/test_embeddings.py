@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModel
 
-from megatrain import Engine, InputError, Placement
+from megatrain import InputError, Placement
 from megatrain.loss import CROSS_ENTROPY, DPO, Contrastive, Reward
 from tests.families.plain import train_in_place
 from tests.families.tiny import tiny_config
@@ -65,34 +65,29 @@ def steps(loss, parts=1):
     return [[{n: each[i] for n, each in step.items()} for i in range(parts)] for step in split]
 
 
-def plain_loss(loss, model, step):
-    """MultipleNegativesRankingLoss, as sentence-transformers computes it of whole batches."""
-    [given] = step
+def embedded(loss, model, given):
+    """The embedding of each row, as sentence-transformers pools it."""
     mask = given["attention_mask"]
     hidden = model(input_ids=given["input_ids"], attention_mask=mask)[0]
     if loss.pooling == "mean":
-        embeddings = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-    else:
-        embeddings = hidden[torch.arange(len(mask)), mask.sum(1) - 1]
+        return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    return hidden[torch.arange(len(mask)), mask.sum(1) - 1]
+
+
+def similarities(loss, model, given):
     order = (given["text"] * PAIRS + given["pair"])[:, 0].argsort()
-    anchors, *others = F.normalize(embeddings[order], dim=1).split(PAIRS)
-    scores = anchors @ torch.cat(others).T * loss.scale
-    right = torch.arange(PAIRS)
+    anchors, *others = F.normalize(embedded(loss, model, given)[order], dim=1).split(PAIRS)
+    return anchors @ torch.cat(others).T * loss.scale
+
+
+def plain_loss(loss, model, step):
+    """MultipleNegativesRankingLoss, as sentence-transformers computes it of whole batches."""
+    [given], right = step, torch.arange(PAIRS)
+    scores = similarities(loss, model, given)
     value = F.cross_entropy(scores, right)
     if loss.symmetric:
         value = (value + F.cross_entropy(scores[:, :PAIRS].T, right)) / 2
     yield value
-
-
-def accuracy(loss, model, step):
-    [given] = step
-    with torch.no_grad(), Engine(model, precision="fp32", device="cpu") as engine:
-        rows = [{n: given[n] for n in ("input_ids", "attention_mask", "labels")}]
-        [embeddings] = engine.embeddings(rows)
-    order = (given["text"] * PAIRS + given["pair"])[:, 0].argsort()
-    anchors, *others = F.normalize(embeddings[order], dim=1).split(PAIRS)
-    nearest = (anchors @ torch.cat(others).T).argmax(1)
-    return (nearest == torch.arange(PAIRS)).double().mean().item()
 
 
 def engine_of(model, **options):
@@ -104,11 +99,14 @@ def test_three_steps_are_plain_ones(loss, parts, tmp_path):
     model, made = base_model(), steps(loss, parts)
     before, whole = parameters(model), steps(loss)
     with engine_of(model) as engine:
-        value = next(plain_loss(loss, model, whole[0])).item()
+        value, given = next(plain_loss(loss, model, whole[0])).item(), whole[0][0]
         assert engine.evaluate(made[0], loss) == pytest.approx(value, rel=1e-6)
+        bare = {n: given[n] for n in ("input_ids", "attention_mask", "labels")}
+        torch.testing.assert_close(engine.embeddings([bare])[0], embedded(loss, model, given))
+        nearest = similarities(loss, model, given).argmax(1)
         results = [engine.step(step, loss) for step in made]
-        wanted = accuracy(loss, model, whole[0])
-        assert results[0].measures["accuracy"] == pytest.approx(wanted)
+        right = (nearest == torch.arange(PAIRS)).double().mean().item()
+        assert results[0].measures["accuracy"] == pytest.approx(right)
         plain = train_in_place(model, whole, parts=partial(plain_loss, loss))
         assert [result.loss for result in results] == pytest.approx(plain.losses, rel=1e-6)
         assert relative_error(masters(engine), plain.parameters, before) < 2e-5

@@ -5,14 +5,22 @@ import json
 import numpy as np
 import pytest
 import torch
+from tokenizers import processors
 
 from megatrain.data import StepLoader, open_dataset, open_prompts
 from megatrain.data.encoders import Document
 from megatrain.data.preferences import scored
 from megatrain.data.token_store import open_store
 from megatrain.errors import InputError
-from megatrain.loss import DPO, Reward
-from tests.unit.data_cases import chat_tokenizer, encode_row, refused, talk, write_jsonl
+from megatrain.loss import DPO, Contrastive, Reward
+from tests.unit.data_cases import (
+    chat_tokenizer,
+    encode_row,
+    make_tokenizer,
+    refused,
+    talk,
+    write_jsonl,
+)
 
 QWEN = chat_tokenizer("qwen")
 ASK, GOOD, BAD = "What is 12 + 30?", "It is 42.", "Tell me a short story."
@@ -302,3 +310,26 @@ def test_classes_are_labels_where_they_are_scored(tmp_path, kind):
     else:  # before padding, whether a mask or a token tells of it
         ids, mask = torch.tensor([[5, 6, 9, 5]]), torch.tensor([[1, 1, 1, 0]])
         assert scored(ids, mask, 9).tolist() == [[-100, 0, -100, -100]]
+
+
+def test_texts_to_embed_have_their_labels_and_keep_their_end_where_they_are_cut(tmp_path):
+    tokenizer = make_tokenizer()
+    end = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", end)]
+    )
+    rows = [{"query": ASK * 9, "positive": GOOD, "negatives": [BAD, ASK]}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    for pooling in ("last", "mean"):
+        data = open_dataset(
+            path, tokenizer=tokenizer, sequence_length=16, cache_dir=tmp_path, kind="anchors",
+            lines=3,
+        )  # fmt: skip
+        data.loss = Contrastive(pooling=pooling, negatives=1)
+        batch = data.batch([0])
+        ids, labels, mask = (batch[n] for n in ("input_ids", "labels", "attention_mask"))
+        whole = tokenizer([ASK * 9, GOOD, BAD], truncation=True, max_length=16)["input_ids"]
+        assert [row[kept == 1].tolist() for row, kept in zip(ids, mask, strict=True)] == whole
+        assert batch["text"][:, 0].tolist() == [0, 1, 2] and not batch["pair"].any()
+        pooled = ids == end if pooling == "last" else mask == 1
+        assert torch.equal(labels == 0, pooled) and torch.equal(labels == -100, ~pooled)
