@@ -30,12 +30,14 @@ class Seen(NamedTuple):
     """What each token sees, and how logits are made.
 
     Attributes:
-        first_BT: place in its row of the first token that a token sees; the last is itself.
+        first_BT, last_BT: places in its row of the first and last token that a token sees, which
+            is not after itself.
         reach: no token sees as many before itself.
         cap: of logits; 0: none.
     """
 
     first_BT: Tensor
+    last_BT: Tensor
     reach: int
     scale: float
     cap: float
@@ -156,22 +158,21 @@ def _shown(q_RCKGD: Tensor, seen: Seen, at: tuple, keys: slice, *of_logits: Tens
     places = torch.arange(keys.start, keys.stop, device=q_RCKGD.device, dtype=torch.int32)
     aligned = _ALIGNED if len(places) % _ALIGNED == 0 else 1
     shape = rows, heads, num, groups, -1, aligned
-    last_C = places[at[1].start - keys.start :]
     spread = [*(x.view(shape) for x in of_logits), places.view(shape[4:])]
     for tensor in spread:
         mark_dynamic(tensor, tensor.ndim - 2)
-    return [*spread[:-1], seen.first_BT[at[:2]], last_C, spread[-1]]
+    return [*spread[:-1], seen.first_BT[at[:2]], seen.last_BT[at[:2]], spread[-1]]
 
 
 def _capped(
-    scale: float, cap: float, products: Tensor, first_RC: Tensor, last_C: Tensor, places: Tensor
+    scale: float, cap: float, products: Tensor, first_RC: Tensor, last_RC: Tensor, places: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Logits in fp32, and which of them count."""
     logits = products.float() * scale
     if cap:
         logits = cap * (logits / cap).tanh()
-    after = places >= first_RC[:, None, :, None, None, None]
-    return logits, after & (places <= last_C[:, None, None, None])
+    first, last = (x[:, None, :, None, None, None] for x in (first_RC, last_RC))
+    return logits, (places >= first) & (places <= last)
 
 
 def _weights(scale: float, cap: float, products: Tensor, *places: Tensor) -> tuple[Tensor, ...]:

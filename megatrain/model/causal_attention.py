@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from megatrain.compat.torch import flash_attention, flash_attention_backward
@@ -98,20 +99,37 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, Any]:
     """Attention over `[B, H, T, D]`; fewer heads of keys and values are shared."""
-    if attention_mask is not None:
+    lengths = None
+    if attention_mask is not None and attention_mask.dtype == torch.int32:
+        lengths = attention_mask.flatten()
+    elif attention_mask is not None:
         eager = _eager(module)
         assert eager is not None  # see `_is_plain`
         return eager(module, query, key, value, attention_mask, scaling=scaling, **options)
     sinks = getattr(module, "sinks", None)
     sinks = None if sinks is None else sinks.to(query.dtype)  # None: a layer of another kind
     window, cap = options.get("sliding_window") or 0, options.get("softcap") or 0.0
+    width = value.shape[-1]
+    value = F.pad(value, (0, query.shape[-1] - width))  # values may be narrower
     heads = (x.transpose(1, 2) for x in (query, key, value))
-    out, _ = causal_attention(*heads, sinks, cu_seq_lens_q, max_length_q, window, scaling, cap)
-    return out, None
+    how = max_length_q, window, scaling, cap, lengths
+    out, _ = causal_attention(*heads, sinks, cu_seq_lens_q, *how)
+    return out[..., :width], None
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    return None if are_told(kwargs) or is_causal_alone(kwargs) else eager_mask(*args, **kwargs)
+    """As `eager_mask`; none where order, window and documents are all, and of rows that are filled
+    up at their end their lengths `[B, 1, 1, 1]`, int32, if each token sees some that counts."""
+    if are_told(kwargs) or is_causal_alone(kwargs):
+        return None
+    padding = kwargs.get("attention_mask")
+    if padding is not None and is_causal_alone({**kwargs, "attention_mask": None}):
+        lengths, tokens = padding.sum(1, dtype=torch.int32), padding.shape[1]
+        least = max(1, tokens + 1 - (kwargs.get("local_size") or tokens))
+        at_end = (padding.bool().int().diff(dim=1) <= 0).all()
+        if bool(at_end & (lengths >= least).all()):
+            return lengths[:, None, None, None]
+    return eager_mask(*args, **kwargs)
 
 
 def _attention_in_windows(
@@ -165,6 +183,7 @@ def causal_attention(
     window: int,
     scale: float,
     cap: float = 0.0,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of `[B, T, H, D]`: the result, and the logarithms of the sums in fp32.
 
@@ -174,12 +193,13 @@ def causal_attention(
         longest: tokens of the longest document.
         window: tokens that a token sees, itself included; 0: all before it.
         cap: of logits, `cap * tanh(logit / cap)`; 0: none.
+        lengths: tokens of each row that others see, int32; None: all.
     """
-    if query.is_cuda and not cap:
+    if query.is_cuda and not cap and lengths is None:
         q, k, v = (_laid_out(x, edges) for x in (query, key, value))
         plain, sums = flash_attention(q, k, v, edges, longest, window, scale)
     else:
-        seen = _seen(query, edges, longest, window, scale, cap)
+        seen = _seen(query, edges, longest, window, scale, cap, lengths)
         plain, sums_BTH = attend_in_chunks(query, key, value, seen)
         plain = _laid_out(plain, edges)
         sums = _laid_out(sums_BTH, edges).transpose(-2, -1).contiguous()
@@ -212,14 +232,15 @@ def _backward(
     window: int,
     scale: float,
     cap: float = 0.0,
+    lengths: Tensor | None = None,
 ) -> list[Tensor]:
     leaves = [query, key, value]
-    if query.is_cuda and not cap:
+    if query.is_cuda and not cap and lengths is None:
         g, q, k, v, result = (_laid_out(x, edges) for x in (gradient, query, key, value, out))
         how = edges, longest, window, scale
         gradients = [*flash_attention_backward(g, q, k, v, result, whole, *how)]
     else:
-        seen = _seen(query, edges, longest, window, scale, cap)
+        seen = _seen(query, edges, longest, window, scale, cap, lengths)
         results = out, _by_token(whole, query)
         gradients = gradients_in_chunks(gradient, query, key, value, *results, seen)
     if sinks is not None:
@@ -239,15 +260,16 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Any, *
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *saved, ctx.longest, ctx.window, ctx.scale, ctx.cap = inputs
-    ctx.save_for_backward(*saved, *output)
+    *saved, ctx.longest, ctx.window, ctx.scale, ctx.cap, lengths = inputs
+    ctx.save_for_backward(*saved, *output, lengths)
 
 
 def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    how = ctx.longest, ctx.window, ctx.scale, ctx.cap
-    gradients = _backward(gradient.contiguous(), *ctx.saved_tensors, *how)
+    *saved, lengths = ctx.saved_tensors
+    how = ctx.longest, ctx.window, ctx.scale, ctx.cap, lengths
+    gradients = _backward(gradient.contiguous(), *saved, *how)
     of_leaves = [*gradients, None][:4]  # the last is of sinks
-    return *of_leaves, None, None, None, None, None
+    return *of_leaves, *[None] * 6
 
 
 causal_attention.register_autograd(_gradients, setup_context=_save)
@@ -268,7 +290,13 @@ def _by_token(sums: Tensor, query: Tensor) -> Tensor:
 
 
 def _seen(
-    query: Tensor, edges: Tensor | None, longest: int, window: int, scale: float, cap: float
+    query: Tensor,
+    edges: Tensor | None,
+    longest: int,
+    window: int,
+    scale: float,
+    cap: float,
+    lengths: Tensor | None,
 ) -> Seen:
     rows, tokens = query.shape[:2]
     place_T = torch.arange(tokens, device=query.device, dtype=torch.int32)
@@ -278,4 +306,7 @@ def _seen(
         at_BT = first_BT + place_T + row_edges(rows, tokens, query.device)[:-1, None]
         document_BT = torch.searchsorted(edges, at_BT, right=True, out_int32=True) - 1
         first_BT = edges[document_BT] - at_BT + place_T
-    return Seen(first_BT.maximum(place_T + 1 - reach), reach, scale, cap)
+    first_BT = first_BT.maximum(place_T + 1 - reach)
+    last_BT = place_T.expand(rows, tokens)
+    last_BT = last_BT if lengths is None else last_BT.minimum(lengths[:, None] - 1)
+    return Seen(first_BT, last_BT, reach, scale, cap)

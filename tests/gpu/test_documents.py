@@ -131,9 +131,13 @@ def gemma2():
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_soft_caps_are_those_of_the_eager_form(precision, compiled):
-    """In rows of 1,000 tokens, whose last chunk is shorter, and of documents."""
-    plain = {"input_ids": torch.randint(VOCAB, (3, 1000))}
-    batches = [[plain | {"labels": plain["input_ids"]}], [packed(2, 768, 300, 5)]] * 2
+    """In rows of 1,000 tokens, whose last chunk is shorter; also with padding; of documents."""
+    ids = torch.randint(VOCAB, (3, 1000), generator=torch.Generator().manual_seed(3))
+    plain = {"input_ids": ids, "labels": ids}
+    padded = plain | {
+        "attention_mask": torch.ones_like(ids).index_fill(1, torch.arange(930, 1000), 0)
+    }
+    batches = [[plain, padded], [packed(2, 768, 300, 5)]] * 2
     results = []
     for device in ("cuda", "cpu"):
         at = Placement(compile=compiled) if device == "cuda" else "auto"

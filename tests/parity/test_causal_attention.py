@@ -12,6 +12,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from megatrain import AdamW, Engine, Placement
 from megatrain.compat.transformers import attention_of
 from megatrain.model import attention_chunks
+from megatrain.model import causal_attention as causal
 from megatrain.model.causal_attention import attend_by_kernel, causal_attention
 from megatrain.model.documents import BY_MASKS, BY_SINKS, BY_WINDOWS
 from tests.families.plain import make_steps
@@ -141,12 +142,39 @@ def test_kept_attention_is_not_computed_again(monkeypatch):
     assert (computed, len(calls) - computed) == (3 * steps, 2 * steps)
 
 
-def test_padded_rows_keep_their_meaning():
+@pytest.mark.parametrize("place", [slice(20, None), slice(15, None), slice(0, 5)])
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
+def test_padded_rows_keep_their_meaning(family, place):
+    """At the end, at the end beyond a window, at the beginning; the end is learnt, too."""
     mask = torch.ones(3, 24, dtype=torch.long)
-    mask[1, 15:] = 0
+    mask[1, place] = 0
     padded = rows(attention_mask=mask)
-    padded["labels"][mask == 0] = -100
-    assert losses("bf16", padded)[0] == pytest.approx(losses("fp32", padded)[0], rel=5e-3)
+    if place.start < 20:
+        padded["labels"][mask == 0] = -100
+    wanted, _ = losses("fp32", padded, family, as_on_gpu=False)
+    assert losses("bf16", padded, family)[0] == pytest.approx(wanted, rel=5e-3)
+    assert losses("fp32", padded, family)[0] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_values_may_be_narrower_than_keys(monkeypatch):
+    config = tiny_model("mimo_v2_flash").config
+    config.v_head_dim = config.head_dim // 2
+
+    def narrow(family):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config)
+
+    monkeypatch.setitem(globals(), "model", narrow)
+    ours, name = losses("bf16", rows())
+    wanted, _ = losses("bf16", rows(), as_on_gpu=False)
+    assert name == BY_SINKS and ours == pytest.approx(wanted, rel=5e-3)
+
+
+def test_rows_that_are_filled_up_at_their_end_take_no_mask(monkeypatch):
+    monkeypatch.setattr(causal, "eager_mask", None)
+    mask = torch.ones(3, 24, dtype=torch.long)
+    mask[1, 20:] = 0
+    losses("fp32", rows(attention_mask=mask), "gemma2")
 
 
 @pytest.mark.exhaustive
