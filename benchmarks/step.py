@@ -41,7 +41,7 @@ from megatrain.machine import present_machine
 from megatrain.optim import RULES
 from megatrain.placement import Placement, Precision, Verify, old_name
 from megatrain.source.source import Alike, Base
-from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
+from megatrain.telemetry.gpu import by_driver_name, find_gpu
 from megatrain.telemetry.host import commit, environment
 from megatrain.telemetry.metrics import model_tflops
 from megatrain.telemetry.pictures import draw_step
@@ -172,6 +172,7 @@ def measure_on(engine: Engine, case: StepCase) -> dict[str, Any]:
         times.append(time.perf_counter() - started)
     tokens, device = case.sequences * case.sequence_length, str(engine.device.torch_device)
     gpu, machine = find_gpu(device), present_machine(device, precision=case.precision)
+    known = by_driver_name(gpu.name) if gpu and case.precision == "bf16" else None
     return {
         "benchmark": "step",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -185,9 +186,7 @@ def measure_on(engine: Engine, case: StepCase) -> dict[str, Any]:
         "step_seconds": times,
         "losses": losses,
         **statistics_of(times[case.warmup :], tokens, *engine.computing),
-        "bf16_peak_tflops": bf16_peak_tflops(gpu.name)
-        if gpu and case.precision == "bf16"
-        else None,
+        "bf16_peak_tflops": known and known.bf16_tflops,
         "compilations": num_compilations() - before,
         "recompilations_after_warmup": num_compilations() - warm,
         "machine": machine and machine.as_dict(),  # for python -m benchmarks.predictions

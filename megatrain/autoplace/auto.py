@@ -246,11 +246,10 @@ def _host_refusal(needs: Counter[str], host_memory: int | None, has_gpu: bool) -
     binds = limit - process < available + MIB  # and not what other programs have left
     allowed = limit if binds else available + process
     total = sum(needs.values())
-    lasting = sum(needs[name] for name in ("weights", "remainder", "moments", "gradients"))
     remedies = ["raise host_memory"] if binds and limit == host_memory and total <= machine else []
-    remedies += ["keep fewer bits (states: int8)"] if needs["moments"] > total - allowed else []
-    remedies += ["train an adapter (LoRA)"] if needs["moments"] and lasting > allowed else []
-    remedies += ["train a smaller model", *(["let tiles rest on the GPU"] if has_gpu else [])]
+    if needs["moments"]:
+        remedies += ["keep fewer bits (states: int8)", "train an adapter (LoRA)"]
+    remedies += ["take a smaller model", *(["let tiles rest on the GPU"] if has_gpu else [])]
     return _refusal("host", needs, 0, allowed) + "; " + ", or ".join(remedies)
 
 

@@ -66,7 +66,6 @@ _CHUNKS = 64  # of a micro-batch in the head, at most: forecasts count each oper
 class Candidates:
     """The candidates of a workload; `spilled`: what of the placement rests on a disk."""
 
-    forecasts: ForecastCache
     workload: Workload
     spilled: Mapping[str, Any] = field(default_factory=dict)
 

@@ -148,7 +148,7 @@ class Search:
         self._forecasts, self._machine, self._workload = forecasts, machine, workload
         self._thorough = thorough
         choices: dict[str, Any] = dict(spilled or {})
-        self._candidates = Candidates(forecasts, workload, choices)
+        self._candidates = Candidates(workload, choices)
         self._budget = Budget(machine)
         self._tiles = first_tiles(forecasts, workload, Placement(**choices))
 

@@ -164,11 +164,8 @@ def _images(sizes: Sequence[str], path: str | None, run: "Config | None") -> Med
             "--image out, or name the folder of a model that has them"
         )
     parsed = [re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text) for text in sizes]
-    for text, match in zip(sizes, parsed, strict=True):
-        if match is None:
-            raise InputError(
-                f"--image: {text!r} is no size; write it like 1024x768 (99999 at most)"
-            )
+    if not all(parsed):
+        raise InputError(f"--image: write {', '.join(sizes)} like 1024x768 (99999 at most)")
     return MediaRow(processor.example([("image", (int(m[1]), int(m[2]))) for m in parsed if m]))
 
 

@@ -17,9 +17,7 @@ from megatrain.config.section import Section, nearest, shown
 from megatrain.errors import InputError, explained
 
 # Endings of rows in `megatrain.data.sources`, except .json: a run file may be JSON.
-_DATA = re.compile(
-    r".*\.(jsonl|ndjson|jsonlines|csv|tsv|parquet|arrow|txt)(\.(gz|bz2|xz|zst))?", re.IGNORECASE
-)
+_DATA = re.compile(r"\.(jsonl|ndjson|jsonlines|csv|tsv|parquet|arrow|txt)(\.(gz|bz2|xz|zst))?$")
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, endless: bool = False) -> Config:
@@ -33,11 +31,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endless: bool = Fal
     file = Path(path)
     if (file / "config.yaml").is_file():
         file /= "config.yaml"
-    if _DATA.fullmatch(file.name) and file.is_file():
-        raise InputError(
-            f"{file}: a file of data, not a run file: give a run file (YAML), and name the data in "
-            f"it as data.path, or with --set data.path={file}"
-        )
+    if _DATA.search(file.name.lower()) and file.is_file():
+        raise InputError(f"{file}: a file of data: name it in a run file (YAML), as data.path")
     return overridden(read_yaml(file), str(file), overrides, endless=endless)
 
 
@@ -186,21 +181,15 @@ def _answers() -> dict[str, str]:
     except OSError:  # the package was copied without docs
         return answers
     for theirs, ours, note in _ROW.findall(document):
-        groups = [_KEY.findall(part) for part in re.split("(?<=`), (?=`)", theirs)]
-        for keys, answer in zip(groups, _of_row(ours, _plain(note), len(groups)), strict=True):
-            answers = dict.fromkeys(keys, answer) | answers
+        words, note = _plain(ours), _plain(note)
+        if _PLACE.match(ours):
+            answer = f"its name here is {words}" + (f" ({note})" if note else "")
+        else:
+            words = re.sub("^nothing", "leave it out", re.sub("^always", "it is always so", words))
+            words = f"take {words}" if ours.startswith("`") else words
+            answer = f"{words}: {note}" if note else words
+        answers = dict.fromkeys(_KEY.findall(theirs), answer) | answers
     return answers
-
-
-def _of_row(ours: str, note: str, count: int) -> list[str]:
-    """For a row of the table, the remedy for each group of keys: its own, or the common one."""
-    places = _PLACE.findall(ours) if _PLACE.match(ours) else []
-    if len(places) in (1, count):
-        places = places if len(places) == count else [_plain(ours)] * count
-        return [f"its name here is {place}" + (f" ({note})" if note else "") for place in places]
-    words = re.sub("^nothing", "leave it out", re.sub("^always", "it is always so", _plain(ours)))
-    words = f"take {words}" if ours.startswith("`") else words
-    return [f"{words}: {note}" if note else words] * count
 
 
 def _plain(text: str) -> str:

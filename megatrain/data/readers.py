@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple
 from megatrain.base.json_yaml import each_key_once, parse_json
 from megatrain.base.units import MIB
 from megatrain.data.sources import DataSource
-from megatrain.errors import InputError, first_line
+from megatrain.errors import InputError, explained
 
 DataRow = Mapping[str, Any]
 Wanted = Callable[[str], bool]
@@ -68,14 +68,11 @@ def reading(file: DataSource) -> Iterator[None]:
 
     Raises InputError: it cannot be read, or is plainly something else.
     """
-    try:
+    errors = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
+    remedy = "give the whole file, text in UTF-8"
+    with explained(f"{file.name}: cannot be read", remedy, of=errors):
         _refuse_other(file)
         yield
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file.name}: not UTF-8: {error.reason}: convert it to UTF-8") from error
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"{file.name}: cannot be read: {reason.lower()}") from error
 
 
 def _refuse_other(file: DataSource) -> None:
@@ -394,8 +391,6 @@ def _arrow(file: DataSource, what: str) -> Iterator[Any]:
     """Within this context pyarrow's errors are one line that names the file."""
     arrow = importlib.import_module("pyarrow")
     importlib.import_module("pyarrow.parquet")
-    try:
+    problem = f"{file.name}: not a readable {what} file"
+    with explained(problem, of=(arrow.ArrowException, UnicodeDecodeError)):
         yield arrow
-    except (arrow.ArrowException, UnicodeDecodeError) as error:
-        reason = first_line(error)
-        raise InputError(f"{file.name}: not a readable {what} file: {reason}") from error

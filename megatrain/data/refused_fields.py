@@ -87,11 +87,6 @@ def empty(value: object) -> bool:
     return value is None or (isinstance(value, (str, list, dict)) and not value)
 
 
-def objects(values: list[Any]) -> bool:
-    """True if there are values, and each is a JSON object."""
-    return bool(values) and all(isinstance(value, dict) for value in values)
-
-
 def listed(names: Sequence[str] | Mapping[str, Any]) -> str:
     """The first names, escaped so that they fit on one line."""
     return ", ".join(f"{name!r:.40}" for name in [*names][:12]) or "none (or null)"

@@ -23,7 +23,6 @@ from megatrain.data.refused_fields import (
     empty,
     listed,
     number,
-    objects,
     refuse_unheeded,
     says_training,
 )
@@ -407,7 +406,7 @@ class Reading:
         names = [n for n in row if self.fields.get(n, n) is not None]
         raise InputError(
             f"{where}: no format is known by these fields ({known}; data.fields maps others): its "
-            f"fields are {listed(names)}{_perhaps(row)}"
+            f"fields are {listed(names)} (rows in a field: jq -c '.FIELD[]' FILE > rows.jsonl)"
         )
 
     def example(self, form: Format, row: DataRow, where: str) -> tuple[Example, list[str]]:
@@ -486,12 +485,3 @@ class Reading:
 def _names_of(forms: Iterable[Format]) -> set[str]:
     fields = [names for form in forms for names in (*form.needs.values(), *form.may.values())]
     return {name for names in fields for name in names}
-
-
-def _perhaps(row: DataRow) -> str:
-    """A suggestion if a field holds a list of objects: messages or rows."""
-    for name in (n for n, v in row.items() if isinstance(v, list) and objects(v)):
-        if {"role", "from"} & set(row[name][0]):
-            return f": perhaps data.fields: {{messages: {name}}}"
-        return f": perhaps {name!r} has the rows: jq -c '.{name}[]' FILE > rows.jsonl"
-    return ""

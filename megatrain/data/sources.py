@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatrain.errors import InputError, explained
+from megatrain.errors import InputError, explained, os_reason
 
 _log = logging.getLogger("megatrain.data")
 
@@ -182,20 +182,16 @@ def _describe(path: Path, *, named: bool) -> DataSource:
 
 
 def _status(path: Path) -> os.stat_result:
-    try:
+    # Loops of links, links to nothing, no permission, NUL in the name.
+    with explained(f"{path}: cannot be read", "check the path", of=(OSError, ValueError)):
         return path.stat()
-    except FileNotFoundError as error:
-        what = "a link to nothing" if path.is_symlink() else "no such file or folder"
-        raise InputError(f"{path}: {what}: check the path") from error
-    except (OSError, ValueError) as error:  # loops of links, no permission, NUL in the name
-        raise InputError(f"{path}: cannot be read: {_reason(error)}") from error
 
 
 def _walk(folder: Path) -> Iterator[Path]:
     """Files below `folder`, sorted, hidden ones left out."""
 
     def refuse(error: OSError) -> None:
-        raise InputError(f"{error.filename}: cannot be read: {_reason(error)}") from error
+        raise InputError(f"{os_reason(error)}: check who may read it") from error
 
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(filter(_visible, folders))
@@ -217,7 +213,3 @@ def _glob(pattern: Path) -> list[Path]:
 
 def _visible(name: str) -> bool:
     return not name.startswith(".") and name != "__pycache__"
-
-
-def _reason(error: Exception) -> str:
-    return (getattr(error, "strerror", None) or str(error)).lower()

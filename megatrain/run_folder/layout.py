@@ -60,11 +60,7 @@ def new_run_folder(folder: str | None, name: str) -> Path:
     Raises InputError: something exists there, which is never overwritten, or it is not writable.
     """
     path = _free_folder(name) if folder is None else Path(folder).expanduser()
-    if path.exists() and not path.is_dir():
-        raise InputError(f"output.folder: {path} is a file")
     require_folder(path)
-    if (path / MODEL).exists():
-        raise InputError(f"output.folder: {path} holds a finished run; choose another folder")
     require_empty(path, "output.folder: ")
     parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):

@@ -114,12 +114,6 @@ def most_memory() -> int:
     return int(max(gpu.memory_gib for gpu in known_gpus()) * GIB)
 
 
-def bf16_peak_tflops(gpu_name: str) -> float | None:
-    """Dense bf16 peak of a driver's product name; None when `gpus.json` does not list it."""
-    known = by_driver_name(gpu_name)
-    return None if known is None else known.bf16_tflops
-
-
 def pcie_gbps(generation: int, lanes: int) -> float:
     """The nominal GB/s of a PCIe link in one direction: 2 GB/s a lane in generation 4."""
     return 2.0 * lanes * 2.0 ** (generation - 4)

@@ -461,12 +461,10 @@ def check_disk(config: Config, model: Source | Start | None, total_steps: int | 
 
 def _checkpoints_at_once(config: Config, total_steps: int | None) -> int:
     """Number of checkpoints on the disk while the newest is written beside the kept ones."""
-    settings = config.checkpoint
-    if total_steps is None:
-        return int(settings.at_end)
-    saves = 0 if settings.every is None else total_steps // settings.every
-    saves += settings.at_end and (settings.every is None or total_steps % settings.every > 0)
-    marked = 0 if settings.keep_every is None else total_steps // settings.keep_every
+    settings, steps = config.checkpoint, total_steps or 0
+    saves = steps // (settings.every or steps + 1)
+    saves += settings.at_end and (not steps or steps % (settings.every or steps + 1) > 0)
+    marked = steps // (settings.keep_every or steps + 1)
     return min(saves, max(settings.keep, marked) + 1)
 
 

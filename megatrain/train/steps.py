@@ -22,7 +22,7 @@ from megatrain.errors import (
     in_one_line,
 )
 from megatrain.run_folder.layout import TIMELINE
-from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
+from megatrain.telemetry.gpu import by_driver_name, find_gpu
 from megatrain.telemetry.host import process_bytes
 from megatrain.telemetry.metrics import MetricsWriter, model_tflops
 from megatrain.telemetry.pictures import draw_step
@@ -118,8 +118,8 @@ class Steps:
         config = job.config
         self._job, self._metrics, self._timeline = job, metrics, timeline
         gpu = find_gpu(str(job.engine.device.torch_device))
-        counts = gpu is not None and config.engine.precision == "bf16"
-        self._peak_tflops = bf16_peak_tflops(gpu.name) if gpu and counts else None
+        known = by_driver_name(gpu.name) if gpu and config.engine.precision == "bf16" else None
+        self._peak_tflops = known and known.bf16_tflops
         self._refusals = BadSteps(config.training)
         self._loss = step_loss(config.loss, config.rollout)
         self._recheck = config.training.recheck is not False and config.updates_wait_for_the_norm

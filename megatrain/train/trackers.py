@@ -16,12 +16,6 @@ from megatrain.config import Config
 from megatrain.errors import InputError, first_line
 from megatrain.run_folder.layout import TRACKING
 
-_CLASSES = {
-    "tensorboard": "TensorBoardTracker",
-    "trackio": "TrackioTracker",
-    "wandb": "WandBTracker",
-    "mlflow": "MLflowTracker",
-}
 _IDS = "runs.json"  # for each tracker its run id, which a resumed run continues
 _ID_OF = {"wandb": attrgetter("id"), "mlflow": attrgetter("info.run_id")}
 _SHOWN_AS = {"lr": "learning_rate"}
@@ -62,7 +56,7 @@ class Trackers:
         for name in config.tracking.trackers:
             try:
                 options = _options(name, config, run, first, ids.get(name) if first else None)
-                tracker = getattr(tracking, _CLASSES[name])(**options)
+                tracker = tracking.LOGGER_TYPE_TO_CLASS[name](**options)
                 tracker.start()
                 self._running[name] = tracker
                 ids[name] = _ID_OF[name](tracker.tracker) if name in _ID_OF else None

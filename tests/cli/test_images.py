@@ -348,7 +348,7 @@ def test_plans_count_the_encoder_of_images(megatrain, model):
     seen = megatrain.planned(*options, "--image", "9x12", "--image", "8x8")
     assert not seen["warnings"] and seen["forecast"]["seconds"] > text["forecast"]["seconds"]
     assert seen["forecast"]["device_bytes"]["images"] == 1024 // 128 * 2 * 3 * 8 * 8 * 2
-    problems = {"9": "is no size", "9x123456": "99999 at most"}
+    problems = {"9": "write 9 like 1024x768", "9x123456": "99999 at most"}
     problems["8x8"] = "the images of a row take 4 tokens"
     for image, problem in problems.items():
         result = megatrain("plan", *options, "--image", image, "--sequence-length", 2)

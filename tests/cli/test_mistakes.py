@@ -74,7 +74,7 @@ def test_a_mistake_in_the_data(megatrain, run_file, tmp_path):
 
 def test_a_finished_run_is_never_overwritten(megatrain, run_file, tmp_path):
     (tmp_path / "run" / "model").mkdir(parents=True)
-    assert_refused(megatrain("train", run_file), "holds a finished run; choose another folder")
+    assert_refused(megatrain("train", run_file), "is not empty; choose another folder")
 
 
 def test_a_model_larger_than_the_host_does_not_fit(megatrain, run_file, tmp_path, monkeypatch):

@@ -198,8 +198,7 @@ def test_a_file_of_data_is_refused_with_the_key_it_belongs_to(tmp_path, suffix, 
     with pytest.raises(InputError) as refused:
         config.load(path)
     assert str(refused.value) == (
-        f"{path}: a file of data, not a run file: give a run file (YAML), and name the data in it "
-        f"as data.path, or with --set data.path={path}"
+        f"{path}: a file of data: name it in a run file (YAML), as data.path"
     )
 
 

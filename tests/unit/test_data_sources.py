@@ -52,12 +52,12 @@ def test_paths_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "dangling").symlink_to(tmp_path / "gone")
     os.mkfifo(tmp_path / "pipe")
     for name, problem in {
-        "gone.txt": "no such file or folder",
+        "gone.txt": "No such file",
         "empty.txt": "is empty",
         "folder": "no non-empty file in",
         "*.parquet": "no non-empty file in",
         "a": "symbolic link",
-        "dangling": "a link to nothing",
+        "dangling": "No such file",
         "pipe": "not a plain file",
         "nul\0": "null",
         "x" * 300 + ".txt": "too long",

@@ -130,10 +130,10 @@ def test_what_does_not_fit_is_refused_with_the_least_that_would():
 def test_micro_batches_are_even_and_a_given_one_is_kept():
     assert choose(1e4, tokens_per_step=64 * 9, forecasts=FEW_LAYERS).micro_batch == 9
     assert choose(1e4, micro_batch=3, forecasts=FEW_LAYERS).micro_batch == 3
-    sizes = candidates.Candidates(FORECASTS, WORKLOAD).sizes()
+    sizes = candidates.Candidates(WORKLOAD).sizes()
     assert sizes == [8, 4, 2, 1]  # of short rows, too
     workload = Workload(96 * 1024, 1024, None, True, "bf16", True)
-    sizes = candidates.Candidates(FORECASTS, workload).sizes()
+    sizes = candidates.Candidates(workload).sizes()
     assert sizes == [48, 32, 16, 8, 4, 2, 1]
 
 
