@@ -36,8 +36,6 @@ class StepLoader:
         seed: of the order of rows.
         workers: steps prepared ahead, each by a thread; 0 prepares a step when it is asked for.
         finish: what a thread makes of a step, such as adding images; None: it stays as it is.
-
-    Raises InputError: a count is not positive, or the seed negative.
     """
 
     def __init__(
@@ -50,11 +48,6 @@ class StepLoader:
         workers: int = 0,
         finish: Callable[[Step], Step] | None = None,
     ) -> None:
-        if rows_per_step < 1 or rows_per_micro_batch < 1 or workers < 0 or seed < 0:
-            raise InputError(
-                f"rows_per_step {rows_per_step} and rows_per_micro_batch {rows_per_micro_batch} "
-                f"must be positive, workers {workers} and seed {seed} not negative"
-            )
         self.dataset = dataset
         self._num_rows = len(dataset)
         self._rows_per_step = rows_per_step

@@ -20,7 +20,6 @@ from megatrain.data.rows import Fields, Reading
 from megatrain.data.sources import DataKind, open_sources
 from megatrain.data.token_store import open_store
 from megatrain.data.tokenizer import identity, pad_id
-from megatrain.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,10 +73,6 @@ def open_dataset(
 
     Raises InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
     """
-    if sequence_length < 2:
-        raise InputError(f"sequence_length is {sequence_length}: a row needs at least 2 tokens")
-    if seed < 0:
-        raise InputError(f"seed is {seed}: it must not be negative")
     reading = Reading(kind, fields or {}, labels, lines)
     weighted = weights is not None
     sources, groups = open_sources(source, kind, hub_config, hub_split, weighted=weighted)
