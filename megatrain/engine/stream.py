@@ -77,7 +77,8 @@ class Stream:
 
     def keeps(self, tile: Tile) -> bool:
         """True if the weights stay on the device until they are updated."""
-        on_device = tile.rests.local or tile.index in self._staying
+        in_memory = self._device.can.shares_host_memory or not tile.rests.shared
+        on_device = (tile.rests.local and in_memory) or tile.index in self._staying
         return on_device and not tile.layout.needs_unpacking
 
     def begin(
