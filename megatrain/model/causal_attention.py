@@ -299,14 +299,13 @@ def _seen(
     lengths: Tensor | None,
 ) -> Seen:
     rows, tokens = query.shape[:2]
-    place_T = torch.arange(tokens, device=query.device, dtype=torch.int32)
-    first_BT = torch.zeros(rows, tokens, device=query.device, dtype=torch.int32)
-    reach = min(window or tokens, longest if edges is not None else tokens)
-    if edges is not None:
-        at_BT = first_BT + place_T + row_edges(rows, tokens, query.device)[:-1, None]
-        document_BT = torch.searchsorted(edges, at_BT, right=True, out_int32=True) - 1
-        first_BT = edges[document_BT] - at_BT + place_T
-    first_BT = first_BT.maximum(place_T + 1 - reach)
+    if edges is None:
+        edges, longest = row_edges(rows, tokens, query.device), tokens
+    reach = min(window or longest, longest)
+    at_BT = torch.arange(rows * tokens, device=query.device, dtype=torch.int32).view(rows, tokens)
+    place_T = at_BT[0]
+    document_BT = torch.searchsorted(edges, at_BT, right=True, out_int32=True) - 1
+    first_BT = (edges[document_BT] - at_BT + place_T).maximum(place_T + 1 - reach)
     last_BT = place_T.expand(rows, tokens)
     last_BT = last_BT if lengths is None else last_BT.minimum(lengths[:, None] - 1)
     return Seen(first_BT, last_BT, reach, scale, cap)
