@@ -13,14 +13,7 @@ from megatrain.kernels import states
 from megatrain.kernels.reference import SUMMED_BYTES
 from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
 
-if torch.version.hip:
-    from megatrain.kernels import hip as libdevice
-
-    OPTIONS = {"enable_fp_fusion": False}
-else:
-    from triton.language.extra import libdevice  # type: ignore[no-redef]
-
-    OPTIONS = {}
+OPTIONS = {"enable_fp_fusion": False}  # each operation rounds once, subnormal numbers too
 
 _GROUPS = 32  # of elements that share a scale, in a block
 
@@ -55,12 +48,10 @@ def _load(exp_avg, exp_avg_sq, scale1, scale2, at, inside, group, some, STATES: 
     m = tl.load(exp_avg + at, inside, other=0).to(tl.float32)
     v = tl.load(exp_avg_sq + at, inside, other=0).to(tl.float32)
     if STATES == "int8":
-        m = libdevice.mul_rn(
-            tl.div_rn(m, 254.0 - tl.abs(m)), tl.load(scale1 + group, some, other=0)
-        )
-        share = libdevice.mul_rn(tl.load(scale2 + group, some, other=0), 1 / 255)
-        root = libdevice.mul_rn(v, share)
-        v = libdevice.mul_rn(root, root)
+        m = tl.div_rn(m, 254.0 - tl.abs(m)) * tl.load(scale1 + group, some, other=0)
+        share = tl.load(scale2 + group, some, other=0) * (1 / 255)
+        root = v * share
+        v = root * root
     return m, v
 
 
@@ -73,14 +64,14 @@ def _store(
         # 1.5 * 2**23 rounds what is added to it to an integer in its lowest bits.
         largest, proper = _scale(m)
         inverse = tl.div_rn(tl.full(largest.shape, 32767.0, tl.float32), largest)
-        share = libdevice.add_rn(libdevice.mul_rn(m, inverse), 12582912.0) - 12582912.0
+        share = m * inverse + 12582912.0 - 12582912.0
         code = tl.div_rn(share * 254.0, tl.abs(share) + 32767.0)
         bits = (code + 12582912.0).to(tl.int32, bitcast=True)
         tl.store(exp_avg + at, tl.where(proper, bits, 0).to(tl.int8), inside)
         tl.store(scale1 + group, largest, some)
         largest, proper = _scale(root)
         inverse = tl.div_rn(tl.full(largest.shape, 255.0, tl.float32), largest)
-        bits = (libdevice.mul_rn(root, inverse) + 12582912.0).to(tl.int32, bitcast=True) & 255
+        bits = (root * inverse + 12582912.0).to(tl.int32, bitcast=True) & 255
         bits = tl.maximum(bits, (root > 0).to(tl.int32))
         tl.store(exp_avg_sq + at, tl.where(proper, bits, 0).to(tl.uint8), inside)
         tl.store(scale2 + group, largest, some)
@@ -116,19 +107,17 @@ def _update(
         param = ((high << 16) + low).to(tl.float32, bitcast=True)
     else:
         param = tl.load(weights + at, inside, other=0)
-    # Products and sums are fused exactly where the host kernel fuses them (csrc/kernels.cpp).
-    param = libdevice.mul_rn(param, decay)
-    if SMALL:  # weight1 below 0.5: like torch's lerp, start from the nearer end
-        m = tl.fma(weight1, libdevice.sub_rn(g, m), m)
-    else:
-        m = tl.fma(weight1 - 1.0, libdevice.sub_rn(g, m), g)
-    v = tl.fma(libdevice.mul_rn(weight2, g), g, libdevice.mul_rn(v, beta2))
+    # Products and sums are fused (tl.fma) exactly where the host kernel does (csrc/kernels.cpp).
+    param = param * decay
+    # With weight1 below 0.5, like torch's lerp, start from the nearer end.
+    m = tl.fma(weight1, g - m, m) if SMALL else tl.fma(weight1 - 1.0, g - m, g)
+    v = tl.fma(weight2 * g, g, v * beta2)
     root = tl.sqrt_rn(v)
     denominator = root
     if STATES == "fp32":  # with int8 and bf16 it is 1: `eps` and the step size contain it
         denominator = tl.div_rn(root, root_correction2)
-    denominator = libdevice.add_rn(denominator, eps)
-    param = libdevice.add_rn(param, tl.div_rn(libdevice.mul_rn(negative_step_size, m), denominator))
+    denominator = denominator + eps
+    param = param + tl.div_rn(negative_step_size * m, denominator)
     _store(
         m, v, root, exp_avg, exp_avg_sq, scale1, scale2, at, inside, group, some, number, seed,
         STATES,
