@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,13 +13,25 @@ from megatrain.base import huge_pages
 from megatrain.base.units import size
 from megatrain.device.base import Abilities, Buffer, Buffers, Device, Work
 from megatrain.device.disk import move
-from megatrain.errors import DoesNotFit, InputError
+from megatrain.errors import DoesNotFit, InputError, explained
 from megatrain.telemetry.host import host_available_bytes, usable_cores
 
 # torch falls back to plain loops there.
 _SLOW = (torch.bfloat16,) * (torch.backends.cpu.get_cpu_capability() in ("NO AVX", "AVX2"))
 
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux 4.14, for which Python has no name
+
+
+def taking(name: str, num_bytes: int, limit_bytes: int | None) -> AbstractContextManager[None]:
+    """A context in which host memory is taken. Raises DoesNotFit: less is free, or it failed."""
+    free_bytes = host_available_bytes(limit_bytes)
+    remedy = "close other programs or train a smaller model"
+    if limit_bytes is not None:
+        remedy = f"raise host_memory ({size(limit_bytes)}), {remedy}"
+    problem = f"no host memory for {name}: {size(num_bytes)} wanted"
+    if num_bytes > free_bytes:  # Linux would give the mapping and kill the process that fills it
+        raise DoesNotFit(f"{problem}, {size(free_bytes)} free; {remedy}")
+    return explained(problem, remedy, of=(OSError, RuntimeError), into=DoesNotFit)
 
 
 def host_range(name: str, numel: int, dtype: torch.dtype, limit_bytes: int | None = None) -> Tensor:
@@ -29,11 +42,8 @@ def host_range(name: str, numel: int, dtype: torch.dtype, limit_bytes: int | Non
     Raises DoesNotFit: there is not so much memory, or the system does not give it.
     """
     num_bytes = max(numel, 1) * dtype.itemsize
-    require_room(name, num_bytes, limit_bytes)
-    try:
+    with taking(name, num_bytes, limit_bytes):
         mapping = huge_pages.mapping(num_bytes)
-    except OSError as error:
-        raise no_room(name, num_bytes, f" ({error.strerror})", limit_bytes) from error
     # Pinned pages would be copied for a child that is forked. It has zeros at this address instead:
     # were nothing there, the child's own memory might be, which goes when it drops the tensor.
     if sys.platform == "linux":
@@ -41,21 +51,6 @@ def host_range(name: str, numel: int, dtype: torch.dtype, limit_bytes: int | Non
     flat = torch.frombuffer(mapping, dtype=torch.uint8)
     kernels.first_touch(flat, threads=usable_cores())
     return flat.view(dtype)[:numel]
-
-
-def require_room(name: str, num_bytes: int, limit_bytes: int | None) -> None:
-    """Raises DoesNotFit: less host memory is free. Linux would kill the process that takes more."""
-    free_bytes = host_available_bytes(limit_bytes)
-    if num_bytes > free_bytes:
-        raise no_room(name, num_bytes, f", {size(free_bytes)} free", limit_bytes)
-
-
-def no_room(name: str, num_bytes: int, reason: str, limit_bytes: int | None) -> DoesNotFit:
-    """The error of host memory that there is not."""
-    remedy = "close other programs or train a smaller model"
-    if limit_bytes is not None:
-        remedy = f"raise host_memory ({size(limit_bytes)}), {remedy}"
-    return DoesNotFit(f"no host memory for {name}: {size(num_bytes)} wanted{reason}; {remedy}")
 
 
 class CpuDevice(Device):

@@ -11,7 +11,7 @@ import torch
 
 from megatrain.compat.torch import host_alias
 from megatrain.device.base import HOST_STREAMS, Abilities, Buffer, Buffers, Work
-from megatrain.device.cpu import CpuDevice, no_room, require_room
+from megatrain.device.cpu import CpuDevice, taking
 
 _gpu: Any = torch.get_device_module("mps")
 
@@ -27,13 +27,8 @@ class MpsDevice(CpuDevice):
         self._storages: dict[int, torch.UntypedStorage] = {}  # of the GPU, by the alias's address
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
-        num_bytes, limit = numel * dtype.itemsize, self._host_limit
-        require_room(name, num_bytes, limit)
-        try:
+        with taking(name, numel * dtype.itemsize, self._host_limit):
             return Buffer(name, torch.empty(numel, dtype=dtype, device=self.torch_device))
-        except RuntimeError as error:  # more than Metal allows a process, or a buffer
-            reason = str(error).split(". ")[0]
-            raise no_room(name, num_bytes, f" ({reason})", limit) from error
 
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
         if not (pinned and numel):

@@ -2,8 +2,6 @@
 
 import ctypes
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
@@ -18,31 +16,18 @@ class Nvidia(Driver):
     unsupported = (801,)  # CUDA_ERROR_NOT_SUPPORTED
 
     def gpu(self, index: int) -> Gpu | None:
-        with _management(index) as nvml_and_handle:
-            if nvml_and_handle is None:
-                return None
-            nvml, handle = nvml_and_handle
+        try:
+            import pynvml
 
-            def ask(question: str) -> Any:
-                try:
-                    return getattr(nvml, question)(handle)
-                except (nvml.NVMLError, AttributeError):  # unknown to this GPU or this library
-                    return None
-
-            memory = ask("nvmlDeviceGetMemoryInfo")
-            processes = ask("nvmlDeviceGetComputeRunningProcesses") or ()
-            return Gpu(
-                name=str(ask("nvmlDeviceGetName")),
-                memory_bytes=0 if memory is None else int(memory.total),
-                driver=str(nvml.nvmlSystemGetDriverVersion()),
-                uuid=str(ask("nvmlDeviceGetUUID") or ""),
-                pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
-                pcie_lanes=ask("nvmlDeviceGetCurrPcieLinkWidth"),
-                other_processes=tuple(
-                    (p.pid, p.usedGpuMemory or 0) for p in processes if p.pid != os.getpid()
-                ),
-                used_bytes=None if memory is None else int(memory.used),
-            )
+            pynvml.nvmlInit()
+        except Exception:  # no library, or no driver
+            return None
+        try:
+            return _gpu(pynvml, index)
+        except pynvml.NVMLError:
+            return None
+        finally:
+            pynvml.nvmlShutdown()
 
     @cached_property
     def _cuda(self) -> ctypes.CDLL:
@@ -58,27 +43,33 @@ class Nvidia(Driver):
         return status
 
 
-@contextmanager
-def _management(index: int) -> Iterator[tuple[Any, Any] | None]:
-    """NVML and its handle of the GPU to which torch gives this number; None: there is none."""
-    try:
-        import pynvml
+def _gpu(nvml: Any, index: int) -> Gpu:
+    # NVML also counts GPUs that CUDA_VISIBLE_DEVICES hides from torch.
+    listed = map(str.strip, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
+    visible = [*filter(None, listed)]
+    name = visible[index] if index < len(visible) else str(index)
+    if name.isdigit():
+        handle = nvml.nvmlDeviceGetHandleByIndex(int(name))
+    else:
+        handle = nvml.nvmlDeviceGetHandleByUUID(name)
 
-        pynvml.nvmlInit()
-    except Exception:  # no library, or no driver
-        yield None
-        return
-    try:
-        handle = None
-        with suppress(pynvml.NVMLError):
-            # NVML also counts GPUs that CUDA_VISIBLE_DEVICES hides from torch.
-            listed = map(str.strip, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
-            visible = [*filter(None, listed)]
-            name = visible[index] if index < len(visible) else str(index)
-            if name.isdigit():
-                handle = pynvml.nvmlDeviceGetHandleByIndex(int(name))
-            else:
-                handle = pynvml.nvmlDeviceGetHandleByUUID(name)
-        yield None if handle is None else (pynvml, handle)
-    finally:
-        pynvml.nvmlShutdown()
+    def ask(question: str) -> Any:
+        try:
+            return getattr(nvml, question)(handle)
+        except (nvml.NVMLError, AttributeError):  # unknown to this GPU or this library
+            return None
+
+    memory = ask("nvmlDeviceGetMemoryInfo")
+    processes = ask("nvmlDeviceGetComputeRunningProcesses") or ()
+    return Gpu(
+        name=str(ask("nvmlDeviceGetName")),
+        memory_bytes=0 if memory is None else int(memory.total),
+        driver=str(nvml.nvmlSystemGetDriverVersion()),
+        uuid=str(ask("nvmlDeviceGetUUID") or ""),
+        pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
+        pcie_lanes=ask("nvmlDeviceGetCurrPcieLinkWidth"),
+        other_processes=tuple(
+            (p.pid, p.usedGpuMemory or 0) for p in processes if p.pid != os.getpid()
+        ),
+        used_bytes=None if memory is None else int(memory.used),
+    )

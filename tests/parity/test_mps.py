@@ -114,7 +114,7 @@ def test_what_it_cannot_do_is_refused_in_one_line(gpu, monkeypatch):
         raise RuntimeError("Invalid buffer size: 64.00 GiB. Metal allows less")
 
     monkeypatch.setattr(mps.torch, "empty", refuse)
-    with pytest.raises(DoesNotFit, match=r"for x: .* wanted \(Invalid buffer size: 64.00 GiB\)"):
+    with pytest.raises(DoesNotFit, match=r"for x: .* wanted: Invalid buffer size: 64.00 GiB"):
         gpu().empty("x", 1, torch.uint8)
 
 

@@ -2,8 +2,8 @@
 
 import json
 import os
+import sys
 import time
-from contextlib import nullcontext
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from unittest import mock
@@ -16,7 +16,6 @@ from megatrain import machine as rates
 from megatrain.base.units import GIB, MIB
 from megatrain.device import CpuDevice
 from megatrain.device.base import Abilities
-from megatrain.driver import nvidia
 from megatrain.driver.base import Gpu
 from megatrain.errors import InputError
 from megatrain.machine import Machine, machine_for, present_machine
@@ -237,12 +236,13 @@ def test_a_driver_may_leave_questions_unanswered(monkeypatch):
     running = [SimpleNamespace(pid=os.getpid(), usedGpuMemory=5),
                SimpleNamespace(pid=1, usedGpuMemory=None)]  # fmt: skip
     answers = {
+        "nvmlDeviceGetHandleByIndex": 0, "nvmlDeviceGetHandleByUUID": 0,
         "nvmlSystemGetDriverVersion": "580.1", "nvmlDeviceGetName": "NVIDIA H200",
         "nvmlDeviceGetMaxPcieLinkWidth": 16, "nvmlDeviceGetComputeRunningProcesses": running,
     }  # fmt: skip
     for name, answer in answers.items():
         getattr(library, name).configure_mock(side_effect=None, return_value=answer)
-    answering(monkeypatch, nvidia, _management=nullcontext((library, None)))
+    monkeypatch.setitem(sys.modules, "pynvml", library)
     state = gpu.find_gpu("cuda")
     assert (state.name, state.driver) == ("NVIDIA H200", "580.1")
     assert (state.pcie_lanes, state.pcie_generation, state.used_bytes) == (None,) * 3
