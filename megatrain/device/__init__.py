@@ -10,6 +10,9 @@ from megatrain.device.mps import MpsDevice
 from megatrain.device.recording import Recording
 from megatrain.errors import InputError
 
+IN_HOST_MEMORY = ("cpu", "mps")
+"""torch's names of devices without memory that `device_memory` could limit."""
+
 
 def find_device(name: str | None = None, local_rank: int | None = None) -> torch.device:
     """The device called `cpu`, `cuda`, `cuda:N` or `mps`; None and `auto` take `cuda` or `cpu`.
@@ -25,9 +28,15 @@ def find_device(name: str | None = None, local_rank: int | None = None) -> torch
     if re.fullmatch(r"cpu(:0)?|mps|cuda(:\d+)?", str(name)) is None:
         raise InputError(f"no device {name!r}; write cpu, cuda, cuda:N or mps")
     parsed = torch.device(str(name))
+    if parsed.type == "cpu":
+        return parsed
     if parsed.type == "mps":
-        _check_mps(local_rank)
-    if has_hosts_memory(parsed):
+        usable = torch.backends.mps.is_available() and torch.__version__ >= "2.13"
+        if not usable or local_rank is not None:
+            raise InputError(
+                "device mps needs an Apple GPU that torch sees, torch 2.13, and one process alone; "
+                "take device cpu"
+            )
         return parsed
     if not gpus.is_available():
         raise InputError(
@@ -43,20 +52,6 @@ def find_device(name: str | None = None, local_rank: int | None = None) -> torch
             "start one rank for each (engine.devices, --nproc-per-node), or take another number"
         )
     return torch.device("cuda", index)
-
-
-def _check_mps(local_rank: int | None) -> None:
-    if local_rank is not None:
-        raise InputError("ranks cannot share device mps; start one process, or take device cpu")
-    if not torch.backends.mps.is_available() or torch.__version__ < "2.13":
-        raise InputError(
-            "device mps needs an Apple GPU that torch sees, and torch 2.13; take device cpu"
-        )
-
-
-def has_hosts_memory(device: torch.device) -> bool:
-    """True for a device without memory that `device_memory` could limit."""
-    return device.type in ("cpu", "mps")
 
 
 def open_device(name: str | None = None, local_rank: int | None = None) -> Device:

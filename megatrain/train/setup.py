@@ -22,7 +22,7 @@ from megatrain.checkpoint import verify
 from megatrain.checkpoint.manifest import MODEL
 from megatrain.config import Config, ModelSection
 from megatrain.data import PackedDataset, Prompts, Step, StepLoader, numbered
-from megatrain.device import find_device, has_hosts_memory
+from megatrain.device import IN_HOST_MEMORY, find_device
 from megatrain.errors import DoesNotFit, InputError, explained
 from megatrain.forecast.workload import Workload, usual_micro_batch
 from megatrain.model.adapters import adapted
@@ -411,7 +411,7 @@ def check_device(config: Config, ranks: Ranks) -> None:
     device = find_device(name, local_rank(ranks.host))
     if config.engine.precision == "fp8":
         require_float8(device)
-    if config.engine.device_memory is not None and has_hosts_memory(device):
+    if config.engine.device_memory is not None and device.type in IN_HOST_MEMORY:
         raise InputError(
             f"device_memory limits a GPU's own memory, but the device is {device}; set host_memory"
         )
@@ -420,7 +420,7 @@ def check_device(config: Config, ranks: Ranks) -> None:
             f"engine.sequence_parallel is {shared}, and the run has {ranks.size} "
             f"process{'es' * (ranks.size > 1)}: set engine.devices to {shared}, or it to 1"
         )
-    if name == "auto" and has_hosts_memory(device):
+    if name == "auto" and device.type == "cpu":
         log.warning(
             "torch sees no GPU here: the run computes on the CPU, many times slower; check "
             "nvidia-smi and that torch is a CUDA build, or set engine.device: cpu if this is meant"
