@@ -22,9 +22,9 @@ from megatrain.device.base import COMPUTE, HOST_STREAMS, Abilities, Buffer, Buff
 from megatrain.device.cpu import host_range
 from megatrain.device.disk import move
 from megatrain.device.host_stream import HostStream, LaunchThrottle
-from megatrain.driver import find_driver
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.machine import CONTEXT_BYTES, mapping_bytes
+from megatrain.telemetry.gpu import find_driver
 from megatrain.telemetry.host import host_available_bytes, host_limit_bytes
 
 _log = logging.getLogger(__name__)

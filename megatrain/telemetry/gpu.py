@@ -11,8 +11,7 @@ from functools import cache
 from importlib import resources
 
 from megatrain.base.units import GIB
-from megatrain.driver import find_driver
-from megatrain.driver.base import Gpu
+from megatrain.driver.base import Driver, Gpu
 from megatrain.errors import InputError
 
 # Words in drivers' names that people leave out.
@@ -21,6 +20,16 @@ _MAKERS = {"nvidia", "geforce", "rtx", "amd", "instinct", "radeon"}
 _LESSER = {"laptop", "mobile", "max", "mig", "vgpu"}
 # Suffixes of other products: a 3060 Ti has 8 GiB, a 3060 has 12.
 _OTHER = {"ti", "super"}
+
+
+def find_driver() -> Driver:
+    """The driver of the GPUs that torch is built for."""
+    import torch
+
+    from megatrain.driver.amd import Amd
+    from megatrain.driver.nvidia import Nvidia
+
+    return Amd() if torch.version.hip else Nvidia()
 
 
 def find_gpu(device: str = "auto") -> Gpu | None:

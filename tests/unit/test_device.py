@@ -24,11 +24,11 @@ from megatrain.device import Buffer, cuda, disk, open_device
 from megatrain.device.cpu import host_range
 from megatrain.device.disk import BLOCK, PlaneFile
 from megatrain.device.host_stream import AHEAD, HostStream, LaunchThrottle
-from megatrain.driver import amd, find_driver
+from megatrain.driver import amd
 from megatrain.driver.base import Gpu
 from megatrain.errors import DoesNotFit, RunFailed
 from megatrain.kernels import reference
-from megatrain.telemetry.gpu import find_gpu
+from megatrain.telemetry.gpu import find_driver, find_gpu
 from megatrain.tile import TileLayout
 from megatrain.tile.layout import ALIGNMENT
 from tests.forks import forked
