@@ -10,6 +10,7 @@ import os
 import weakref
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -125,7 +126,10 @@ class CudaDevice:
                 f"placement.slots is 0, but {buffer.name} is not pinned, so the GPU cannot read it "
                 "in place; raise the locked-memory limit (ulimit -l unlimited), or take slots: 1"
             )
-        mapped = torch.as_tensor(_Mapped(flat), device=self.torch_device)
+        # With unified addressing the GPU has pinned bytes at the same address; they keep `flat`.
+        says = {"shape": (flat.nbytes,), "typestr": "|u1", "data": (first, False), "version": 3}
+        values = SimpleNamespace(__cuda_array_interface__=says, flat=flat)
+        mapped = torch.as_tensor(values, device=self.torch_device)
         return replace(buffer, data=mapped.view(flat.dtype))
 
     def free(self, buffer: Buffer) -> None:
@@ -286,17 +290,6 @@ class CudaDevice:
 
     def close(self) -> None:
         self._end()
-
-
-class _Mapped:
-    """Pinned bytes for `torch.as_tensor`: with unified addressing the GPU has them there, too."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self._flat = flat  # which lives as long as its tensors
-        data = flat.data_ptr(), False
-        self.__cuda_array_interface__ = {
-            "shape": (flat.nbytes,), "typestr": "|u1", "data": data, "version": 3
-        }  # fmt: skip
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
