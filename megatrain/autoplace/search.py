@@ -19,7 +19,7 @@ from megatrain.autoplace.candidates import (
     disk_bytes,
     first_tiles,
 )
-from megatrain.base.units import gib, size
+from megatrain.base.units import size
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import UNSUMMED, ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
@@ -89,7 +89,7 @@ def _fastest(
     needed = least(forecasts, machine, workload)
     if Budget(machine).fits(needed):
         return needed
-    raise DoesNotFit(_lacking(machine, needed.machine))
+    raise DoesNotFit(lacking(machine, needed.machine))
 
 
 def least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> Forecast:
@@ -161,7 +161,7 @@ class Search:
                 return best
             least = least or self.least()
             if not self._budget.fits(least):
-                raise DoesNotFit(_lacking(self._machine, least.machine))
+                raise DoesNotFit(lacking(self._machine, least.machine))
             smallest = min((frame.micro_batch for frame in frames), default=0)
             sizes = [rows for rows in sizes if rows < smallest]
         return least or self.least()
@@ -399,12 +399,14 @@ def _best_spent(best: Forecast | None, spending: list[Spending], tried: int) -> 
     return best
 
 
-def _lacking(machine: Machine, needed: Machine) -> str:
-    kinds = {
-        "device": (needed.device_memory_bytes, machine.device_memory_bytes),
-        "host": (needed.host_memory_bytes, machine.host_memory_bytes),
-    }
-    short = {name: pair for name, pair in kinds.items() if pair[0] > pair[1]}
-    least = " and ".join(f"{size(least)} of {name} memory" for name, (least, _) in short.items())
-    allowed = " and ".join(gib(allowed) for _, allowed in short.values())
-    return f"it needs at least {least}; {allowed} are allowed"
+def lacking(machine: Machine, needed: Machine) -> str:
+    """The memory that a machine lacks, beside the one that is needed, in one line."""
+    parts = []
+    for place in ("device", "host"):
+        least, most = (getattr(each, f"{place}_memory_bytes") for each in (needed, machine))
+        if least > most:
+            parts.append(
+                f"{size(least - most)} of {place} memory are missing ({size(least)} would do, "
+                f"{size(most)} are allowed)"
+            )
+    return " and ".join(parts)

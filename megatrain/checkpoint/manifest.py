@@ -6,7 +6,7 @@ A manifest is checked before anything in it is believed.
 import json
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import dropwhile, islice
 from pathlib import Path
@@ -172,10 +172,6 @@ class Manifest(_Strict):
     def parameters(self) -> list[Parameter]:
         """The parameters of all tiles."""
         return [parameter for tile in self.tiles for parameter in tile.parameters]
-
-    def as_text(self) -> str:
-        """The file's text, signed with its checksum."""
-        return json.dumps(signed(asdict(self)), indent=1) + "\n"
 
 
 def signed(content: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Saves an engine's state while it trains: the one place that writes checkpoints."""
 
+import json
 import logging
 import os
 import shutil
@@ -7,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatrain.base.units import gib
@@ -175,7 +176,8 @@ class Saving:
         content = manifest.Manifest(files.ALGORITHM, settings, records, tiles)
         for folder in [path for path in partial.rglob("*") if path.is_dir()]:
             flush(folder)
-        files.write_text(partial / manifest.MANIFEST, content.as_text())
+        text = json.dumps(manifest.signed(asdict(content)), indent=1) + "\n"
+        files.write_text(partial / manifest.MANIFEST, text)
         flush(partial)
         publish(partial, self.folder, hidden(self.folder, files.REPLACED))
         self._named = True

@@ -1,6 +1,7 @@
 """`megatrain doctor`: the machine as a table, or as JSON."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ def run_doctor(device: str, folder: Path, as_json: bool, share: bool) -> None:
     """Measure, and print. Raises InputError: there is no such device."""
     diagnosis = diagnose(device, folder)
     if as_json or share:
-        print(json.dumps(shared(diagnosis) if share else diagnosis.as_dict(), indent=2))
+        print(json.dumps(shared(diagnosis) if share else asdict(diagnosis), indent=2))
         return
     show(diagnosis, Console(highlight=False))
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from megatrain.base.units import GIB, duration, gib, parse_bytes, size
+from megatrain.autoplace.search import lacking
+from megatrain.base.units import GIB, duration, gib, parse_bytes
 from megatrain.cli.models import NamedModel, lora_adapter, model_of_run, named_config
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT
 from megatrain.driver.base import Gpu
@@ -99,7 +100,7 @@ def run_plan(options: Options) -> None:
     else:
         show(plan, named.name, experts_of_step(named.config, plan.forecast))
     if not plan.fits:
-        raise DoesNotFit(f"{named.name} does not fit: {missing(plan)}")
+        raise DoesNotFit(f"{named.name} does not fit: {lacking(machine, plan.forecast.machine)}")
     problem = None if run is None else missing_data(run.data.path)
     if run is not None and named.quantised is not None:
         problem = f"model.path: {named.quantised}; {_UNQUANTISED}"
@@ -202,31 +203,26 @@ def _machine(
         if cores is None:
             cores = usable_cores()
             warnings.append(f"--cores is not given: this machine's {cores} are taken")
-        machine = machine_for(
+        other = machine_for(
             gpu.name, host, cores, workload.device_memory, precision=workload.precision
         )
-        return replace(machine, disk_space_bytes=space)
+        return replace(other, disk_space_bytes=space)
     if not gpu and device == "cpu":
         raise InputError("plans are for GPUs, and the device is cpu; name one with --gpu 4090, say")
-    present = present_machine(of_gpu, precision=workload.precision)
-    if present is None:
+    machine = present_machine(of_gpu, precision=workload.precision)
+    if machine is None:
         why = "there is no GPU here"
         if here is not None:
             why = f"the GPU here ({here.name}) is neither measured (megatrain doctor) nor listed"
         raise InputError(f"{why}; name one with --gpu, such as --gpu 4090 --device-memory 24GiB")
-    machine = present
     if here is not None and workload.device_memory is None:
         machine = _without_others(machine, here, warnings)
-    limits = {}
+    limits: dict[str, Any] = {"disk_space_bytes": space}
     for name in ("host_memory", "device_memory"):
         limit, most = getattr(workload, name), getattr(machine, f"{name}_bytes")
-        limits[name] = most if limit is None else limit if options[name] else min(limit, most)
-    machine = replace(
-        machine,
-        disk_space_bytes=space,
-        host_memory_bytes=limits["host_memory"],
-        device_memory_bytes=limits["device_memory"],
-    )
+        least = most if limit is None else limit if options[name] else min(limit, most)
+        limits[f"{name}_bytes"] = least
+    machine = replace(machine, **limits)
     if cores is None or cores == machine.cores:
         return machine
     share = update_gbps(cores) / update_gbps(machine.cores)
@@ -352,27 +348,15 @@ def show(plan: Plan, name: str, experts: Mapping[str, int] | None = None) -> Non
         say(console, line)
 
 
-def missing(plan: Plan) -> str:
-    """The missing device and host memory, in one line."""
-    needed, machine = plan.forecast.machine, plan.machine
-    device = plan.missing_device_bytes, needed.device_memory_bytes, machine.device_memory_bytes
-    host = plan.missing_host_bytes, needed.host_memory_bytes, machine.host_memory_bytes
-    parts = [
-        f"{size(lacking)} of {place} memory are missing ({size(least)} would do, {size(most)} "
-        "are allowed)"
-        for place, (lacking, least, most) in (("device", device), ("host", host))
-        if lacking
-    ]
-    return " and ".join(parts)
-
-
 def _head(plan: Plan, name: str) -> list[str]:
     forecast, machine, workload = plan.forecast, plan.machine, plan.workload
     kind = "measured" if machine.measured else "from published figures, not measured"
     rows = forecast.tokens_per_step // forecast.sequence_length
     count = forecast.parameters
     parameters = f"{count / 1e9:.2f} billion" if count >= 1e7 else f"{count:,}"
-    verdict = "it fits" if plan.fits else f"it does not fit: {missing(plan)}"
+    verdict = "it fits"
+    if not plan.fits:
+        verdict = f"it does not fit: {lacking(machine, forecast.machine)}"
     lines = [
         f"{name}, {parameters} parameters, on {machine.name} ({kind}): {verdict}",
         f"a step of {forecast.tokens_per_step:,} tokens: {rows:,} x {forecast.sequence_length:,}, "

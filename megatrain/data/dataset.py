@@ -154,7 +154,7 @@ class PackedDataset:
     @property
     def fill(self) -> float:
         """The share of the rows' room that holds tokens, 0 to 1."""
-        return self.num_tokens / (len(self) * self._layout.sequence_length)
+        return self.num_tokens / (len(self) * self.sequence_length * self._layout.lines)
 
     def hold_out(self, fraction: float) -> tuple[Self, Self]:
         """(train, evaluation): disjoint, and fixed by data and seed.

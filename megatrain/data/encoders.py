@@ -297,12 +297,9 @@ def refuse_unplaced(talk: Conversation, template: Template, where: str) -> None:
                 raise InputError(
                     f"{where}: message {turn}: the chat template does not read {name!r}: {remedy}"
                 )
-        for name in ("tool_calls", *REASONING):
-            if not message.get(name):
-                continue
-            if (name in REASONING and not template.reasoning(talk, message)) or (
-                name not in REASONING and not template.has_place(talk, name)
-            ):
+        for name in filter(message.get, ("tool_calls", *REASONING)):
+            by_name = template.has_place(talk, name)
+            if not (template.reasoning(talk, message) if name in REASONING else by_name):
                 raise InputError(
                     f"{where}: message {turn}: the chat template has no place for {name!r}: "
                     + _NO_PLACE

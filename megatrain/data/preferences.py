@@ -44,10 +44,6 @@ class ReplyDataset(PackedDataset):
     reference: Tensor | None = None
 
     @property
-    def fill(self) -> float:
-        return super().fill / self.lines
-
-    @property
     def lines(self) -> int:
         """Lines of a row."""
         return self._layout.lines

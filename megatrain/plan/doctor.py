@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -480,10 +480,6 @@ class Diagnosis:
     seconds: float
     kept: str | None
     not_kept: str | None
-
-    def as_dict(self) -> dict[str, Any]:
-        machines = {name: machine.as_dict() for name, machine in self.machines.items()}
-        return asdict(self) | {"machines": machines}
 
 
 def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diagnosis:

@@ -108,13 +108,6 @@ class Remedy:
         """The changes as keys and values of a run file; empty for another GPU."""
         return {key: v for _, settings in self._changes() for key, v in settings.items()}
 
-    @property
-    def price(self) -> tuple[bool, int, int]:
-        """The hardware to add, dearest first, for sorting: another GPU, its memory, the host's."""
-        taken = self.forecast.machine
-        other = taken.name != self.machine.name
-        return other, taken.device_memory_bytes, taken.host_memory_bytes
-
     def as_dict(self) -> dict[str, Any]:
         names = ("seconds", "tokens_per_second", "device_peak_bytes", "host_peak_bytes")
         figures = {name: getattr(self.forecast, name) for name in names}
@@ -168,7 +161,12 @@ def remedies(
     changes = [change for change in _CHANGES if not (must_clip and change == "no clipping")]
     fitting = islice(_fitting(plans, machine, asked, least, changes), SHOWN)
     listed = [Remedy(asked, machine, new, forecast) for new, forecast in fitting]
-    return sorted(listed, key=lambda remedy: remedy.price)
+
+    def hardware(remedy: Remedy) -> tuple[bool, int, int]:
+        taken = remedy.forecast.machine  # another GPU is dearest, then its memory
+        return taken.name != machine.name, taken.device_memory_bytes, taken.host_memory_bytes
+
+    return sorted(listed, key=hardware)
 
 
 def compute_bound_tokens(bounds: Mapping[str, float], tokens: int, sequence_length: int) -> int:

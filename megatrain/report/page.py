@@ -276,13 +276,6 @@ def picture(draw: Callable[..., None], content: Sequence[Any]) -> str | None:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def _where_time_went(spans: Sequence[Span]) -> list[tuple[str, str, str]]:
-    """Idle times and kinds of work of the recorded step, with their seconds and shares."""
-    parts = breakdown(spans, COMPUTE)
-    rows = parts.rows()[:SHOWN_WORK]
-    return [(name, f"{s:.4f}", f"{s / parts.seconds:.1%}") for name, s in rows if parts.seconds]
-
-
 _TEMPLATES = FileSystemLoader(Path(__file__).parent / "templates")
 
 
@@ -304,6 +297,8 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
         raise InputError(f"{output}: the page would replace it; name one that ends in .html")
     template = Environment(loader=_TEMPLATES, autoescape=True).get_template("run.html")
     files = {"Machine, versions and placement": environment, "Configuration": config}
+    parts = breakdown(spans, COMPUTE)
+    rows = parts.rows()[:SHOWN_WORK]
     page = template.render(
         name=folder.resolve().name,
         status=_status(metrics, config, folder),
@@ -317,7 +312,7 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
             for title, content in files.items()
             if content
         },
-        work=_where_time_went(spans),
+        work=[(name, f"{s:.4f}", f"{s / parts.seconds:.1%}") for name, s in rows if parts.seconds],
         samples=contents[SAMPLES],
     )
     output.parent.mkdir(parents=True, exist_ok=True)

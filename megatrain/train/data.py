@@ -111,9 +111,8 @@ def run_ends(
 ) -> list[int]:
     """The tokens that end the taught texts and that the model does not know as ends yet."""
     ends = [] if model.eos_token is None else [tokenizer.eos_token_id]
-    if (
-        training.kind in ("chat", "pairs", "prompts") and tokenizer.chat_template
-    ):  # completions need none
+    of_replies = training.kind in ("chat", "pairs", "prompts")
+    if of_replies and tokenizer.chat_template:  # completions need none
         if (turn := end_of_turn(tokenizer)) is None:
             log.info("no token of the chat template ends a reply: the model will not know its end")
         else:

@@ -39,10 +39,8 @@ def trained_model(run: str) -> Checkpoint | str:
     path = Path(run).expanduser()
     if is_checkpoint(path):
         return open_checkpoint(path)
-    newest = (
-        None if (path / layout.MODEL).exists() else _newest_checkpoint(path / layout.CHECKPOINTS)
-    )
-    if newest is not None:
+    has_ended = (path / layout.MODEL).exists()
+    if not has_ended and (newest := _newest_checkpoint(path / layout.CHECKPOINTS)) is not None:
         log.info("the run has not ended: this is %s", newest.folder)
         return newest
     done, saved = layout.ending(path).done, layout.checkpoints(path)

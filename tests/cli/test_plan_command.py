@@ -136,7 +136,7 @@ MISTAKES = {
     "folder": (["--model", str(Path(__file__).parent)], "no config.json there"),
     "gpu": (["--model", "7B", "--gpu", "RTX 4099"], "unknown GPU 'RTX 4099'; did you mean"),
     "size": (["--model", "7B", "--host-memory", "lots"], "--host-memory: not a size: 'lots'"),
-    "nothing": (["--model", "7B", "--device-memory", "0"], "--device-memory: 0 is no memory"),
+    "nothing": (["--model", "7B", "--device-memory", "0"], "--device-memory: not a size: '0'"),
     "few tokens": (["--model", "7B", "--tokens", 10], "holds no sequence of 1,024"),
     "many tokens": (["--model", "7B", "--tokens", 10**12], "more than can be planned"),
     "many rows": (["--model", "7B", "--micro-batch", 97], "97 rows is not between 1 and"),

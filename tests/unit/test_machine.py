@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -308,7 +308,7 @@ def test_a_diagnosis_is_kept_for_plans(gpu_machine):
             known = getattr(machine, field.name) is not None
             unknown = ("disk_write_gbps", "disk_space_bytes", "link_gbps", "network_gbps")
             assert known or field.name in unknown
-    assert json.loads(json.dumps(diagnosis.as_dict()))["facts"]["cpu"] == "Some CPU"
+    assert json.loads(json.dumps(asdict(diagnosis)))["facts"]["cpu"] == "Some CPU"
 
 
 def test_a_machine_that_cannot_pin_is_planned_with_pageable_copies(gpu_machine):

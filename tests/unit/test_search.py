@@ -117,12 +117,14 @@ def test_weights_stay_where_the_bus_is_slow():
 
 def test_what_does_not_fit_is_refused_with_the_least_that_would():
     for budget in (0.5, 0.97 * least_mib()):
-        with pytest.raises(DoesNotFit, match=r"at least [^ ]* MiB of device memory; .* allowed"):
+        with pytest.raises(
+            DoesNotFit, match=r"of device memory are missing \([^ ]* MiB would do, .* allowed"
+        ):
             choose(budget)
-    with pytest.raises(DoesNotFit, match="at least 2.[23] GiB of host memory; 10.2 MiB are"):
+    with pytest.raises(DoesNotFit, match=r"host memory are missing \(2.[23] GiB would do, 11 MiB"):
         choose(1e4, host_gib=0.01, forecasts=FEW_LAYERS)
     with pytest.raises(
-        DoesNotFit, match="device memory and 2.[23] GiB of host memory; .* and 10.2 MiB"
+        DoesNotFit, match=r"of device memory are .* and .* of host memory are .*\(2.[23] GiB would"
     ):
         choose(0.5, host_gib=0.01, forecasts=FEW_LAYERS)
 
