@@ -397,8 +397,10 @@ def test_gpus_kernels_can_be_built_and_round_where_the_hosts_do(
     code = built(gpu._update, types, constants, gpu.OPTIONS)
     fused = re.findall(r"call .* @llvm\.fma\.(?:v(\d+))?f32\(", code["llir"])
     elements = 32 * 64 // (4 * threads)  # of each thread of four warps
-    assert sum(int(width or 1) for width in fused) == 2 * elements
+    count = sum(int(width or 1) for width in fused)
+    assert count >= 2 * elements  # Triton 3.6 divides by such operations, too, for AMD's
     if vendor == "cuda":
+        assert count == 2 * elements
         assert "mul.rn.f32" in code["ptx"] and not re.search(r"\.ftz|mul\.f32", code["ptx"])
     else:
         assert '"denormal-fp-math-f32"="ieee"' in code["llir"]
