@@ -90,7 +90,9 @@ def parse_yaml(text: str) -> Any:
         mark = error.problem_mark
         place = f"line {mark.line + 1}: " if mark else ""
         problem = ", ".join(filter(None, (error.context, error.problem)))
-        raise ValueError(f"{place}not valid: {problem}") from error
+        remedy = "; indent by spaces, all keys of a section alike"
+        indented = r"\t" in problem or "<block" in problem
+        raise ValueError(f"{place}not valid: {problem}{remedy * indented}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"not valid: {first_line(error)}") from error
 

@@ -15,14 +15,14 @@ _MOST = 1 << 60
 def parse_bytes(text: object) -> int:
     """Parse `"10GiB"`, `"512 MB"` or a plain number of bytes.
 
-    Raises ValueError: it is no size, or zero, or larger than any machine's memory.
+    Raises ValueError: it is no size, or below 1 KiB, or larger than any machine's memory.
     """
     num_bytes: float = text if type(text) is int else 0
     if isinstance(text, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
         if match is not None and match[2] in _SUFFIX:
             num_bytes = float(match[1]) * _SUFFIX[match[2]]
-    if not 1 <= num_bytes <= _MOST:
+    if not KIB <= num_bytes <= _MOST:  # 64 is meant as GiB
         raise ValueError(f"not a size: {text!r:.30} (write it like 10GiB, 512MiB or 24GB)")
     return int(num_bytes)
 

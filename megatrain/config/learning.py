@@ -403,4 +403,7 @@ class TrainingSection(Section):
         if (self.steps is None) == (self.epochs is None):
             yield "give either steps or epochs"
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
-            yield "micro_batch_size is larger than batch_size"
+            yield (
+                f"micro_batch_size is larger than batch_size ({self.micro_batch_size}, "
+                f"{self.batch_size}): lower it, or leave it out, and it is chosen"
+            )

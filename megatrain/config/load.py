@@ -31,6 +31,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endless: bool = Fal
     file = Path(path)
     if (file / "config.yaml").is_file():
         file /= "config.yaml"
+    if not file.exists():
+        raise InputError(
+            f"{file}: cannot be read: No such file or folder: give a run file, which `megatrain "
+            "init` writes, or the folder of a run"
+        )
     if _DATA.search(file.name.lower()) and file.is_file():
         raise InputError(f"{file}: a file of data: name it in a run file (YAML), as data.path")
     return overridden(read_yaml(file), str(file), overrides, endless=endless)

@@ -135,13 +135,7 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
 
     Raises InputError: also for names that match nothing in the model, which PEFT ignores.
     """
-    model = with_adapters(base, {"default": config})
     modules = [f".{name}" for name, _ in base.named_modules()]
-    taken = set()
-    for path, module in peft.wrappers(model):
-        if not peft.is_copy(module):
-            name, parameter = peft.base_path(path), peft.parameter_of(module)
-            taken.add(name if parameter is None else f"{name}.{parameter}")
     for key in ("target_modules", "exclude_modules", "modules_to_save"):
         names = set(_listed(getattr(config, key)))
         dot = "" if key == "modules_to_save" else "."
@@ -150,6 +144,12 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
             if not any(path.endswith(f"{dot}{name}") for path in modules):
                 leaves = dict.fromkeys(name.split(".")[-2] for name, _ in base.named_parameters())
                 raise _unmatched(f"the model has no module {name!r} ({key})", leaves)
+    model = with_adapters(base, {"default": config})
+    taken = set()
+    for path, module in peft.wrappers(model):
+        if not peft.is_copy(module):
+            name, parameter = peft.base_path(path), peft.parameter_of(module)
+            taken.add(name if parameter is None else f"{name}.{parameter}")
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, key):
             if not any(re.fullmatch(rf"(.*\.)?({pattern})", path) for path in taken):

@@ -46,5 +46,5 @@ def check_sequence_length(config: PreTrainedConfig, sequence_length: int) -> Non
     if allowed is not None and sequence_length > allowed:
         raise InputError(
             f"data.sequence_length: {sequence_length} is longer than the model allows "
-            f"({allowed}, its max_position_embeddings)"
+            f"({allowed}, its max_position_embeddings): set it to {allowed} or less"
         )

@@ -95,7 +95,7 @@ def test_a_plan_knows_the_adapter(megatrain, adapter_file):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"adapter__target_modules": ["nope"]}, "nope"),
+        ({"adapter__target_modules": ["nope"]}, "no module 'nope' (target_modules); there are"),
         ({"engine__precision": "fp8", "adapter__use_dora": True}, "use_dora needs"),
         ({"model__train_only": ["lora", "norm"]}, "trained beside the adapter"),
     ],

@@ -94,7 +94,7 @@ MISTAKES = {
     "which of both classes": ("several", {"text": "a", "label": [1, 0]}, {"labels": ["a", "b"]}),
     "'label' must be one class": ("sequence_classification", {"text": "a", "label": [0, 1]}),
     "and 'tags' a class of each": ("token_classification", {"tokens": ["a"], "tags": [0, 1]}),
-    "no format is known by these fields": ("token_classification", {"text": "a"}),
+    "no format has these": ("token_classification", {"text": "a"}),
     "token_classification needs labels": ("token_classification", {}, {"labels": ["one"]}),
     "two names or more, each once": ("token_classification", {}, {"labels": ["a", "b", "a"]}),
     # Stars from 1 to 3 would be learnt one lower than they are, where no row has 3.

@@ -165,6 +165,8 @@ FILES = {
     "": "not a mapping",
     "- 1": "not a mapping",
     "a: [1": "line 1: not valid: ",
+    "a:\n\tb: 1": "cannot start any token; indent by spaces",
+    "a:\n  b: 1\n c: 1": "but found '<block mapping start>'; indent by spaces",
     "a: 1\na: 2": "line 2: not valid: key 'a' is given twice",
     "a: &x [1]\nb: [*x, *x]": "line 2: not valid: aliases are not supported",
     "a: " + "[" * 5000: "line 1: not valid: nested too deep",

@@ -214,7 +214,7 @@ REFUSED = {
         {"messages": talk(ASK, TELL, system="sea"), "system": "You are"}, "say two things"
     ),
     "speaker": ({"conversations": [{"from": "narrator", "value": "x"}]}, "'from' is 'narrator'"),
-    "unknown": ({"title": "a", "body": "b"}, "no format is known by these fields.*'title', 'body'"),
+    "unknown": ({"title": "a", "body": "b"}, "fields are 'title', 'body', and no .* by data.fields"),
     "nothing": ({}, "its fields are none"),
 }  # fmt: skip
 
