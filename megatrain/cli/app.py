@@ -107,8 +107,8 @@ def train(
         bool,
         Option(
             "--resume",
-            help="Go on with the run in output.folder, or else with the newest run of this name "
-            "in runs/, from its newest whole checkpoint. Where there is none, the run begins.",
+            help="Continue the run in output.folder, or else the newest run of this name in "
+            "runs/, from its newest whole checkpoint. If there is none, a new run begins.",
         ),
     ] = False,
 ) -> None:
@@ -129,9 +129,10 @@ def data(
     overrides: Overrides = None,
     rows: Annotated[int, Option(min=0, help="Show so many rows.")] = 2,
 ) -> None:
-    """Show the data of a run as it will be trained on; the model's weights are not needed.
+    """Show the data of a run as it will be trained on.
 
-    What is learnt is coloured. The tokens are kept for `megatrain train`.
+    What is learnt is coloured. The model's weights are not needed. The tokens are kept for
+    `megatrain train`.
     """
     from megatrain.cli.data import show_data
 
@@ -201,13 +202,13 @@ def plan(
     lora_r: LoraRank = 0,
     base: FrozenBase = "bf16",
     disk_space: Annotated[
-        str | None, Option(help="Let planes take so much of a disk, as 200GiB.")
+        str | None, Option(help="Let states and weights take so much of a disk, as 200GiB.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether a run fits, what it will take and how long, before anything is allocated.
+    """Say whether a run fits, and its memory, speed and time.
 
-    Nothing but a model's config.json is downloaded. Exit code 3: it does not fit.
+    Nothing is allocated, and only a config.json is downloaded. Exit code 3: it does not fit.
     """
     passing("loading torch and transformers...")
     gc.disable()  # it takes a fifth of the time to import torch and transformers, and frees nothing
@@ -236,7 +237,7 @@ def export(
 ) -> None:
     """Write a model as a Hugging Face folder.
 
-    Of a run: its finished model, or its newest whole checkpoint where it has not ended.
+    A run gives its finished model, or its newest whole checkpoint if it has not ended.
     """
     from megatrain.train.export import export as export_model
 
@@ -261,15 +262,15 @@ TopP = Annotated[
     Option(
         min=0.0,
         max=1.0,
-        help="Draw from the likeliest tokens of this probability in all; the default is the "
-        "model's, or 0.95.",
+        help="Draw from the likeliest tokens that together have this probability; the default is "
+        "the model's, or 0.95.",
     ),
 ]
 TopK = Annotated[
     int | None, Option(min=0, help="Draw from so many of the likeliest tokens; 0: all.")
 ]
 RepetitionPenalty = Annotated[
-    float | None, Option(min=0.01, help="Above 1, make tokens less likely that were there.")
+    float | None, Option(min=0.01, help="Above 1: make tokens that have occurred less likely.")
 ]
 Seed = Annotated[
     int, Option(min=0, max=seeds.LARGEST, help="Draw with this seed of random numbers.")
@@ -284,10 +285,10 @@ def generate(
         list[str] | None, Option(help="Continue this text. It may be given several times.")
     ] = None,
     prompts: Annotated[
-        Path | None, Option(help="Continue each line of a file; .jsonl: each `prompt`, `messages`.")
+        Path | None, Option(help="Continue each line, or of .jsonl each `prompt`, `messages`.")
     ] = None,
     chat: Annotated[
-        bool, Option("--chat", help="Take each text as a message, by the chat template.")
+        bool, Option("--chat", help="Take each text as a user's message, in the chat template.")
     ] = False,
     output: Annotated[
         Path | None, Option(help="Write prompts and completions to this new .jsonl file.")
@@ -351,7 +352,7 @@ def report(
         Path | None, Option(help="Write the page to this file; otherwise into the folder.")
     ] = None,
 ) -> None:
-    """Show a run as one HTML page: curves, throughput, memory, and where a step's time went."""
+    """Show a run as one HTML page: curves, speed, memory, times."""
     from megatrain.report import write_report
 
     print(write_report(run, output))

@@ -411,7 +411,7 @@ def _of_host(facts: Facts) -> Iterator[tuple[str, str]]:
     cores = min(facts.cores, facts.quota_cores or facts.cores)
     if cores < _FEW_CORES or cores < facts.cores:
         yield (
-            f"{cores:.3g} cores' time for the optimizer's update, {facts.cores} cores are visible",
+            f"the optimizer's update has the time of {cores:.3g} cores; {facts.cores} are visible",
             "allow this process more cores (taskset, docker run --cpus), or take more tokens a "
             "step, behind which updates hide",
         )
