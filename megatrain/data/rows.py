@@ -405,9 +405,9 @@ class Reading:
         known = "; ".join(dict.fromkeys(needs))
         names = [n for n in row if self.fields.get(n, n) is not None]
         raise InputError(
-            f"{where}: its fields are {listed(names)}, and no format has these (a row needs one of: "
-            f"{known}): rename them by data.fields, as {{question: title, answer: body}} (rows in a "
-            "field: jq -c '.FIELD[]' FILE > rows.jsonl)"
+            f"{where}: its fields are {listed(names)}, and no format has these (a row needs one "
+            f"of: {known}): rename them by data.fields, as {{question: title, answer: body}} "
+            "(rows in a field: jq -c '.FIELD[]' FILE > rows.jsonl)"
         )
 
     def example(self, form: Format, row: DataRow, where: str) -> tuple[Example, list[str]]:

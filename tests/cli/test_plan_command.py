@@ -138,7 +138,6 @@ MISTAKES = {
     "size": (["--model", "7B", "--host-memory", "lots"], "--host-memory: not a size: 'lots'"),
     "no unit": (["--model", "7B", "--host-memory", "64"], "--host-memory: not a size: '64' (write"),
     "nothing": (["--model", "7B", "--device-memory", "0"], "--device-memory: not a size: '0'"),
-    "nothing": (["--model", "7B", "--device-memory", "0"], "--device-memory: not a size: '0'"),
     "few tokens": (["--model", "7B", "--tokens", 10], "holds no sequence of 1,024"),
     "many tokens": (["--model", "7B", "--tokens", 10**12], "more than can be planned"),
     "many rows": (["--model", "7B", "--micro-batch", 97], "97 rows is not between 1 and"),

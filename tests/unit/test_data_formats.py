@@ -214,7 +214,7 @@ REFUSED = {
         {"messages": talk(ASK, TELL, system="sea"), "system": "You are"}, "say two things"
     ),
     "speaker": ({"conversations": [{"from": "narrator", "value": "x"}]}, "'from' is 'narrator'"),
-    "unknown": ({"title": "a", "body": "b"}, "fields are 'title', 'body', and no .* by data.fields"),
+    "unknown": ({"title": "a", "body": "b"}, "are 'title', 'body', and no .* by data.fields"),
     "nothing": ({}, "its fields are none"),
 }  # fmt: skip
 
@@ -379,7 +379,7 @@ def test_what_can_only_be_meant_as_rows_is_read(tmp_path, name, content):
         ("a.json", '[{"text": "a"}, {"text": ', "a.json:2: not JSON"),
         ("a.json", '[{"text": "a"}] {"text": "b"}', "more after the list"),
         ("a.json", '[{"text": "a"}, 3]', "a.json:2: a row must be a JSON object, this is a int"),
-        ("a.json", '{"of": 1, "data": [{"text": "a"}]}', "'of', 'data' .rows in a field"),
+        ("a.json", '{"of": 1, "data": [{"text": "a"}]}', "'of', 'data', and .*rows in a field"),
         ("a.json", '{"text": "a", "text": "b"}', "a.json:1: .*there twice"),
         ("a.json", "[]", "a.json: no rows in it"),
         ("a.json", "[" * 10**5, "nested too deeply|must be a JSON object"),
@@ -405,7 +405,7 @@ def test_what_can_only_be_meant_as_rows_is_read(tmp_path, name, content):
         ("a.jsonl", b'{"question": "a", "choices": ["b", "c"], "answer": "B"}',
          "'choices' is not read beside questions and answers"),
         ("a.json", json.dumps({"train": PAIRS, "test": PAIRS}).encode(),
-         "its fields are 'train', 'test' .rows in a field: jq -c"),
+         "its fields are 'train', 'test', and .*rows in a field: jq -c"),
         ("a.json", b'{"question": {"0": "a"}, "answer": {"0": "b"}}', "a table by columns"),
     ],
 )  # fmt: skip
