@@ -162,14 +162,12 @@ def alone(path: Path, doing: str) -> Iterator[None]:
 
     lock = FileLock(path)
     try:
-        lock.acquire(timeout=0)
+        held = lock.acquire(timeout=0)
     except Timeout:
         _log.info("another run is %s: waiting until it has ended (%s)", doing, path)
-        lock.acquire()
-    try:
+        held = lock.acquire()
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def _block_sums(path: Path) -> bytes:
@@ -185,12 +183,9 @@ class _KeptFile:
         identity: its size, and when it was written (ns).
     """
 
-    def __init__(self, path: Path, sums: bytes | None = None) -> None:
-        """Open the file. Raises OSError.
-
-        Args: `sums`: its `_block_sums`; None: the reader has checksums of its own.
-        """
-        self._path, self._sums = path, None if sums is None else array("I", sums)
+    def __init__(self, path: Path, sums: bytes) -> None:
+        """Open the file, whose `_block_sums` are given. Raises OSError."""
+        self._path, self._sums = path, array("I", sums)
         self._file = path.open("rb", buffering=0)
         status = os.fstat(self._file.fileno())
         self.identity = status.st_size, status.st_mtime_ns
@@ -200,8 +195,6 @@ class _KeptFile:
 
         Raises RunFailed: they cannot be read, or a block that has some of them is not as written.
         """
-        if self._sums is None:
-            return self._read(offset, num_bytes)
         first = offset // _BLOCK_BYTES
         start = first * _BLOCK_BYTES
         stop = min(-(-(offset + num_bytes) // _BLOCK_BYTES) * _BLOCK_BYTES, self.identity[0])
@@ -288,7 +281,7 @@ def _build(
         sums = [_block_sums(part / name) for name in _FILES]
         (part / "sums.bin").write_bytes(b"".join(sums))
         meta["sums"] = *map(len, sums), zlib.crc32(b"".join(sums))
-        meta["files"] = [_KeptFile(part / name).identity for name in _FILES]
+        meta["files"] = [_KeptFile(part / name, b"").identity for name in _FILES]
         (part / "meta.json").write_text(json.dumps(meta | {"crc32": _crc32(meta)}))
 
 
