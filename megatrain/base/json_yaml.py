@@ -2,6 +2,7 @@
 
 import json
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,11 @@ def parse_json(
         return json.loads(text, object_pairs_hook=as_object)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def json_crc32(content: dict[str, Any]) -> int:
+    """A checksum of a JSON object, to be kept in it."""
+    return zlib.crc32(json.dumps(content).encode())
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

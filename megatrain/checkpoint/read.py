@@ -161,14 +161,14 @@ def _read_piece(
             at = offset - ranges[0].start
             target = ranges[0].target.data[max(at, 0) :][:num_bytes]
             if at >= 0 and len(target) == num_bytes and target.is_cpu:
-                return file.read(target.numpy().data, offset, checksum)
+                file.read(target.numpy().data, offset, checksum)
+                return
         data = torch.empty(num_bytes, dtype=torch.uint8)
         file.read(data.numpy().data, offset, checksum)
     for part in ranges:
         start, stop = max(part.start, offset), min(part.stop, offset + num_bytes)
         with part.target.writing(slice(start - part.start, stop - part.start)) as place:
             place.copy_(data[start - offset : stop - offset])
-    return None
 
 
 def masters(checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:

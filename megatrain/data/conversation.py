@@ -75,9 +75,7 @@ def tools(value: object, where: str, *, wrap: bool = False) -> list[Any] | None:
     value = from_json(value, "tools", where)
     if not isinstance(value, list):
         raise InputError(f"{where}: 'tools' must be a list of objects")
-    if not wrap:
-        return value or None
-    bare = [isinstance(t, dict) and "name" in t and "function" not in t for t in value]
+    bare = [wrap and isinstance(t, dict) and "name" in t and "function" not in t for t in value]
     return [
         {"type": "function", "function": tool} if is_bare else tool
         for tool, is_bare in zip(value, bare, strict=True)

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain.base.json_yaml import json_crc32
 from megatrain.base.units import KIB
 from megatrain.base.whole_files import fill, whole_folder
 from megatrain.data.encoders import Document
@@ -230,7 +231,7 @@ def _load(folder: Path) -> TokenStore | None:
             if not (folder / name).is_file():  # a pipe would be waited for
                 raise ValueError(f"{name} is not a plain file")
         meta = json.loads((folder / "meta.json").read_text())
-        if meta.pop("crc32") != _crc32(meta):
+        if meta.pop("crc32") != json_crc32(meta):
             raise ValueError("meta.json is not as it was written")
         sums = (folder / "sums.bin").read_bytes()
         *sizes, checksum = meta["sums"]
@@ -282,7 +283,7 @@ def _build(
         (part / "sums.bin").write_bytes(b"".join(sums))
         meta["sums"] = *map(len, sums), zlib.crc32(b"".join(sums))
         meta["files"] = [_KeptFile(part / name, b"").identity for name in _FILES]
-        (part / "meta.json").write_text(json.dumps(meta | {"crc32": _crc32(meta)}))
+        (part / "meta.json").write_text(json.dumps(meta | {"crc32": json_crc32(meta)}))
 
 
 def _write(part: Path, documents: Iterable[Document]) -> dict[str, Any]:
@@ -309,10 +310,6 @@ def _write(part: Path, documents: Iterable[Document]) -> dict[str, Any]:
                     "tokenised %s documents, %s tokens", f"{num_documents:,}", f"{num_tokens:,}"
                 )
     return {"num_documents": num_documents, "num_tokens": num_tokens, "digest": digest.hexdigest()}
-
-
-def _crc32(meta: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(meta).encode())
 
 
 def _encoded(document: Document, begin: int) -> tuple[NDArray[np.int32], NDArray[Any]]:

@@ -195,9 +195,7 @@ def note_finished(
         best: the step and metric of the state in `model/`, if the best one was asked for.
         early: the reason why the run has ended before its last step.
     """
-    optional = {"best": best, "early": early}
-    note = _length(config) | {"done": steps}
-    note |= {name: value for name, value in optional.items() if value is not None}
+    note = _length(config) | {"done": steps, "best": best, "early": early}
     write_file(run / FINISHED, json.dumps(note) + "\n")
 
 

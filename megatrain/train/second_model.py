@@ -6,7 +6,6 @@ is the model as the run begins; with a new adapter that is the base.
 
 import json
 import logging
-import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.api import Engine
+from megatrain.base.json_yaml import json_crc32
 from megatrain.base.whole_files import write_file
 from megatrain.checkpoint import Checkpoint
 from megatrain.compat.torch import can_compile
@@ -86,7 +86,7 @@ class References:
     def write(self, run: Path) -> None:
         """Write the record to a run's folder, whole or not at all."""
         kept = {"keys": self.keys, "sums": {name: t.tolist() for name, t in self.sums.items()}}
-        write_file(run / REFERENCES, json.dumps(kept | {"crc32": _crc32(kept)}))
+        write_file(run / REFERENCES, json.dumps(kept | {"crc32": json_crc32(kept)}))
 
     @classmethod
     def read(cls, run: Path) -> "References":
@@ -95,14 +95,10 @@ class References:
         remedy = "put the file back, or begin a new run with model.path: this one"
         with explained(f"{path}: what the run keeps of its reference cannot be read", remedy):
             kept = json.loads(path.read_text())
-            if kept.pop("crc32") != _crc32(kept):
+            if kept.pop("crc32") != json_crc32(kept):
                 raise ValueError("it is not as it was written")
             sums = {name: torch.tensor(values) for name, values in kept["sums"].items()}
             return cls(sums, dict(kept["keys"]))
-
-
-def _crc32(kept: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(kept).encode())
 
 
 def same_model(key: str, start: Start | None) -> References:
