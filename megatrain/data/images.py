@@ -135,9 +135,6 @@ def _source(value: object, kind: str, where: str) -> Source:
     return path or value
 
 
-Placed = tuple[str, Source | None]  # a kind and its source; None: the next of the row's field
-
-
 def place_media(
     turns: Sequence[dict[str, Any]], media: Mapping[str, list[Source]], where: str
 ) -> list[tuple[str, Source]]:
@@ -147,7 +144,7 @@ def place_media(
     `<audio>` in texts (LLaVA); where there are no such places, they come before the first question
     (TRL).
     """
-    placed: list[Placed] = []
+    placed: list[tuple[str, Source | None]] = []  # None: the next of the row's field
     for message in turns:
         in_parts, content = message.pop("media", []), message.get("content", "")
         if not in_parts and message["role"] != "assistant" and any(media.values()):

@@ -34,7 +34,8 @@ from megatrain.source.write_model import write_saved
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.host import environment
 from megatrain.telemetry.metrics import MetricsWriter, read_metrics
-from megatrain.telemetry.pictures import draw_charts
+from megatrain.telemetry.pictures import draw_charts, draw_step
+from megatrain.telemetry.timeline import Span
 from megatrain.train.evaluations import Evaluations, Watch
 from megatrain.train.resume import (
     Damaged,
@@ -355,8 +356,7 @@ def _run(
                 best = run.finish()
         finally:  # plots can be drawn later; whoever stops a run may be in a hurry
             if job.ranks.rank == 0:
-                draw(folder)
-                run.timeline.draw()
+                draw(folder, run.timeline.spans)
     engine, early = job.engine, None if run.is_last else run.watch.stop
     return Outcome(
         folder, run.steps.done, engine.num_parameters, engine.memory(), stopped, early, best
@@ -506,11 +506,13 @@ def write_model(job: Job, step: int | None) -> None:
         job.write_tokenizer(partial)
 
 
-def draw(run: Path) -> None:
-    """Write the run as one page, and draw the loss over the steps; errors only warn."""
+def draw(run: Path, spans: Sequence[Span]) -> None:
+    """Draw a recorded step and the loss over the steps, and write the page; errors only warn."""
     try:
+        if spans:
+            draw_step(spans, run / "timeline.png", "One step")
         write_report(run)
         drawn = [c for c in charts(collect(read_metrics(run / layout.METRICS))) if c.title == LOSS]
         draw_charts(drawn, run / "loss.png", columns=1)
     except Exception as error:  # `megatrain report` can write them at any time
-        log.warning("no report.html or loss.png: %s", error)
+        log.warning("no report.html, or a picture is missing: %s", error)

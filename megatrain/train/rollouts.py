@@ -152,10 +152,10 @@ def _file(path: Path) -> ModuleType:
 
 def measured(each_RF: Tensor, together_R: Tensor, names: Sequence[str]) -> dict[str, float]:
     """Means and standard deviations over replies, by TRL's names; NaN is left out."""
-    columns = {f"rewards/{name}": each_RF[:, at] for at, name in enumerate(names)}
-    named = {f"{name}/mean": (f"{name}/std", values) for name, values in columns.items()}
+    each = zip(names, each_RF.T, strict=True)
+    columns = [(f"rewards/{name}/mean", f"rewards/{name}/std", values) for name, values in each]
     measures: dict[str, float] = {}
-    for mean, (std, values) in (named | {"reward": ("reward_std", together_R)}).items():
+    for mean, std, values in (*columns, ("reward", "reward_std", together_R)):
         numbers = values[~values.isnan()]
         measures |= {mean: float(numbers.mean())} if len(numbers) else {}
         measures |= {std: float(numbers.std())} if len(numbers) > 1 else {}

@@ -25,7 +25,6 @@ from megatrain.run_folder.layout import TIMELINE
 from megatrain.telemetry.gpu import by_driver_name, find_gpu
 from megatrain.telemetry.host import process_bytes
 from megatrain.telemetry.metrics import MetricsWriter, model_tflops
-from megatrain.telemetry.pictures import draw_step
 from megatrain.telemetry.timeline import (
     Breakdown,
     Recording,
@@ -40,8 +39,6 @@ from megatrain.train.sharing import check_rows, part_of, split_for_ranks
 if TYPE_CHECKING:
     from megatrain.train.setup import Job
 
-PICTURE = "timeline.png"
-
 # Compilations and the choice of kept graphs are over by then.
 RECORDED_STEP = 6
 
@@ -53,6 +50,7 @@ class RunTimeline:
 
     Attributes:
         breakdown: of the last step's time; None: it was not recorded.
+        spans: of the recorded step, if there was one.
     """
 
     def __init__(self, recording: Recording, folder: Path, steps: int) -> None:
@@ -61,7 +59,7 @@ class RunTimeline:
         self.breakdown: Breakdown | None = None
         self._left = min(RECORDED_STEP, steps)  # steps up to the recorded one, itself included
         self._begun = False
-        self._spans: list[Span] = []
+        self.spans: list[Span] = []
 
     def step(self, number: int, step: Callable[[], Result]) -> Result:
         """Do step `number` of the run, and write `timeline.json` if it was to be recorded."""
@@ -80,23 +78,14 @@ class RunTimeline:
             raise
         self._left -= 1
         if kept:
-            self._spans, self._begun = self._recorder.end(), False
-            trace = chrome_trace(self._spans) | {"otherData": {"step": number}}
+            self.spans, self._begun = self._recorder.end(), False
+            trace = chrome_trace(self.spans) | {"otherData": {"step": number}}
             try:
                 (self._folder / TIMELINE).write_text(json.dumps(trace), encoding="utf-8")
             except OSError as error:  # a full disk costs the timeline, never the run
                 log.warning("no timeline: %s", error)
-            self.breakdown = breakdown(self._spans, COMPUTE)
+            self.breakdown = breakdown(self.spans, COMPUTE)
         return result
-
-    def draw(self) -> None:
-        """Draw the recorded step, if there was one; takes about a second, so after the run."""
-        if not self._spans:
-            return
-        try:
-            draw_step(self._spans, self._folder / PICTURE, "One step")
-        except Exception as error:  # `megatrain report` shows it, too
-            log.warning("no picture of the timeline: %s", error)
 
 
 _REMEMBERED = 100  # gradient norms that the median is taken of

@@ -21,6 +21,7 @@ from megatrain.telemetry.console import PASSING, Share, StderrHandler, TrainingP
 from megatrain.telemetry.host import environment
 from megatrain.telemetry.metrics import MetricsWriter, read_metrics
 from megatrain.telemetry.timeline import Span, breakdown, chrome_trace, critical_path, read_trace
+from megatrain.train.loop import draw
 from megatrain.train.steps import RunTimeline
 from tests.forks import forked
 from tests.inside import sized
@@ -286,5 +287,5 @@ def test_a_run_keeps_the_timeline_of_an_early_step(tmp_path, steps, refused, kep
     assert names.count("layer 0") == names.count("layer 2 backward") == 1
     assert next(s for s in spans if s.name == "update layer 0").num_bytes > 0
     if steps == 8:
-        timeline.draw()
+        draw(tmp_path, timeline.spans)
         assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
