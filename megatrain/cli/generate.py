@@ -95,10 +95,7 @@ def print_texts(
 
 
 def talk(engine: Any, tokenizer: Any, system: str | None, sampling: Sampling) -> None:
-    """Read lines and print replies until an empty line or the end of the input.
-
-    Raises InputError: the tokenizer has no chat template.
-    """
+    """Read lines and print replies until an empty line or the end of the input."""
     if not tokenizer.chat_template:
         raise InputError(
             f"{tokenizer.name_or_path}: has no chat template; take an instruct model, or "
@@ -133,10 +130,7 @@ def require_new(output: Path) -> None:
 
 
 def all_prompts(texts: Sequence[str], path: Path | None, *, chat: bool) -> list[Prompt]:
-    """The prompts given and those in a file; with `chat`, texts are messages of a user.
-
-    Raises InputError: there are none, or the file cannot be used.
-    """
+    """The prompts given and those in a file; with `chat`, texts are messages of a user."""
     prompts = [*texts, *([] if path is None else read_prompts(path))]
     if not prompts:
         raise InputError("no prompt: give --prompt TEXT, or --prompts FILE")
@@ -147,10 +141,7 @@ def all_prompts(texts: Sequence[str], path: Path | None, *, chat: bool) -> list[
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts in a file: lines of text, or `prompt` or `messages` in rows of `.jsonl`.
-
-    Raises InputError: it cannot be read, a line has neither, or has fields that change a prompt.
-    """
+    """The prompts in a file: lines of text, or `prompt` or `messages` in rows of `.jsonl`."""
     lines = enumerate(read_text(path, GIB, regular=False).splitlines(), 1)
     numbered = [(number, line) for number, line in lines if line.strip()]
     if not numbered:

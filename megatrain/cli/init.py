@@ -11,10 +11,7 @@ _REWARDS = "grpo_rewards.py"
 
 
 def write_example(example: str, run: Path) -> list[Path]:
-    """Write a run file, and beside it the reward functions that it names; returns their paths.
-
-    Raises InputError: one of them is there already.
-    """
+    """Write a run file, and beside it the reward functions that it names; returns their paths."""
     name = f"examples/{EXAMPLES[example]}.yaml"
     text = shipped(name).read_text(encoding="utf-8").replace(name, str(run))
     text = re.sub(r"docs/[\w-]+\.md", lambda match: str(shipped(match[0])), text)

@@ -463,10 +463,7 @@ def _remedies(plan: Plan) -> list[str]:
 
 
 def changed(workload: Workload, options: Mapping[str, Any]) -> Workload:
-    """The workload with options for its fields and its rule's choices; None: not given.
-
-    Raises InputError: a limit is no size, or the rule lacks a choice.
-    """
+    """The workload with options for its fields and its rule's choices; None: not given."""
     values = {name: value for name, value in options.items() if value is not None}
     for name in values.keys() & LIMITS:
         with explained(f"--{name.replace('_', '-')}", of=ValueError):

@@ -49,8 +49,6 @@ def messages(
     """The messages in the field `name`, and for each one, True if it is a reply to learn.
 
     Args: `images`: contents may have some; then a message has their sources as `images`.
-
-    Raises InputError: they are malformed, or have a field that would be ignored.
     """
     value = from_json(value, name, where)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:

@@ -81,10 +81,7 @@ class Medium(NamedTuple):
             return True
 
     def decoded(self, rate: int) -> Any:
-        """An upright RGB image, frames `[F, H, W, 3]`, or a wave at a rate (Hz).
-
-        Raises InputError: a file has changed.
-        """
+        """An upright RGB image, frames `[F, H, W, 3]`, or a wave at a rate (Hz)."""
         data = [self.data] if self.data else [_read(path, path) for path in self.path.split("\n")]
         if _digest(b"".join(data)) != self.digest:
             raise InputError(

@@ -148,10 +148,7 @@ class Prompts:
         return self._rows[row].where
 
     def hold_out(self, fraction: float) -> tuple["Prompts", "Prompts"]:
-        """(train, evaluation): disjoint, and fixed by data and seed.
-
-        Raises InputError: a part would have none.
-        """
+        """(train, evaluation): disjoint, and fixed by data and seed."""
         split = len(self) - max(1, round(len(self) * fraction))
         if not split:
             raise InputError(f"data.eval_fraction {fraction} leaves no prompt to train on")

@@ -152,8 +152,6 @@ def read_rows(source: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow
     """The rows of a source, numbered from 1; of tables only the `wanted` columns.
 
     A malformed row is yielded as an error, and reading goes on after it.
-
-    Raises InputError: the source is unreadable, malformed or empty.
     """
     number, read = 0, read_hub if source.format == "hub" else _read_file
     for number, row in read(source, wanted):

@@ -87,8 +87,6 @@ def mixed(
         groups: [documents] the group of each.
         weights: [groups] shares of the tokens, of any sum.
         repeat: take every segment at least once, and some groups more often; else none twice.
-
-    Raises InputError: a group has no segment.
     """
     group_of = groups[segments.document]
     tokens = np.bincount(group_of, segments.lengths, minlength=len(weights))

@@ -277,10 +277,7 @@ class Format:
     read: Callable[[DataRow, str], Example]
 
     def names(self, row: DataRow, fields: Fields, where: str) -> dict[str, str] | None:
-        """Our name -> the row's, for each field of the row; None: a needed field is missing.
-
-        Raises InputError: two fields of the row could be the same field.
-        """
+        """Our name -> the row's, for each field of the row; None: a needed field is missing."""
         names: dict[str, str] = {}
         for name, aliases in {**self.needs, **self.may}.items():
             mapped = fields.get(name)

@@ -78,10 +78,7 @@ class Template:
         self._headers: dict[tuple[str, str], tuple[int, bool]] = {}
 
     def source(self, talk: Conversation) -> str:
-        """The source of the conversation's template: there may be a separate one for tools.
-
-        Raises InputError: there are several, and none is the default.
-        """
+        """The source of the conversation's template: there may be a separate one for tools."""
         try:
             source: str = self._tokenizer.get_chat_template(tools=talk.tools)
         except ValueError as error:
@@ -113,10 +110,7 @@ class Template:
     def render(
         self, talk: Conversation, where: str, **options: bool
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the places of replies that the template marks.
-
-        Raises InputError: the template refuses the conversation, or takes too long.
-        """
+        """The text of a conversation, and the places of replies that the template marks."""
         remedy = (
             "what it asks for may be the row's tools or chat_template_kwargs; model.chat_template "
             "takes another"

@@ -300,10 +300,7 @@ def _loss_inputs(micro: Mapping[str, Tensor], loss: Loss, shift: int) -> Judged:
 
 
 def _without_media(where: str, micro: Any, is_media: Callable[[str], bool]) -> Any:
-    """The tensors of a micro-batch that describe text; the micro-batch itself if all do.
-
-    Raises InputError: one that describes images or sounds is no CPU tensor of finite numbers.
-    """
+    """The tensors of a micro-batch that describe text; the micro-batch itself if all do."""
     media = [key for key in micro if is_media(key)] if isinstance(micro, Mapping) else []
     for key in media:
         value = micro[key]

@@ -277,10 +277,7 @@ class BitChecks:
         self._differences.append((text, kept, now))
 
     def report(self, differing: float, ranks: Ranks) -> None:
-        """Read a step's count, and compare the copies of weights that its visits have used.
-
-        Raises RunFailed: a plane on some rank's device differs, or a copy of weights here.
-        """
+        """Read a step's count, and compare the copies of weights that its visits have used."""
         compared, self._differences = self._differences, []
         copies, self._copies = self._copies, None
         if differing:

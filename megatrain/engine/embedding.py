@@ -58,10 +58,7 @@ class _Table:
 
     @property
     def rows_each(self) -> int:
-        """Rows that each rank keeps (the last ranks may have fewer).
-
-        Raises InputError: the ranks cannot share the table.
-        """
+        """Rows that each rank keeps (the last ranks may have fewer)."""
         ranks = self.tile.layout.ranks
         if ranks == 1:
             return self.entry.shape[0]

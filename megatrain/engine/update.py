@@ -44,10 +44,7 @@ class Directions:
     """Replaces gradients by a rule's directions on the device; most rules have none."""
 
     def __init__(self, shared: Shared, rule: Rule, proceed: Buffer) -> None:
-        """Args: `proceed`: the step's loss; while it is not finite no state is changed.
-
-        Raises InputError: the rule would direct a parameter outside of the layers.
-        """
+        """Args: `proceed`: the step's loss; while it is not finite no state is changed."""
         self._device, self._rule, self._proceed = shared.device, rule, proceed
         self._collectives, self._checks = shared.collectives, shared.checks
         device, tiles = shared.device, shared.tiles

@@ -93,10 +93,7 @@ class UpdateOptions(NamedTuple):
 
 
 def adamw_scalars(kind: torch.dtype, step: int, group: Mapping[str, Any]) -> Scalars:
-    """The scalars of an AdamW update, computed in fp64 from torch's settings.
-
-    Raises ValueError: `step` is below 1.
-    """
+    """The scalars of an AdamW update, computed in fp64 from torch's settings."""
     if step < 1:
         raise ValueError(f"step is {step}, the first update is 1")
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]

@@ -66,10 +66,7 @@ def companions(folder: Path) -> dict[str, bytes]:
 
 
 def sentence_files(beside: Companions, width: int, pooling: str) -> dict[str, bytes]:
-    """The files by which sentence-transformers embeds a text as it is trained; none if it has them.
-
-    Raises InputError: those `beside` the model embed it otherwise.
-    """
+    """The files by which sentence-transformers embeds a text as trained; none if it has them."""
     kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     mode = "mean_tokens" if pooling == "mean" else "lasttoken"
     if _MODULES in beside:

@@ -197,8 +197,6 @@ def check_documents(spec: ModelSpec) -> None:
     """Refuse a model whose own masks let a document see the one before it.
 
     This needs no data. `DocumentCheck` still tries models that pass, in their steps.
-
-    Raises InputError: it is such a model.
     """
     program = ModelProgram(spec, torch.device("cpu"), torch.float32)
     if program.may_attend_by_lengths or not spec.capture.accepts("position_ids"):

@@ -83,8 +83,6 @@ def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8
     """How a model's folder quantises its weights; None: it does not, or they are unpacked.
 
     Args: `config`: the content of its config.json.
-
-    Raises InputError: the way of quantising is not supported.
     """
     settings = _settings(config)
     method = settings.get("quant_method")

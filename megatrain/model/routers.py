@@ -185,10 +185,7 @@ def ask_for(model: "PreTrainedModel", settings: Mapping[str, float | None]) -> N
 
 
 def router_loss(model: "PreTrainedModel") -> RouterLoss:
-    """The losses that a configuration asks of routers (`output_router_logits`, `ask_for`).
-
-    Raises Unsupported: it asks for the loss, and the model does not name its routers.
-    """
+    """The losses that a configuration asks of routers (`output_router_logits`, `ask_for`)."""
     from megatrain.compat.transformers import recorded_routers
 
     text = model.config.get_text_config(decoder=True)

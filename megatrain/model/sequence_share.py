@@ -78,8 +78,6 @@ class SequenceShare:
         """A checksum of the inputs that must be equal on all ranks.
 
         Args: `losses`: targets `[B, T]` of each micro-batch, and what the loss takes beside them.
-
-        Raises InputError: rows that ranks cannot share.
         """
         if self._size == 1:
             return 0
@@ -363,10 +361,7 @@ def attention_of(size: int, ranks: SequenceRanks | None = None) -> str:
 
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Keys and values `[B, H, S, D]` of as many heads as `size` ranks can share evenly.
-
-    Raises InputError: they cannot share the heads of queries.
-    """
+    """Keys and values `[B, H, S, D]` of as many heads as `size` ranks can share evenly."""
     heads, key_heads = query.shape[1], key.shape[1]
     if heads % size:
         raise InputError(

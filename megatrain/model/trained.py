@@ -34,10 +34,7 @@ class Trained:
                     re.compile(pattern)
 
     def choose(self, model: nn.Module) -> None:
-        """Set `requires_grad` of a model's parameters.
-
-        Raises InputError: a pattern matches no name.
-        """
+        """Set `requires_grad` of a model's parameters."""
         names = [name for name, _ in model.named_parameters()]
         patterns = [("freeze", p) for p in self.freeze]
         patterns += [("train_only", p) for p in self.train_only or ()]

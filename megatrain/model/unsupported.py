@@ -62,8 +62,6 @@ def refuse_rounding(
     Args:
         types: of all parameters, as `from_pretrained` gives them in `dtype`.
         gathered: names of tables whose rows are looked up.
-
-    Raises Unsupported: there are such; the message names one.
     """
     for name in gathered:
         if types.get(name, dtype).itemsize > dtype.itemsize:
@@ -74,10 +72,7 @@ def refuse_rounding(
 
 
 def refuse_grad_modes(layer: nn.Module, path: str) -> None:
-    """Refuse a layer's own code that asks if there are gradients: its forward runs without them.
-
-    Raises Unsupported: the code of such a module, which is no library's, names it.
-    """
+    """Refuse a layer's own code that asks if there are gradients: its forward runs without them."""
     kinds = {kind for module in layer.modules() for kind in type(module).__mro__}
     for kind in kinds:
         if kind.__module__.partition(".")[0] in ("torch", "transformers", "peft", "torchao"):

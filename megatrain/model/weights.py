@@ -100,8 +100,6 @@ def source_dtype(folder: Path) -> torch.dtype:
     """The dtype a model was published in: what config.json says, else most of its bytes.
 
     A folder without either is float32, as in transformers.
-
-    Raises InputError: an unreadable config.json or shard, or a dtype that is no plain float.
     """
     config = read_json(folder / "config.json")
     nested = config.get("text_config")

@@ -148,10 +148,7 @@ def number(value: Any) -> float:
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """The contents of a run's files by name, and sentences on what is missing or damaged.
-
-    Raises InputError: it is no run's folder.
-    """
+    """The contents of a run's files by name, and sentences on what is missing or damaged."""
     if not any((folder / name).is_file() for name in (METRICS, CONFIG, ENVIRONMENT)):
         problem = "does not exist" if not folder.exists() else "is no run's folder"
         raise InputError(

@@ -55,10 +55,7 @@ def load_run(run: Path, overrides: Sequence[str], *, resume: bool) -> Config:
 
 
 def new_run_folder(folder: str | None, name: str) -> Path:
-    """The folder of a new run, not created yet: `folder`, or a new one under `runs/`.
-
-    Raises InputError: something exists there, which is never overwritten, or it is not writable.
-    """
+    """The folder of a new run, not created yet: `folder`, or a new one under `runs/`."""
     path = _free_folder(name) if folder is None else Path(folder).expanduser()
     require_folder(path)
     require_empty(path, "output.folder: ")
@@ -162,8 +159,6 @@ def locked(folder: Path) -> Iterator[None]:
 
     The kernel releases it when the process ends, however it ends, so it is never stale. The
     file stays: to delete it would let a third process lock another file of the same name.
-
-    Raises InputError: another process holds it.
     """
     path = folder / LOCK
     require_plain(path)

@@ -356,10 +356,7 @@ def _on_disk(tile: Tile) -> bool:
 
 
 def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
-    """The tiers of each tile's planes.
-
-    Raises InputError: `placement.resident` has a name that no tile has.
-    """
+    """The tiers of each tile's planes."""
     unknown = set(placement.resident) - {layout.name for layout in layouts}
     if unknown:
         raise InputError(

@@ -83,10 +83,7 @@ def open_data(
 
 
 def run_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run, with the run's chat template and end token.
-
-    Raises InputError: there is none, the template cannot be read, or the token is unknown.
-    """
+    """The tokenizer of a run, with the run's chat template and end token."""
     trusted = model.trust_remote_code
     tokenizer = load_tokenizer(model.tokenizer or str(model.path), trust_remote_code=trusted)
     if model.chat_template is not None:
@@ -123,10 +120,7 @@ def run_ends(
 def data_alone(
     config: Config,
 ) -> tuple[PreTrainedTokenizerBase, PackedDataset, dict[str, PackedDataset]]:
-    """Tokenizer, training and evaluation rows of a run, without the model's weights.
-
-    Raises InputError: the tokenizer, the model's configuration or the data cannot be used.
-    """
+    """Tokenizer, training and evaluation rows of a run, without the model's weights."""
     model = ResolvedModel.of(config.model).section
     trusted = model.trust_remote_code
     tokenizer = run_tokenizer(model)

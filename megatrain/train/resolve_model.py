@@ -33,8 +33,6 @@ def trained_model(run: str) -> Checkpoint | str:
 
     Anything else (a model folder, a hub id) is returned as it is. Damaged checkpoints, and states
     newer than the finished model, are named in the log.
-
-    Raises InputError: a checkpoint that cannot be used.
     """
     path = Path(run).expanduser()
     if is_checkpoint(path):

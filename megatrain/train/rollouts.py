@@ -76,8 +76,6 @@ class Rewards:
         """The reward of each function for each reply `[R, F]`, fp64; NaN for None.
 
         Args: `columns`: further arguments of the functions; each function gets copies of all.
-
-        Raises RunFailed: a function fails, or returns something else than a number for each reply.
         """
         rewards = []
         for name, function in zip(self.names, self._functions, strict=True):
@@ -223,10 +221,7 @@ class Rollouts:
         return {"left": self._left, "step": rows, "temperature": self._loss.temperature}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
-
-        Raises InputError: it is damaged, or of another loss or temperature.
-        """
+        """Go on where `state_dict` was taken."""
         with explained("the saved replies are damaged", of=(ValueError, TypeError, AttributeError)):
             self._left = int(state.get("left", 0))
             temperature = float(state.get("temperature", 1))  # older checkpoints do not say it

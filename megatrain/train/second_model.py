@@ -102,10 +102,7 @@ class References:
 
 
 def same_model(key: str, start: Start | None) -> References:
-    """The record of a second model with this `key`.
-
-    Raises InputError: a run goes on, and began with another second model.
-    """
+    """The record of a second model with this `key`."""
     if start is not None and References.read(start.run).keys != {"model": key}:
         raise InputError(
             f"{start.run / REFERENCES}: the reference or teacher is not the one that the run began "

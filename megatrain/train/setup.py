@@ -434,8 +434,6 @@ def check_disk(config: Config, model: Source | Start | None, total_steps: int | 
         model: without weights; what requires gradients is trained. For a run that goes on, its
             start: there must be room for one more checkpoint.
         total_steps: None: not known yet, so that only one checkpoint is counted.
-
-    Raises DoesNotFit: it lacks room.
     """
     if isinstance(model, Start):
         if not config.checkpoint.at_end and config.checkpoint.every is None:
@@ -512,10 +510,7 @@ def make_schedule(
 
 
 def check_schedule(config: Config, total_steps: int) -> None:
-    """Warn of a warm-up that is longer than the run, and of a rate of 0 throughout.
-
-    Raises InputError: the schedule cannot be set up, or some step would have no learning rate.
-    """
+    """Warn of a warm-up that is longer than the run, and of a rate of 0 throughout."""
     warmup, rates = config.schedule.num_warmup_steps(total_steps), set[float]()
     for done in sorted({0, 1, warmup + 1, total_steps // 2, total_steps - 1}):
         if done < total_steps:

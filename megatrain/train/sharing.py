@@ -40,10 +40,7 @@ def check_shared(config: Config, ranks: Ranks) -> None:
 
 
 def group_of(config: Config, ranks: Ranks) -> Any:
-    """The group of a run's engine: a mesh where there are several hosts.
-
-    Raises InputError: torchrun has started more ranks on one host than on another.
-    """
+    """The group of a run's engine: a mesh where there are several hosts."""
     if ranks.host is None or config.engine.sharding == "full":
         return ranks.host
     first, *others = ranks.all_gather_object(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)))

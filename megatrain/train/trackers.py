@@ -39,10 +39,7 @@ class Trackers:
     """
 
     def __init__(self, config: Config, run: Path, first: int) -> None:
-        """Start them; `first`: steps that the run has done already.
-
-        Raises InputError: one cannot start.
-        """
+        """Start them; `first`: steps that the run has done already."""
         self._running: dict[str, Any] = {}
         folder = run / TRACKING
         if not config.tracking.trackers:
