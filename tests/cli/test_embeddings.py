@@ -82,7 +82,10 @@ MISTAKES = {
     "it has 1 negatives, and loss.negatives is 0": ({"negative": "a"}, {}),
     "it has 1 negatives, and loss.negatives is 2": ({"negatives": ["a"]}, {"negatives": 2}),
     "must be texts, and not empty": ({"positive": " "}, {}),
-    "no format is known by these fields": ({"anchor": None, "text": "a"}, {}),
+    "and no format has these (a row needs one of: anchor, positive)": (
+        {"anchor": None, "text": "a"},
+        {},
+    ),
     "the row": ({"images": ["a.png"]}, {}),
     "pooling is 'max'": ({}, {"pooling": "max"}),
     "one row a step without": ({}, {}, *ONE),

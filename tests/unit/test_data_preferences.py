@@ -165,7 +165,7 @@ REFUSED = [
     ("pairs", [{"chosen": GOOD, "rejected": reply(BAD)}], "must both be strings, or both"),
     ("pairs", [{"chosen": reply(GOOD), "rejected": reply(BAD)}], "begin with the same messages"),
     ("pairs", [{"chosen": talk(ASK), "rejected": talk(ASK, BAD)}], "each have a reply of its own"),
-    ("pairs", [ANSWER], "by these fields .chosen, rejected; .* fields are 'prompt'"),
+    ("pairs", [ANSWER], "its fields are 'prompt', .*a row needs one of: chosen, rejected"),
     ("pairs", [ANSWER | {"label": True}], "make pairs of them"),
     ("auto", [{"chosen": GOOD, "rejected": BAD}], "need loss.name: dpo"),
     ("pairs", [pair(talk(ASK), talk(ASK, GOOD), talk(ASK, BAD))], TWICE),

@@ -144,7 +144,8 @@ def test_parquet_problems_are_named(tmp_path):
     path = tmp_path / "table.parquet"
     parquet.write_table(pyarrow.table({"body": ["a"], "text": [1]}), path)
     with pytest.raises(
-        InputError, match=r"table.parquet:1: .* by these fields .story; .*: its fields are 'body'"
+        InputError,
+        match=r"table.parquet:1: its fields are 'body'.*a row needs one of: story.: rename",
     ):
         open_text(path, tmp_path, fields={"text": "story"})
     with pytest.raises(InputError, match=r"table.parquet:1: field 'text' must be a string"):
@@ -176,7 +177,9 @@ def test_hub_data_sets_come_through_datasets(tmp_path, monkeypatch):
     data = open_text("someone/stories", tmp_path, **options)
     assert asked == [(("someone/stories", "plain"), {"split": "validation"})]
     assert "someone/stories[validation]:2" in data.describe(0)
-    with pytest.raises(InputError, match="by these fields .text; .*: its fields are 'body', 'id'"):
+    with pytest.raises(
+        InputError, match="its fields are 'body', 'id', .*a row needs one of: text.: rename"
+    ):
         open_text("someone/stories", tmp_path)
 
 
