@@ -2,6 +2,7 @@
 
 import glob
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -68,6 +69,8 @@ def run_plan(options: Options) -> None:
     gpus = options["gpus"] or (1 if run is None else run.engine.devices)
     workload = Workload() if run is None else _workload_of(run, gpus)
     total_tokens = options["total_tokens"]
+    if total_tokens is not None and math.isnan(total_tokens):  # typer up to 0.26 lets it pass
+        raise InputError("--total-tokens: should be a number of tokens, got 'nan'")
     if total_tokens is None and run is not None and run.training.steps is not None:
         total_tokens = run.training.steps * workload.tokens_per_step
     workload = changed(workload, {name: options[name] for name in _OF_WORKLOAD})
