@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from megatrain.base.seeds import derived_seed
-from megatrain.errors import RunFailed
+from megatrain.errors import InputError, RunFailed
 from megatrain.parallel.distributed import Ranks
 
 # Logits that differ by a thousandth are as good as equal: below it, sampling takes the likeliest.
@@ -24,6 +24,7 @@ _NOT_FOLLOWED = (
     "low_memory", "num_beam_groups", "num_beams", "num_return_sequences", "penalty_alpha",
     "prefill_chunk_size", "prompt_lookup_num_tokens", "token_healing", "use_mtp",
 )  # fmt: skip
+_MOST = {"temperature": 1e9, "top_p": 1, "top_k": 1 << 31, "repetition_penalty": 1e9}
 _NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, [], {})
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,12 @@ class Sampling:
     top_k: int | None = None
     repetition_penalty: float | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises InputError: a setting is out of range, or not a number (NaN)."""
+        for name, most in _MOST.items():
+            if (value := getattr(self, name)) is not None and not 0 <= value <= most:
+                raise InputError(f"{name} is {value!r}; it must be from 0 to {most:g}")
 
     def settings(
         self,

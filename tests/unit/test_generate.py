@@ -31,6 +31,14 @@ def test_a_temperature_of_zero_or_next_to_nothing_takes_the_likeliest():
         assert (made.do_sample, made.temperature, made.top_p) == (False, None, None)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1}, {"temperature": float("nan")}, {"top_p": 1.5}, {"top_k": -1}]
+)
+def test_a_setting_out_of_range_is_refused(wrong):
+    with pytest.raises(InputError, match=rf"{next(iter(wrong))} is .*; it must be from 0 to"):
+        Sampling(**wrong)
+
+
 def test_what_is_not_said_is_as_the_model_says_or_usual():
     own = {"do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05}
     made = told(Sampling(top_p=0.5), **own)
