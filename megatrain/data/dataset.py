@@ -177,10 +177,11 @@ class PackedDataset:
             documents[split:], f"evaluation {fraction}"
         )
 
-    def batches(self, rows_per_micro_batch: int) -> Iterator[MicroBatch]:
-        """One pass over the rows in their fixed order."""
-        for start in range(0, len(self), rows_per_micro_batch):
-            yield self.batch(range(start, min(start + rows_per_micro_batch, len(self))))
+    def batches(self, size: int, of_step: int = 1 << 62) -> Iterator[MicroBatch]:
+        """One pass over the rows in their fixed order, `size` at once, or the rest of a step."""
+        for first in range(0, len(self), of_step):
+            rows = range(len(self))[first : first + of_step]
+            yield from (self.batch(rows[at : at + size]) for at in range(0, len(rows), size))
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
         """A micro-batch of rows as `Layout.batch` makes it."""

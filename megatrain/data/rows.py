@@ -93,7 +93,7 @@ def of_anchor(row: DataRow, where: str) -> Pair:
         texts += value if isinstance(value, list) else [value] * (not empty(value))
     if not all(isinstance(text, str) and text.strip() for text in texts):
         raise InputError(f"{where}: anchor, positive and negatives must be texts, and not empty")
-    return Pair([Labelled(text, [0]) for text in texts])
+    return Pair([Labelled(text.strip(), [0]) for text in texts])
 
 
 def of_messages(row: DataRow, where: str) -> Conversation:

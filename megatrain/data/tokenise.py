@@ -24,7 +24,7 @@ from megatrain.data.tokenizer import identity, pad_id
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 16  # of kept tokens: raise it when the same input gives other tokens
+_FORMAT = 17  # of kept tokens: raise it when the same input gives other tokens
 _log = logging.getLogger("megatrain.data")
 
 

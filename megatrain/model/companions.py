@@ -70,11 +70,12 @@ def sentence_files(beside: Companions, width: int, pooling: str) -> dict[str, by
     kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     mode = "mean_tokens" if pooling == "mean" else "lasttoken"
     if _MODULES in beside:
-        named = [str(module["type"]).rpartition(".")[2] for module in parse_json(beside[_MODULES])]
-        pooled = parse_json(beside.get(_POOLING, b"{}"))
-        on = [n.removeprefix("pooling_mode_") for n, value in pooled.items() if value is True]
-        modes = [pooled.get("pooling_mode", mode), *(n for n in on if n != "include_prompt")]
-        if {*named} <= kinds.keys() and {*modes} <= {mode, mode.removesuffix("_tokens")}:
+        with explained(f"{_MODULES}, {_POOLING}: malformed"):
+            named = {str(m["type"]).rpartition(".")[2] for m in parse_json(beside[_MODULES])}
+            pooled = parse_json(beside.get(_POOLING, b"{}"))
+            on = [n.removeprefix("pooling_mode_") for n, value in pooled.items() if value is True]
+            modes = {pooled.get("pooling_mode", mode), *(n for n in on if n != "include_prompt")}
+        if named <= kinds.keys() and modes <= {mode, mode.removesuffix("_tokens")}:
             return {}
         raise InputError(
             f"{_MODULES}, {_POOLING}: a text's embedding is another one than is trained (pooling "

@@ -45,7 +45,7 @@ class Evaluations:
         self._job, self._engine, self._metrics, self._signals = job, job.engine, metrics, signals
         self._loss = step_loss(config.loss, config.rollout)
         # As many rows at once as a step has: more would take memory that no plan counts.
-        at_once = max(1, config.training.batch_size // job.loader.rows_per_micro_batch)
+        at_once = -(-config.training.batch_size // job.loader.rows_per_micro_batch)
         self._sets: dict[str, Any] = {
             name: rows
             if isinstance(rows, Prompts)

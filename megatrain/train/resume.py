@@ -99,7 +99,7 @@ def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None
     for section, key, was, now in _differences(before, config):
         name = f"{section}.{key}"
         free = section in _FREE_SECTIONS or key in FREE_KEYS.get(section, ())
-        if not free or name == "loss.labels":  # they name the outputs of a head that is trained
+        if not free or name in ("loss.labels", "loss.pooling"):  # the model's files say them
             raise InputError(
                 f"{name}: {shown(now)} now, but {where} was made with {shown(was)}, and this "
                 "cannot change on resume; set it back, or start a new run"

@@ -185,7 +185,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
         ends=run_ends(config.model, tokenizer, training),
         engine=engine,
         loader=loader,
-        evaluation=_batches(evaluation, rows, teacher, ranks),
+        evaluation=_batches(evaluation, rows, config.training.batch_size, teacher, ranks),
         data=evaluation,
         references=references,
         schedule=make_schedule(config, engine.optimizer, total_steps, done),
@@ -198,18 +198,16 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
 
 
 def _batches(
-    evaluation: dict[str, PackedDataset | Prompts], rows: int, teacher: Teacher | None, ranks: Ranks
+    evaluation: dict[str, Any], rows: int, of_step: int, teacher: Teacher | None, ranks: Ranks
 ) -> dict[str, Step | Prompts]:
     sets: dict[str, Any] = {
-        name: data if isinstance(data, Prompts) else list(data.batches(rows))
+        name: data if isinstance(data, Prompts) else list(data.batches(rows, of_step))
         for name, data in evaluation.items()
     }
-    steps: list[Step] = [batches for batches in sets.values() if isinstance(batches, list)]
-    numbered([micro for step in steps for micro in step])
+    numbered([micro for step in sets.values() if isinstance(step, list) for micro in step])
     for name, step in sets.items() if teacher is not None else ():
-        data = evaluation[name]
-        assert teacher is not None and isinstance(data, PackedDataset)
-        answer = partial(teacher.with_answers, data=data)
+        assert teacher is not None
+        answer = partial(teacher.with_answers, data=evaluation[name])
         parts = [step[at : at + ranks.size] for at in range(0, len(step), ranks.size)]
         step[:] = [micro for part in parts for micro in by_parts(ranks, part, answer)]
     return sets

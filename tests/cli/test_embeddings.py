@@ -6,6 +6,8 @@ from itertools import permutations
 import pytest
 from transformers import AutoModel
 
+from megatrain.errors import InputError
+from megatrain.model.companions import sentence_files
 from tests.cli.cases import records, sets
 
 
@@ -58,10 +60,22 @@ def test_embeddings_are_learnt_exactly_and_their_folder_loads(
     megatrain.refused("and no texts", "generate", tmp_path / "run", "--prompt", "a")
     again = sets(model__path=str(folder), output__folder="again", training__steps=1)
     megatrain.done("train", file, *again)
-    other = sets(loss__pooling="mean" if pooling == "last" else "last", output__folder="b")
+    pools = sets(loss__pooling="mean" if pooling == "last" else "last")
+    megatrain.refused("loss.pooling: ", "train", file, *pools, "--resume")
+    other = [*pools, *sets(output__folder="b")]
     megatrain.refused("another one than is trained", "train", file, *again, *other)
     text = sets(loss={"name": "sft"}, output__folder="c")
     megatrain.refused("which has no head of a language model", "train", file, *again, *text)
+
+
+def test_evaluations_take_batches_whatever_the_micro_batches(megatrain, embedding_file, tmp_path):
+    file = embedding_file()
+    for size in (1, 3):
+        keys = {"steps": 1, "batch_size": 4, "micro_batch_size": size}
+        chosen = {f"training__{name}": value for name, value in keys.items()}
+        megatrain.done("train", file, *sets(output__folder=str(size), **chosen))
+    [one], [other] = (records(tmp_path / str(size), "eval_loss") for size in (1, 3))
+    assert other["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
 
 
 @pytest.mark.exhaustive
@@ -75,6 +89,22 @@ def test_an_adapter_of_embeddings(megatrain, embedding_file, tmp_path):
     assert AutoModel.from_pretrained(tmp_path / "out")
     begun = sets(model__path=str(tmp_path / "run" / "model"), output__folder="more")
     megatrain.done("train", file, *begun)
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling"),
+    [
+        ("{", "{}"),
+        ('{"a": 1}', "{}"),
+        ("[1]", "{}"),
+        ("[]", "[1]"),
+        ("[]", '{"pooling_mode": [1]}'),
+    ],
+)
+def test_malformed_files_of_sentence_transformers_are_told_in_a_line(modules, pooling):
+    beside = {"modules.json": modules.encode(), "1_Pooling/config.json": pooling.encode()}
+    with pytest.raises(InputError, match="modules.json, 1_Pooling/config.json: malformed"):
+        sentence_files(beside, 8, "mean")
 
 
 ONE = sets(training__batch_size=1, training__micro_batch_size=1)

@@ -318,7 +318,7 @@ def test_texts_to_embed_have_their_labels_and_keep_their_end_where_they_are_cut(
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="$A </s>", special_tokens=[("</s>", end)]
     )
-    rows = [{"query": ASK * 9, "positive": GOOD, "negatives": [BAD, ASK]}]
+    rows = [{"query": ASK * 9, "positive": f" {GOOD}\n", "negatives": [BAD, ASK]}]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     for pooling in ("last", "mean"):
         data = open_dataset(
