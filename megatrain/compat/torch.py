@@ -168,6 +168,11 @@ def mark_dynamic(tensor: Tensor, dim: int = 0) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
+def for_many_shapes(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, compiled for up to 64 kinds of shapes; torch runs it eagerly after 8."""
+    return torch._dynamo.config.patch(recompile_limit=64)(compiled)
+
+
 def flash_attention(
     query: Tensor,
     key: Tensor,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain.compat.torch import can_compile, let_triton_launch, mark_dynamic
+from megatrain.compat.torch import can_compile, for_many_shapes, let_triton_launch, mark_dynamic
 
 MOST_LOGITS = 1 << 27  # at once, unless a single head of a chunk has more
 QUERIES = 1024  # of a chunk, in all heads that share keys
@@ -91,7 +91,7 @@ def gradients_in_chunks(
             q_RCKGD = q_BTKGD[at]
             q, g, k = _by_head(q_RCKGD), _by_head(g_BTKGD[at]), k_NTD[:, keys]
             both = q @ k.mT, g @ v_NTD[:, keys].mT
-            sums = sums_BTKG[at].transpose(1, 2)
+            sums = sums_BTKG[at].transpose(1, 2).clone(memory_format=torch.contiguous_format)
             product = (g.float() * _by_head(o_BTKGD[at])).sum(-1).view(sums.shape)
             shown = _shown(q_RCKGD, seen, at, keys, *both)
             shares, slopes = fused(seen.scale, seen.cap, *shown, sums, product)
@@ -161,7 +161,8 @@ def _shown(q_RCKGD: Tensor, seen: Seen, at: tuple, keys: slice, *of_logits: Tens
     spread = [*(x.view(shape) for x in of_logits), places.view(shape[4:])]
     for tensor in spread:
         mark_dynamic(tensor, tensor.ndim - 2)
-    return [*spread[:-1], seen.first_BT[at[:2]], seen.last_BT[at[:2]], spread[-1]]
+    first, last = (x[at[:2]].clone(memory_format=torch.contiguous_format) for x in seen[:2])
+    return [*spread[:-1], first, last, spread[-1]]
 
 
 def _capped(
@@ -204,7 +205,7 @@ def _fused(function: Callable[..., Any], on_gpu: bool) -> Any:
     if not (on_gpu and can_compile()):
         return function
     let_triton_launch()
-    return torch.compile(function)
+    return for_many_shapes(torch.compile(function))
 
 
 def _grouped(of_heads: Tensor, key: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ def causal_attention(
         sums = _laid_out(sums_BTH, edges).transpose(-2, -1).contiguous()
     if sinks is None:
         return plain.view(query.shape), sums
-    whole = _with_sinks(sums, sinks)
+    whole = torch.logaddexp(sums, sinks.float()[:, None])
     share = (sums - whole).exp().transpose(-2, -1).unsqueeze(-1)
     return (plain * share).to(query.dtype).contiguous().view(query.shape), whole.contiguous()
 
@@ -214,8 +214,7 @@ def causal_attention(
 def _(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, edges: Any, *_: Any) -> Any:
     rows, tokens, heads = query.shape[:3]
     shape = [rows, heads, tokens] if edges is None else [heads, rows * tokens]
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    return out, query.new_empty(shape, dtype=torch.float32)
+    return query.new_empty(query.shape), query.new_empty(shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("megatrain::causal_attention_backward", mutates_args=())
@@ -254,9 +253,7 @@ def _backward(
 
 @_backward.register_fake
 def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Any, *_: Any) -> Any:
-    inputs = (query, key, value, sinks)
-    every = (x for x in inputs if x is not None)
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in every]
+    return [x.new_empty(x.shape) for x in (query, key, value, sinks) if x is not None]
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -273,10 +270,6 @@ def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 
 
 causal_attention.register_autograd(_gradients, setup_context=_save)
-
-
-def _with_sinks(sums: Tensor, sinks: Tensor | None) -> Tensor:
-    return sums if sinks is None else torch.logaddexp(sums, sinks.float()[:, None])
 
 
 def _laid_out(rows: Tensor, edges: Tensor | None) -> Tensor:

@@ -178,6 +178,27 @@ def test_rows_that_are_filled_up_at_their_end_take_no_mask(monkeypatch):
 
 
 @pytest.mark.exhaustive
+def test_rows_of_all_lengths_run_compiled(monkeypatch):
+    """torch runs a function eagerly, in more memory, that it has compiled too often."""
+    for name, number in {"QUERIES": 16, "_ALIGNED": 4}.items():
+        monkeypatch.setattr(attention_chunks, name, number)
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: plain(function, backend="eager"))
+    monkeypatch.setattr(attention_chunks, "can_compile", lambda: True)
+    functions = attention_chunks._weights, attention_chunks._slopes
+    compiled = {f: attention_chunks._fused.__wrapped__(f, True) for f in functions}
+    monkeypatch.setattr(attention_chunks, "_fused", lambda function, on_gpu: compiled[function])
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for count, tokens in (8, 16), (1, 10), (8, 16), (3, 17), (3, 24), (2, 22), (2, 30), (1, 21):
+            x = torch.randn(count, tokens, SHARED, WIDTH, requires_grad=True)
+            for lengths in (None, torch.full((count,), tokens, dtype=torch.int32)):
+                for window in (0, 6):
+                    how = window, SCALE, 0.5, lengths
+                    out, _ = causal_attention(x.repeat(1, 1, 2, 1), x, x, None, None, 0, *how)
+                    out.sum().backward()
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kept", [{}, {"save_activations": 4}, {"save_activations": 4, "save_all": 4}]
 )
