@@ -102,9 +102,10 @@ class Contrastive(Embedding, JointLoss):
         return (loss + F.cross_entropy(scores[:, : len(scores)].T, right, reduction="sum")) / 2
 
     def measures(self, rows_RD: Tensor, targets_R: Tensor, *extras: Tensor) -> dict[str, Tensor]:
-        """The share of anchors to which no text is nearer than their positive."""
+        """The share of anchors to which their positive is nearer than every other text."""
         scores = self.similarities(rows_RD, targets_R, *extras)
-        return {"accuracy": (scores.diagonal() >= scores.amax(1)).double().mean()}
+        as_near = (scores >= scores.diagonal()[:, None]).sum(1)
+        return {"accuracy": (as_near == 1).double().mean()}
 
     def weigh(
         self,

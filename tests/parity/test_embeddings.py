@@ -94,6 +94,12 @@ def engine_of(model, **options):
     return make_engine(model, placement=Placement(head_tokens=5), **options)
 
 
+def test_embeddings_that_are_all_alike_tell_no_positive():
+    pair, text = torch.tensor([0.0, 0, 1, 1]), torch.tensor([0.0, 1, 0, 1])
+    measures = Contrastive().measures(torch.ones(4, 3), torch.zeros(4).long(), pair, text)
+    assert measures["accuracy"] == 0
+
+
 @swept(together=1, parts={"one micro-batch": 1, "several": 3}, loss=LOSSES)
 def test_three_steps_are_plain_ones(loss, parts, tmp_path):
     model, made = base_model(), steps(loss, parts)
