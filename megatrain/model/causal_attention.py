@@ -195,7 +195,7 @@ def causal_attention(
         cap: of logits, `cap * tanh(logit / cap)`; 0: none.
         lengths: tokens of each row that others see, int32; None: all.
     """
-    if query.is_cuda and not cap and lengths is None:
+    if query.is_cuda and not cap and lengths is None and query.dtype != torch.float32:
         q, k, v = (_laid_out(x, edges) for x in (query, key, value))
         plain, sums = flash_attention(q, k, v, edges, longest, window, scale)
     else:
@@ -234,7 +234,7 @@ def _backward(
     lengths: Tensor | None = None,
 ) -> list[Tensor]:
     leaves = [query, key, value]
-    if query.is_cuda and not cap and lengths is None:
+    if query.is_cuda and not cap and lengths is None and query.dtype != torch.float32:
         g, q, k, v, result = (_laid_out(x, edges) for x in (gradient, query, key, value, out))
         how = edges, longest, window, scale
         gradients = [*flash_attention_backward(g, q, k, v, result, whole, *how)]
