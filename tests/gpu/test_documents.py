@@ -23,21 +23,20 @@ from tests.parity.cases import relative_error
 pytestmark = pytest.mark.gpu
 
 VOCAB = 512
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1 << 17,
+}
 
 
 def mistral(window):
     torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=window,
-        max_position_embeddings=1 << 17,
-    )
-    return MistralForCausalLM(config)
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window))
 
 
 def packed(rows, tokens, longest, seed):
@@ -112,13 +111,7 @@ def test_images_attend_in_one_call_as_they_do_alone(width):
 def gemma2():
     torch.manual_seed(0)
     config = Gemma2Config(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1 << 17,
+        **SIZES,
         head_dim=64,
         query_pre_attn_scalar=1,
         attn_logit_softcapping=0.5,

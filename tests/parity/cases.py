@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config
@@ -183,6 +184,18 @@ def resumes(engine: Engine, folder: Any, steps: list[Step], loss: Any = CROSS_EN
             assert (result.loss, result.grad_norm) == (wanted.loss, wanted.grad_norm)
             assert result.measures == wanted.measures
         assert same(masters(again), trained)
+
+
+def begun_adapter(model: PreTrainedModel, task: str, folder: Any) -> Any:
+    """A model with an adapter for PEFT's `task` that has learnt something; its adapter is saved."""
+    keys = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+    adapted = get_peft_model(model, LoraConfig(task_type=task, **keys))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    adapted.save_pretrained(folder)
+    return adapted
 
 
 def plain_gradients(model: PreTrainedModel, step: Step) -> tuple[float, dict[str, Tensor]]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from megatrain import Placement
@@ -13,7 +13,15 @@ from megatrain.loss import CROSS_ENTROPY, ClassHead, MultiLabel
 from megatrain.model.build import with_head
 from tests.families.plain import train_in_place
 from tests.families.tiny import tiny_config
-from tests.parity.cases import make_engine, masters, noisy, parameters, relative_error, resumes
+from tests.parity.cases import (
+    begun_adapter,
+    make_engine,
+    masters,
+    noisy,
+    parameters,
+    relative_error,
+    resumes,
+)
 from tests.sweeps import few
 
 PAD, K = 0, 4
@@ -107,14 +115,8 @@ def test_an_adapter_trains_its_head_whole_as_peft_has_it(kind, tmp_path):
     model, made = classifier(kind), steps(kind)
     model.save_pretrained(tmp_path / "base")
     model = type(model).from_pretrained(tmp_path / "base")
-    keys = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
     task = "TOKEN_CLS" if kind == "tokens" else "SEQ_CLS"
-    adapted = get_peft_model(model, LoraConfig(task_type=task, **keys))
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.add_(0.1 * torch.randn(parameter.shape))
-    adapted.save_pretrained(tmp_path / "begun")
+    adapted = begun_adapter(model, task, tmp_path / "begun")
     with engine_of(tmp_path / "begun") as engine:
         losses = [engine.step([ours for _, ours in step]).loss for step in made]
         wanted = train_in_place(adapted, made, parts=own_shares).losses

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from transformers import AutoModel
 
 from megatrain import InputError, Placement
@@ -13,6 +13,7 @@ from megatrain.loss import CROSS_ENTROPY, DPO, Contrastive, Reward
 from tests.families.plain import train_in_place
 from tests.families.tiny import tiny_config
 from tests.parity.cases import (
+    begun_adapter,
     llama,
     make_engine,
     masters,
@@ -138,13 +139,7 @@ def test_a_language_model_loses_its_head_and_an_adapter_is_pefts(tmp_path):
     loss = LOSSES["mean, hard negatives"]
     llama().save_pretrained(tmp_path / "base")
     model = AutoModel.from_pretrained(tmp_path / "base")
-    keys = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
-    adapted = get_peft_model(model, LoraConfig(task_type="FEATURE_EXTRACTION", **keys))
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.add_(0.1 * torch.randn(parameter.shape))
-    adapted.save_pretrained(tmp_path / "begun")
+    adapted = begun_adapter(model, "FEATURE_EXTRACTION", tmp_path / "begun")
     with engine_of(tmp_path / "begun") as engine:
         losses = [engine.step(step, loss).loss for step in steps(loss, 2)]
         plain = train_in_place(adapted, steps(loss), parts=partial(plain_loss, loss))
