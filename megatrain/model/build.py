@@ -176,8 +176,8 @@ def with_head(config: PreTrainedConfig, head: ClassHead) -> PreTrainedConfig:
     scored, name = copy.deepcopy(config), by_type.get(config.model_type)
     if name is None:
         raise InputError(
-            f"loss.name needs a class for {kind}, and transformers has none for a "
-            f"{config.model_type}; take a model that has one, such as {example}"
+            f"loss.name needs a class for {kind}, and none of a {config.model_type} can be "
+            f"trained; take a model that has one, such as {example}"
         )
     scored.architectures = [name]
     if not labels:
