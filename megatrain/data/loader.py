@@ -48,6 +48,8 @@ class StepLoader:
         workers: int = 0,
         finish: Callable[[Step], Step] | None = None,
     ) -> None:
+        if min(rows_per_step, rows_per_micro_batch) < 1:
+            raise InputError("rows_per_step and rows_per_micro_batch must be 1 or more")
         self.dataset = dataset
         self._num_rows = len(dataset)
         self._rows_per_step = rows_per_step

@@ -20,6 +20,7 @@ from megatrain.data.rows import Fields, Reading
 from megatrain.data.sources import DataKind, open_sources
 from megatrain.data.token_store import open_store
 from megatrain.data.tokenizer import identity, pad_id
+from megatrain.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,6 +74,8 @@ def open_dataset(
 
     Raises InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
     """
+    if sequence_length < 2 or seed < 0:
+        raise InputError(f"sequence_length is {sequence_length}, seed is {seed}: 2 and 0 at least")
     reading = Reading(kind, fields or {}, labels, lines)
     weighted = weights is not None
     sources, groups = open_sources(source, kind, hub_config, hub_split, weighted=weighted)

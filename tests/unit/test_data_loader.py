@@ -49,6 +49,12 @@ def take(loader, steps):
     return [rows_of(next(loader)) for _ in range(steps)]
 
 
+@pytest.mark.parametrize("name", ["rows_per_step", "rows_per_micro_batch"])
+def test_steps_without_rows_are_refused(data, name):
+    with pytest.raises(InputError, match="must be 1 or more"):
+        loader(data, **{name: 0})
+
+
 def test_every_epoch_has_every_row_once_in_another_order(data):
     steps = loader(data, rows_per_step=1)
     rows = [row for step in take(steps, 15 * ROWS) for row in step]

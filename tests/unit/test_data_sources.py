@@ -255,10 +255,20 @@ def test_ids_outside_the_vocabulary_are_refused_with_their_place(tmp_path):
     assert len(open_text(path, tmp_path, vocab_size=worst + 1))
 
 
-def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"sequence_length": 1}, "sequence_length is 1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"tokenizer": "no eos"}, "no end-of-sequence token"),
+    ],
+)
+def test_unusable_settings_are_refused(tmp_path, options, problem):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "The sea"}])
-    with pytest.raises(InputError, match="no end-of-sequence token"):
-        open_text(path, tmp_path, tokenizer=make_tokenizer(eos=None))
+    if "tokenizer" in options:
+        options = {"tokenizer": make_tokenizer(eos=None)}
+    with pytest.raises(InputError, match=problem):
+        open_text(path, tmp_path, **options)
 
 
 # The demo's corpus and tokenizer: found beside the interpreter, the same every time.
