@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -26,75 +27,17 @@ def add(a, b):
     return a + b
 """
 
-# Qwen2.5: a default system prompt, tools in the system turn, tool results as a user turn.
-QWEN = (
-    "{%- if messages[0]['role'] == 'system' %}"
-    "{{- '<|im_start|>system\\n' + messages[0]['content'] }}"
-    "{%- else %}{{- '<|im_start|>system\\nYou are a helpful assistant.' }}{%- endif %}"
-    "{%- if tools %}{{- '\\n\\n# Tools\\n' }}"
-    "{%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}{%- endif %}"
-    "{{- '<|im_end|>\\n' }}"
-    "{%- for message in messages %}"
-    "{%- if message.role == 'user' or (message.role == 'system' and not loop.first)"
-    " or (message.role == 'assistant' and not message.tool_calls) %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{%- elif message.role == 'assistant' %}"
-    "{{- '<|im_start|>assistant' }}"
-    "{%- if message.content %}{{- '\\n' + message.content }}{%- endif %}"
-    "{%- for call in message.tool_calls %}"
-    "{{- '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}"
-    "{%- endfor %}{{- '<|im_end|>\\n' }}"
-    "{%- elif message.role == 'tool' %}"
-    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}"
-    "{{- '<|im_start|>user' }}{%- endif %}"
-    "{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}"
-    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}"
-    "{{- '<|im_end|>\\n' }}{%- endif %}"
-    "{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+TEMPLATES: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("templates.yaml").read_text(encoding="utf-8")
 )
 
-LLAMA3 = (
-    "{% for message in messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
-    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'"
-    " + message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
-)
 
-# Mistral: no header before a reply, and turns must alternate.
-MISTRAL = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
-    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
-    "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
-)
+def one_line(template: str) -> str:
+    """A template of the table, whose lines are one."""
+    return "".join(map(str.strip, template.splitlines()))
 
-GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
-    "{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for message in messages %}"
-    "{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
-    "{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
-)
 
-MARKED = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}"
-    "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
-    "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
-# Qwen3: the last reply gets a thinking block, which vanishes once another turn follows.
-THINKING = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' and loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}"
-    "{% endif %}{{ message['content'] + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
+QWEN = one_line(TEMPLATES["chats"]["qwen"]["template"])
 
 
 @cache
@@ -139,17 +82,14 @@ def make_tokenizer(
 
 def chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """The tokenizer of one of the named chat formats."""
-    if name == "llama3":
-        special = ("<s>", "<|eot_id|>", "<pad>", "<|start_header_id|>", "<|end_header_id|>")
-        return make_tokenizer(LLAMA3, special=special, eos="<|eot_id|>")
-    if name == "mistral":
-        return make_tokenizer(MISTRAL, special=("<s>", "</s>", "<pad>"), metaspace=True)
-    if name == "gemma":
-        special = ("<s>", "</s>", "<pad>", "<start_of_turn>", "<end_of_turn>")
-        return make_tokenizer(GEMMA, special=special, metaspace=True)
-    template = {"qwen": QWEN, "marked": MARKED, "thinking": THINKING}[name]
-    special = ("<s>", "<|im_end|>", "<pad>", "<|im_start|>")
-    return make_tokenizer(template, special=special, eos="<|im_end|>")
+    return shaped_tokenizer(**TEMPLATES["chats"][name])
+
+
+def shaped_tokenizer(template: str, **shape: Any) -> PreTrainedTokenizerFast:
+    """`make_tokenizer` of a row of the table."""
+    if "special" in shape:
+        shape["special"] = tuple(shape["special"])
+    return make_tokenizer(one_line(template), **shape)
 
 
 def talk(*contents: str, system: str | None = None) -> list[dict[str, Any]]:

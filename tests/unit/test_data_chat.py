@@ -207,30 +207,19 @@ def test_a_hostile_template_is_refused(name):
 # Where replies begin and end does not depend on what they say.
 
 # Phi 3: the text ends once more behind the last turn.
-PHI3 = (
-    "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}"
-    "{% else %}{{ eos_token }}{% endif %}"
-)
+PHI3, MARKED = (chat_tokenizer(name).chat_template for name in ("phi3", "marked phi3"))
 # The end of a reply is found by its signs alone: earlier ones have another end.
 ENDS_LATER = PHI3.replace("'<|end|>\\n' }}", "('<|end|>\\n' if loop.last else '<|next|>\\n') }}")
 # No sign shows where the content is, as it is there twice.
 TWICE = PHI3.replace("+ message['content'] +", "+ message['content'] * 2 +")
-MARKED = PHI3.replace(
-    "{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}",
-    "{{ '<|' + message['role'] + '|>\\n' }}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}{{ '\\n' }}"
-    "{% else %}{{ message['content'] + '<|end|>\\n' }}{% endif %}",
-)
 ALWAYS_ASKS = PHI3.replace("{% if add_generation_prompt %}", "{% if true %}")
 TURNS = ("<|user|>", "<|assistant|>", "<|end|>", "<|next|>")
 
 
 def phi3(template=PHI3, **options):
     """Its tokens of turns take in white space behind them where `rstrip` is given."""
-    special = ("<s>", "<|endoftext|>", "<pad>")
-    tokenizer = make_tokenizer(template, special=special, eos="<|endoftext|>")
+    tokenizer = chat_tokenizer("phi3")
+    tokenizer.chat_template = template
     turns = [AddedToken(token, normalized=False, special=True, **options) for token in TURNS]
     tokenizer.add_special_tokens({"additional_special_tokens": turns})
     return tokenizer

@@ -11,7 +11,15 @@ from megatrain.data.prompts import end_of_turn
 from megatrain.data.rows import Reading
 from megatrain.errors import InputError
 from tests.unit import data_cases
-from tests.unit.data_cases import LLAMA3, make_tokenizer, refused, talk
+from tests.unit.data_cases import TEMPLATES as TABLE
+from tests.unit.data_cases import (
+    chat_tokenizer,
+    make_tokenizer,
+    one_line,
+    refused,
+    shaped_tokenizer,
+    talk,
+)
 
 READING = Reading("auto", {})
 SPECIAL = ("<s>", "</s>", "<pad>", "<|a|>", "<|u|>", "<|end|>", "<|stop|>", "<think>", "</think>",
@@ -25,39 +33,7 @@ CALL = (
 )
 REPLY = "{%- else %}{{- '<|a|>' + m.content + '<|end|>' }}{%- endif %}"
 
-TEMPLATES = {
-    "drops reasoning of earlier replies": FOR + OTHERS + (
-        "{%- else %}{{- '<|a|>' }}{%- if loop.last %}{{- '<think>' + (m.reasoning_content or '')"
-        " + '</think>' }}{%- endif %}{{- m.content.split('</think>')[-1] + '<|end|>' }}{%- endif %}"
-    ) + END,
-    "asks with the beginning of reasoning": FOR + OTHERS + (
-        "{%- else %}{{- '<|a|>' + ('<think></think>' if loop.last else '') + m.content }}"
-        "{{- '<|end|>' }}{%- endif %}"
-    ) + END.replace("<|a|>", "<|a|><think>"),
-    "ends the last reply otherwise": FOR + OTHERS + (
-        "{%- else %}{{- '<|a|>' + m.content + ('<|stop|>' if loop.last else '<|end|>') }}"
-        "{%- endif %}"
-    ) + END,
-    "counts its messages": "{{- messages | length }}" + FOR + OTHERS + REPLY + END,
-    "ends the text once more": FOR + OTHERS + REPLY + "{{- '\n' }}" + END.replace(
-        "{%- endif %}", "{%- else %}{{- '\n</s>' }}{%- endif %}"
-    ),
-    "puts the system prompt into the last question": FOR + (
-        "{%- if m.role == 'system' %}{%- elif m.role == 'user' %}"
-        "{%- set last = (messages | selectattr('role', 'equalto', 'user') | list)[-1] %}"
-        "{{- '<|u|>' }}{%- if m == last and messages[0].role == 'system' %}"
-        "{{- messages[0].content + '\n' }}{%- endif %}{{- m.content + '<|end|>' }}"
-    ) + REPLY.replace("<|a|>", "") + "{%- endfor %}",
-    "has no end of turn": FOR + OTHERS.replace("<|end|>", "") + REPLY.replace("<|end|>", "") + END,
-    "asks for a reply unless told not to": (
-        "{%- if add_generation_prompt is not defined %}{%- set add_generation_prompt = true %}"
-        "{%- endif %}" + FOR + OTHERS + REPLY + END
-    ),
-    "takes parts only": FOR + (
-        "{{- '<|u|>' if m.role != 'assistant' else '<|a|>' }}{%- for p in m.content %}"
-        "{%- if p.type == 'text' %}{{- p.text }}{%- endif %}{%- endfor %}{{- '<|end|>' }}"
-    ) + END,
-}  # fmt: skip
+TEMPLATES = {name: one_line(written) for name, written in TABLE["replies"].items()}
 
 
 def spoken(template, row, tokenizer=None):
@@ -155,132 +131,35 @@ MACRO = (
     + "{%- endmacro %}"
 )  # fmt: skip
 
-COHERE = ("<s>", "</s>", "<pad>", "<|START_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|u|>",
-          "<|END_OF_TURN_TOKEN|>", "<think>", "</think>")  # fmt: skip
-HEADER = "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
-OTHER = (
-    "{%- if m.role != 'assistant' %}{{- '<|START_OF_TURN_TOKEN|><|u|>' + m.content }}"
-    "{{- '<|END_OF_TURN_TOKEN|>' }}{%- else %}"
-)
-
-
 CALLED = with_calls(city="a")
 MORE = {"role": "assistant", "content": "tell 5"}
-CALLS = '<|call|>weather {"city": "a"}'
-TOLD = ["tell 2<|end|>", "tell 4<|end|>"]
-OF_TURN = "<|END_OF_TURN_TOKEN|>"
-WITH_CALLS = REPLY.replace("m.content", "(m.content or '') + calls(m)")
-ELSE_OTHERS = OTHERS.replace("{%- if", "{%- elif")
-SAID = "{{- '" + HEADER + "' + (m.content or '') + calls(m) + '" + OF_TURN + "' }}{%- endif %}"
-APRIEL = MACRO + FOR + OTHERS + (
-    "{%- else %}{{- '<|assistant|>\\n' + (m.content or '') }}{%- if m.tool_calls %}"
-    "{{- calls(m) + ('' if loop.last else ', id 7') }}{%- endif %}"
-    "{{- '\\n<|end|>\\n' }}{%- endif %}"
-) + END.replace("<|a|>", "<|assistant|>\\n")  # fmt: skip
-OF_APRIEL = ("<s>", "</s>", "<pad>", "<|assistant|>", "<|u|>", "<|end|>")
-SILENT = "{%- if m.role == 'tool' %}{{- '<|tool|>' + m.content }}" + ELSE_OTHERS.replace(
-    "<|end|>", ""
-)
-LATER = TEMPLATES["ends the last reply otherwise"]
-# A habit, the template that has it, its special tokens, turns, and what is learnt of them.
-HABITS = {
-    # As Command R7B's, which also asks with an empty thought that replies do not have.
-    "always asks for another reply": (
-        MACRO + FOR + OTHER + SAID + "{%- endfor %}{{- '" + HEADER + "<think></think>' }}", COHERE,
-        CALLED, [CALLS + OF_TURN, "tell 2" + OF_TURN, "tell 4" + OF_TURN]),
-    "always asks for another reply, calls last": (
-        MACRO + FOR + OTHER + SAID + "{%- endfor %}{{- '" + HEADER + "<think></think>' }}", COHERE,
-        CALLED[:3], [CALLS + OF_TURN]),
-    # As Command R+'s, which adds a last instruction to the text.
-    "ends calls with the next header": (
-        MACRO + FOR + OTHER + "{{- '" + HEADER + "' + (m.content or '') }}{%- if m.tool_calls %}"
-        "{{- calls(m) }}{%- else %}{{- '" + OF_TURN + "' }}{%- endif %}{%- endif %}{%- endfor %}"
-        "{{- '<|START_OF_TURN_TOKEN|><|u|>go on" + OF_TURN + "' }}"
-        "{%- if add_generation_prompt %}{{- '" + HEADER + "' }}{%- endif %}", COHERE,
-        CALLED, [CALLS, "tell 2" + OF_TURN, "tell 4" + OF_TURN]),
-    # As Apriel's, which leaves the number of the last call out.
-    "writes calls otherwise later": (
-        APRIEL, OF_APRIEL, CALLED,
-        [CALLS + ", id 7\n<|end|>", "tell 2\n<|end|>", "tell 4\n<|end|>"]),
-    "writes what a question quotes": (
-        APRIEL, OF_APRIEL, talk("say <|assistant|>\nhm\n<|end|>", "hm"), ["hm\n<|end|>"]),
-    # The text that asks for a reply lacks what ends the tool's turn.
-    "closes the last result otherwise": (
-        MACRO + FOR + "{%- if m.role == 'tool' %}{{- '<|tool|>' + m.content }}"
-        "{%- if not loop.last %}{{- '<|end|>' }}{%- endif %}" + ELSE_OTHERS + WITH_CALLS + END,
-        SPECIAL, CALLED, [CALLS + "<|end|>", *TOLD]),
-    "goes on after the result of a tool": (
-        MACRO + FOR + "{%- if m.role == 'tool' %}{{- '[' + m.content + ']' }}" + ELSE_OTHERS
-        + "{%- else %}{{- ('' if messages[loop.index0 - 1].role == 'tool' else '<|a|>') }}"
-        "{{- (m.content or '') + calls(m) + ('' if m.tool_calls else '<|end|>') }}{%- endif %}"
-        + END, SPECIAL, CALLED, [CALLS, *TOLD]),
-    # As after results in DiffusionGemma's, and after replies in GigaChat's.
-    "does not ask for each reply": (
-        MACRO + FOR + OTHERS + WITH_CALLS + END.replace("if add_generation_prompt",
-        "if add_generation_prompt and messages[-1].role in ('user', 'system')"), SPECIAL,
-        [*CALLED, {**MORE, "content": "tell <|a|> 5"}],
-        [CALLS + "<|end|>", *TOLD, "tell <|a|> 5<|end|>"]),
-    "ends replies with headers": (
-        MACRO + FOR + SILENT + WITH_CALLS.replace(" + '<|end|>'", "") + END, SPECIAL,
-        [*CALLED, MORE], [CALLS + "<|tool|>", "tell 2<|u|>", "tell 4", "tell 5"]),
-    # As Metharme's.
-    "ends the last reply alone": (
-        FOR + OTHERS.replace("<|end|>", "")
-        + REPLY.replace("'<|end|>'", "('<|end|>' if loop.last else '')") + END, SPECIAL,
-        TURNS, ["tell 2", "tell 4<|end|>"]),
-    "ends the text alone": (
-        FOR + (OTHERS + REPLY).replace("<|end|>", "")
-        + END.replace("{%- endif %}", "{%- else %}{{- '</s>' }}{%- endif %}"), SPECIAL,
-        [*TURNS, MORE], ["tell 2", "tell 4", "tell 5</s>"]),
-    # As gpt-oss', which begins with words of its own that end as questions do.
-    "ends one of two replies in a row otherwise": (
-        "{{- '<|u|>be kind<|end|>' }}"
-        + LATER.replace("if loop.last", "if loop.last and not add_generation_prompt"), SPECIAL,
-        [*TURNS[:3], MORE, *TURNS[3:]], ["tell 2<|end|>", "tell 5<|end|>", "tell 4<|stop|>"]),
-    # As vLLM's template for ChatML; nothing tells the end of a question from the header behind it.
-    "ends a question only when asked": (
-        FOR + "{{- ('<|a|>' if m.role == 'assistant' else '<|u|>') + m.content }}"
-        "{%- if add_generation_prompt or not loop.last %}{{- '<|end|>' }}{%- endif %}"
-        + END.replace("prompt %}", "prompt and messages[-1].role != 'assistant' %}"), SPECIAL,
-        [*TURNS, MORE], ["tell 2<|end|>", "tell 4", "tell 5"]),
-    "writes the turn of calls otherwise later": (
-        MACRO + LATER.replace("m.content + ('<|stop|>'",
-                              "(m.content or '') + calls(m) + ('<|stop|>'"), SPECIAL,
-        CALLED, [CALLS + "<|end|>", "tell 2<|end|>", "tell 4<|stop|>"]),
-    "spaces the end of calls otherwise later": (
-        MACRO + FOR + OTHERS + "{%- else %}{{- '<|a|>' + (m.content or '') + calls(m) }}"
-        "{%- if m.tool_calls %}{{- '<|tool|>' + ('' if loop.last else ' ') }}{%- endif %}"
-        "{{- '<|end|>' }}{%- endif %}" + END, SPECIAL,
-        CALLED, [CALLS + "<|tool|> <|end|>", *TOLD]),
-    "asks for the content of earlier calls": (
-        MACRO + FOR + "{%- if m.role == 'tool' %}"
-        "{%- set _ = messages[loop.index0 - 1].content + '' %}{%- endif %}"
-        + OTHERS + WITH_CALLS + END,
-        SPECIAL, CALLED, [CALLS + "<|end|>", *TOLD]),
-    # As Phi 3's, which ends the text once more, with a token that may be the end of turns.
-    "ends another's turn as a text": (
-        FOR + "{{- ('<|assistant|>' if m.role == 'assistant' else '<|u|>') + '\n' }}"
-        "{{- m.content + '<|end|>\n' }}{%- endfor %}{%- if add_generation_prompt %}"
-        "{{- '<|assistant|>\n' }}{%- else %}{{- eos_token }}{%- endif %}",
-        ("<s>", "<|end|>", "<pad>", "<|assistant|>", "<|u|>"),
-        talk("ask 1", "tell 2", "ask 3"), ["tell 2<|end|>"]),
-}  # fmt: skip
+TALKS = {
+    "turns": TURNS,
+    "turns and more": [*TURNS, MORE],
+    "two replies in a row": [*TURNS[:3], MORE, *TURNS[3:]],
+    "calls": CALLED,
+    "calls alone": CALLED[:3],
+    "calls and more": [*CALLED, MORE],
+    "calls and a header": [*CALLED, {**MORE, "content": "tell <|a|> 5"}],
+    "a quotation": talk("say <|assistant|>\nhm\n<|end|>", "hm"),
+    "a question last": talk("ask 1", "tell 2", "ask 3"),
+}
 
 
-@pytest.mark.parametrize("name", HABITS)
+@pytest.mark.parametrize("name", TABLE["habits"])
 def test_replies_and_calls_are_learnt_to_their_ends_and_nothing_of_others(name):
-    template, special, turns, learnt = HABITS[name]
-    eos = "<|end|>" if special[1] == "<|end|>" else "</s>"
-    tokenizer = make_tokenizer(template, special=special, eos=eos)
-    assert spoken(template, {"messages": turns}, tokenizer)[1] == learnt
+    habit = {"special": SPECIAL, **TABLE["habits"][name]}
+    turns, learnt = TALKS[habit.pop("turns")], habit.pop("learnt")
+    tokenizer = shaped_tokenizer(**habit)
+    assert spoken(None, {"messages": turns}, tokenizer)[1] == learnt
 
 
 def test_no_part_of_the_next_header_is_learnt_where_a_template_always_asks_for_another_reply():
     """As the first of Llama 3."""
-    special = ("<s>", "<|eot_id|>", "<pad>", "<|start_header_id|>", "<|end_header_id|>")
-    template = LLAMA3.replace("{% if add_generation_prompt %}", "").removesuffix("{% endif %}")
-    tokenizer = make_tokenizer(template, special=special, eos="<|eot_id|>")
-    _, runs = spoken(template, {"messages": TURNS}, tokenizer)
+    tokenizer = chat_tokenizer("llama3")
+    written = tokenizer.chat_template
+    tokenizer.chat_template = written.replace("{% if add_generation_prompt %}", "{% if true %}")
+    _, runs = spoken(None, {"messages": TURNS}, tokenizer)
     assert runs == ["tell 2<|eot_id|>", "tell 4<|eot_id|>"]
     assert end_of_turn(tokenizer) == tokenizer.eos_token_id
 

@@ -168,18 +168,8 @@ def test_calls_and_tools_under_other_names_are_refused_where_no_template_reads_t
         assert "You are welcome." in learnt(tmp_path, {"messages": turns}, tokenizer)[0]
 
 
-OLMO = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] }}"
-    "{% if m.get('functions') %}{{ ' <functions>' + m['functions'] + '</functions>' }}{% endif %}"
-    "{% if m.get('function_calls') %}{{ '<calls>' + m['function_calls'] + '</calls>' }}{% endif %}"
-    "{{ '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
-
 def test_a_template_that_reads_calls_under_other_names_is_given_them(caplog):
-    tokenizer = chat_tokenizer("qwen")
-    tokenizer.chat_template = OLMO
+    tokenizer = chat_tokenizer("olmo")
     turns = [{"role": "system", "content": "sea", "functions": "weather"}, *map(dict, TURNS)]
     turns[2]["function_calls"] = "weather()"
     ids, targets = encode_row(tokenizer, {"messages": turns})
