@@ -27,9 +27,13 @@ def add(a, b):
     return a + b
 """
 
-TEMPLATES: dict[str, dict[str, Any]] = yaml.safe_load(
-    Path(__file__).with_name("templates.yaml").read_text(encoding="utf-8")
-)
+
+def table(name: str) -> dict[str, Any]:
+    """One of the tables beside this file."""
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+TEMPLATES, ROWS = table("templates.yaml"), table("rows.yaml")
 
 
 def one_line(template: str) -> str:

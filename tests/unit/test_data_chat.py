@@ -12,6 +12,7 @@ from megatrain.data.conversation import messages
 from megatrain.errors import InputError
 from tests.unit.data_cases import (
     QWEN,
+    ROWS,
     chat_tokenizer,
     encode_row,
     make_tokenizer,
@@ -100,24 +101,9 @@ def test_a_row_that_the_template_refuses_is_named(messages, problem):
         encode_row(chat_tokenizer("mistral"), {"messages": messages})
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({"messages": []}, "must be a non-empty list"),
-        ({"messages": ["hello"]}, "message 1 must be an object, not str"),
-        ({"messages": [{"role": 1, "content": "hello"}]}, "message 1 has no 'role'"),
-        ({"messages": [{"role": "user"}]}, "message 1: 'content' must be"),
-        ({"messages": [{"role": "user", "content": 3}]}, "message 1: 'content' must be a string"),
-        ({"messages": talk("a", "\ud800")}, "lone surrogate"),
-        ({"messages": talk("a", "b"), "tools": "{"}, "'tools' is not JSON"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
-            "images .*: the model has no processor",
-        ),
-    ],
-)
-def test_malformed_rows_name_file_line_and_problem(tmp_path, row, problem):
-    rows = [{"messages": TWO_TURNS}, row]
+@pytest.mark.parametrize("problem", ROWS["malformed"])
+def test_malformed_rows_name_file_line_and_problem(tmp_path, problem):
+    rows = [{"messages": TWO_TURNS}, ROWS["malformed"][problem]]
     with refused(rf"chat.jsonl:2.*{problem}"):
         dataset(tmp_path, chat_tokenizer("qwen"), rows)
 

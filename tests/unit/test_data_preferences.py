@@ -14,6 +14,7 @@ from megatrain.data.token_store import open_store
 from megatrain.errors import InputError
 from megatrain.loss import DPO, Contrastive, Reward
 from tests.unit.data_cases import (
+    ROWS,
     chat_tokenizer,
     encode_row,
     make_tokenizer,
@@ -157,34 +158,11 @@ def test_a_prompt_of_another_name_may_be_mapped_or_be_there_or_be_passed_over(tm
         opened(tmp_path, [said])
 
 
-TWICE = "'chosen' and 'rejected' repeat the prompt, .*: leave what 'prompt' has out of them"
-ANSWER = {"prompt": ASK, "completion": GOOD}
-# Of each kind: rows of which the last is refused, and why.
-REFUSED = [
-    ("pairs", [{"chosen": GOOD, "rejected": GOOD}], "say the same"),
-    ("pairs", [{"chosen": GOOD, "rejected": reply(BAD)}], "must both be strings, or both"),
-    ("pairs", [{"chosen": reply(GOOD), "rejected": reply(BAD)}], "begin with the same messages"),
-    ("pairs", [{"chosen": talk(ASK), "rejected": talk(ASK, BAD)}], "each have a reply of its own"),
-    ("pairs", [ANSWER], "its fields are 'prompt', .*a row needs one of: chosen, rejected"),
-    ("pairs", [ANSWER | {"label": True}], "make pairs of them"),
-    ("auto", [{"chosen": GOOD, "rejected": BAD}], "need loss.name: dpo"),
-    ("pairs", [pair(talk(ASK), talk(ASK, GOOD), talk(ASK, BAD))], TWICE),
-    ("pairs", [pair(talk(ASK), talk(ASK, GOOD), reply(BAD))], TWICE),
-    ("pairs", [pair(f"Q: {ASK} A:", f"Q: {ASK} A: {GOOD}", f"Q: {ASK} A: {BAD}")], TWICE),
-    ("pairs", [pair("Where is it?", talk(ASK, GOOD), talk(ASK, BAD))],
-     "'prompt' is not what 'chosen' and"),
-    ("pairs", [pair(talk(ASK), GOOD, BAD)], "'prompt' is neither a string nor what"),
-    ("pairs", [pair({"role": "user"}, talk(ASK, GOOD), talk(ASK, BAD))],
-     "'prompt' is neither a string nor"),
-    ("pairs", [pair(ASK, GOOD, BAD), {"prompt": ASK, "chosen": GOOD}],
-     "not of the first row's format .preferences."),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "rows", "problem"), REFUSED)
-def test_what_cannot_be_compared_is_refused(tmp_path, kind, rows, problem):
-    with refused(rf"rows.jsonl:{len(rows)}: .*{problem}"):
-        opened(tmp_path, rows, kind)
+@pytest.mark.parametrize("problem", ROWS["incomparable"])
+def test_what_cannot_be_compared_is_refused(tmp_path, problem):
+    for kind, *rows in ROWS["incomparable"][problem]:
+        with refused(rf"rows.jsonl:{len(rows)}: .*{problem}"):
+            opened(tmp_path, rows, kind)
 
 
 def test_a_bad_row_takes_both_replies_along(tmp_path):

@@ -14,7 +14,7 @@ from megatrain.data.demo_corpus import END_OF_TEXT, PADDING
 from megatrain.data.sources import find_files, open_sources
 from megatrain.errors import InputError
 from tests.inside import sized
-from tests.unit.data_cases import make_tokenizer, refused, write_jsonl
+from tests.unit.data_cases import ROWS, make_tokenizer, refused, write_jsonl
 
 GOOD = json.dumps({"text": "The sea was calm."}).encode() + b"\n"
 
@@ -69,28 +69,19 @@ def test_paths_that_cannot_be_read_are_named(tmp_path):
         open_sources([], "text")
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        (b'{"text": "a"', "not JSON"),
-        (b"[1, 2]", "must be a JSON object, this is a list"),
-        (b'{"body": "a", "id": 3}', "first row's format .text.: its fields are 'body', 'id'"),
-        (b'{"a\\nb": "a"}', r"its fields are 'a\\nb': keep"),
-        (b'{"text": 3}', "field 'text' must be a string, not int"),
-        (b'{"text": null}', "must be a string, not null: fill it in"),
-        (b'{"text": "\\ud800"}', "lone surrogate"),
-        (b'{"text": "caf\xe9"}', r"not UTF-8: byte 0xe9 at byte offset 44"),
-        (b'{"text": ' + b"[" * 100_000, "nested too deeply"),
-        (b'{"text": "a", "text": "b"}', "not usable JSON: key 'text' is there twice"),
-        (b'{"text": "a", "meta": {"a": 1, "a": 1}}', "not usable JSON: key 'a' is there twice"),
-        (b'{"text": "' + b"a" * 400 + b'"}', "longer than"),
-    ],
-)
-def test_a_bad_jsonl_line_is_named_with_its_number(tmp_path, monkeypatch, line, problem):
+LINES = {
+    **ROWS["lines"],
+    "nested too deeply": '{"text": ' + "[" * 100_000,
+    "longer than": '{"text": "' + "a" * 400 + '"}',
+}
+
+
+@pytest.mark.parametrize("problem", LINES)
+def test_a_bad_jsonl_line_is_named_with_its_number(tmp_path, monkeypatch, problem):
     if problem == "longer than":
         sized(monkeypatch, readers, MAX_LINE_BYTES=300)
     path = tmp_path / "data.jsonl"
-    path.write_bytes(GOOD + b"\n" + line + b"\n" + GOOD)
+    path.write_bytes(GOOD + b"\n" + LINES[problem].encode("latin-1") + b"\n" + GOOD)
     with refused(rf"data.jsonl:3: .*{problem}"):
         open_text(path, tmp_path)
     assert not list((tmp_path / "cache").glob("tokens-*/"))  # nothing half-written

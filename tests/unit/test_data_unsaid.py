@@ -9,6 +9,7 @@ from megatrain.data import open_dataset
 from megatrain.data.sources import find_files
 from megatrain.errors import InputError
 from tests.unit.data_cases import (
+    ROWS,
     chat_tokenizer,
     encode_row,
     make_tokenizer,
@@ -91,58 +92,19 @@ def test_prose_and_code_that_begin_as_rows_do_are_text(tmp_path, text):
     assert data.num_tokens > 4
 
 
-# A field of a row that would change what is trained, were it heeded.
-ROWS = {
-    "label": [True, False],
-    "labels": [[1, 2], [True]],
-    "input_ids": [[1, 2]],
-    "chosen": ["It is 42.", talk("a", "b")],
-    "rejected": ["It is 43."],
-    "weight": [0, 0.5, 2, "high"],
-    "loss_weight": [0.5],
-    "assistant_masks": [[0, 1]],
-    "train": [False, True],
-    "images": [["a.png"], [{"bytes": "", "path": "a.png"}]],
-    "image": ["a.png"],
-    "audio": ["a.wav"],
-    "functions": [[{"name": "weather"}]],
-    "function_call": ["auto"],
-    "chat_template": ["{{ messages }}"],
-    "documents": [[{"title": "a", "text": "b"}]],
-}
-
-
-@pytest.mark.parametrize("field", ROWS)
+@pytest.mark.parametrize("field", ROWS["unheeded"])
 @pytest.mark.parametrize("kind", ["chat", "text"])
 def test_a_row_that_says_what_is_not_heeded_is_refused(tmp_path, field, kind):
     if kind == "text" and field in ("functions", "function_call", "documents"):
         return  # they mean nothing for a text
     good = {"messages": TURNS, "text": "The sea was calm."}
-    for value in ROWS[field]:
+    for value in ROWS["unheeded"][field]:
         with refused(rf"rows.jsonl:2: .*'{field}'.*: "):
             open_rows(tmp_path, [good, good | {field: value}], kind)
     for value in (None, [], ""):
         assert len(open_rows(tmp_path, [good, good | {field: value}], kind)) == 2
     if kind == "chat" and "weight" in field:
         assert len(open_rows(tmp_path, [good | {field: 1}])) == 1
-
-
-# A field of a message (of this role) that would change what is trained.
-MESSAGES = {
-    "weight": ("assistant", [0.5, 2, -1, "0", "high", [1]]),
-    " weight": ("user", [1, 1.0, True]),
-    "train": ("assistant", [True, False]),
-    "loss": ("assistant", [False]),
-    "mask": ("assistant", [True]),
-    "label": ("assistant", [False]),
-    "train_detail": ("assistant", [[{"begin_offset": 0}]]),
-    "tool_calls": ("user", [[{"function": {"name": "f", "arguments": "{}"}}]]),
-    "function_call": ("assistant", [{"name": "f", "arguments": "{}"}]),
-    "refusal": ("assistant", ["I will not."]),
-    "audio": ("assistant", [{"id": "a"}]),
-    "reasoning_content": ("assistant", ["12 + 30 = 42"]),
-    "images": ("user", [["a.png"]]),
-}
 
 
 OF_CALLS = {
@@ -197,13 +159,13 @@ def test_fields_of_messages_that_the_template_does_not_name_are_told(tmp_path, c
     assert "'reasoning_details (of messages)'" in caplog.text and "thought" not in caplog.text
 
 
-@pytest.mark.parametrize("field", MESSAGES)
-def test_a_message_that_says_what_is_not_heeded_is_refused(tmp_path, field):
-    role, values = MESSAGES[field]
-    for value in values:
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_message_that_says_what_is_not_heeded_is_refused(tmp_path, turn):
+    fields = ROWS["unheeded of replies" if turn else "unheeded of questions"]
+    for field, value in [(name, value) for name, values in fields.items() for value in values]:
         turns = [dict(message) for message in TURNS]
-        turns[0 if role == "user" else 1][field.strip()] = value
-        with pytest.raises(InputError, match=rf"rows.jsonl:1: message .: .*'{field.strip()}'.*: "):
+        turns[turn][field] = value
+        with pytest.raises(InputError, match=rf"rows.jsonl:1: message .: .*'{field}'.*: "):
             open_rows(tmp_path, [{"messages": turns}])
 
 
