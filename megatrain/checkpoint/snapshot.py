@@ -28,7 +28,7 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, SAVE
 from megatrain.device.disk import BLOCK, DiskBuffer
 from megatrain.errors import DoesNotFit
-from megatrain.model.safetensors_io import DTYPE_NAMES, Described, header_bytes
+from megatrain.model.safetensors_io import DTYPE_NAMES, header_bytes
 from megatrain.store.store import Reader, Tier, Tile
 from megatrain.telemetry.host import host_available_bytes, update_threads
 
@@ -97,11 +97,13 @@ def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
     planes, layout = planes_of(tile), tile.layout
     stop = layout.trainable_numel if trained else layout.numel
     lengths = {n: min(p.numel(layout), p.place(0, stop).stop) for n, p in planes.items()}
-    described = [Described(n, p.dtype, (lengths[n],)) for n, p in planes.items()]
+    described = {
+        n: torch.empty(lengths[n], dtype=p.dtype, device="meta") for n, p in planes.items()
+    }
     metadata = {"tile": tile.name, "version": str(tile.version)}
     header = header_bytes(described, metadata, boundary=_PAGE)
     end, pieces = len(header), []
-    for plane, tensor in zip(planes.values(), described, strict=True):
+    for plane, tensor in zip(planes.values(), described.values(), strict=True):
         buffer, tier, size = tile.planes[plane], tile.rests.tier(plane), plane.dtype.itemsize
         flat = buffer.as_bytes()
         for shard in tile.shards(plane, tensor.shape[0]):
@@ -110,7 +112,7 @@ def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
                 part = flat.piece(start, min(start + files.PIECE_BYTES, stop))
                 offset = end + shard.at * size + start - first
                 pieces.append(Piece(buffer, part, offset, tier))
-        end += tensor.num_bytes
+        end += tensor.nbytes
     records = {n: manifest.Plane(DTYPE_NAMES[p.dtype], lengths[n]) for n, p in planes.items()}
     parameters = tuple(
         manifest.Parameter(

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from math import prod
 from pathlib import Path
 
 import torch
@@ -31,9 +30,10 @@ from megatrain.errors import InputError, RunFailed, explained
 from megatrain.model.adapters import Values, adapted
 from megatrain.model.build import loaded_types
 from megatrain.model.companions import Companions, write_companions
-from megatrain.model.safetensors_io import INDEX_FILE, SINGLE_FILE, Described, Stored, write_shard
+from megatrain.model.safetensors_io import INDEX_FILE, SINGLE_FILE, Stored, write_shard
 
-Piece = tuple[list[Described], Callable[[], list[Tensor]]]  # tensors that are made together
+Tensors = dict[str, Tensor]
+Piece = tuple[Tensors, Callable[[], Tensors]]  # tensors that are made together: like these, how
 
 SHARD_FILE = "model-{:05d}-of-{:05d}.safetensors"
 # Files that an export replaces in an existing folder; others (tokenizer, notes) stay.
@@ -78,7 +78,7 @@ def write_weights(
         ValueError: `tensors` lacks a name, or has one that the model does not know.
     """
     saved, usual_types = _saved_names(model, tensors), loaded_types(model, dtype)
-    metas: dict[str, Tensor] = {}  # shape and file dtype of all that is written
+    metas: Tensors = {}  # shape and file dtype of all that is written
     for name, first in saved.items():
         reference = model.get_parameter_or_buffer(name)
         is_parameter = isinstance(reference, nn.Parameter)
@@ -91,18 +91,18 @@ def write_weights(
         known = tensors[first]() if first in tensors else model.get_parameter_or_buffer(first)
         return known.detach()
 
+    def read(name: str, tensor: Stored) -> Tensors:
+        return {name: tensor.read()}
+
     pieces = _pieces(model, metas, value)
-    pieces += [
-        ([Described(name, tensor.dtype, tensor.shape)], partial(lambda t: [t.read()], tensor))
-        for name, tensor in (carried or {}).items()
-    ]
+    for name, tensor in (carried or {}).items():
+        pieces.append(({name: tensor.blank()}, partial(read, name, tensor)))
     # Wide elements first, which keeps every tensor of a shard aligned.
-    pieces.sort(key=lambda piece: -piece[0][0].dtype.itemsize)
-    described = [output for outputs, _ in pieces for output in outputs]
+    pieces.sort(key=lambda piece: -next(iter(piece[0].values())).dtype.itemsize)
+    described = {name: like for likes, _ in pieces for name, like in likes.items()}
     with _exported(folder, described, beside or {}) as new:
         write_configs(new, model, dtype)
-        values = (value for _, make in pieces for value in make())
-        _write_shards(new, described, values, max_shard_bytes)
+        _write_shards(new, described, _made(pieces), max_shard_bytes)
 
 
 def write_adapter(
@@ -123,9 +123,11 @@ def write_adapter(
     """
     adapter = adapted(model)
     assert adapter is not None
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    names = peft.file_names(model, adapter.active)
-    described = [Described(name, dtype, shapes[of_model]) for name, of_model in names.items()]
+    parameters, names = dict(model.named_parameters()), peft.file_names(model, adapter.active)
+    described = {
+        name: torch.empty_like(parameters[of_model], dtype=dtype, device="meta")
+        for name, of_model in names.items()
+    }
     beside = {n: data for n, data in (beside or {}).items() if not REPLACED.fullmatch(n)}
     with _exported(folder, described, beside) as new:
         values = (tensors[of_model]().to(dtype) for of_model in names.values())
@@ -134,7 +136,7 @@ def write_adapter(
 
 
 @contextmanager
-def _exported(folder: Path, described: list[Described], beside: Companions) -> Iterator[Path]:
+def _exported(folder: Path, described: Tensors, beside: Companions) -> Iterator[Path]:
     """Yield a new folder, which takes the place of `folder` after the body, with its other files.
 
     Raises: as `write_weights`.
@@ -142,7 +144,7 @@ def _exported(folder: Path, described: list[Described], beside: Companions) -> I
     folder = Path(folder).resolve()
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; give a folder to export to")
-    num_bytes = sum(entry.num_bytes for entry in described)
+    num_bytes = sum(tensor.nbytes for tensor in described.values())
     problem = f"{folder}: cannot export the model"
     remedy = "nothing was written, make room or choose another folder"
     with (
@@ -209,39 +211,44 @@ def write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> N
         model.generation_config.to_json_file(folder / "generation_config.json")
 
 
+def _made(pieces: Sequence[Piece]) -> Iterator[Tensor]:
+    for likes, make in pieces:
+        made = make()
+        for name in likes:
+            yield made.pop(name)  # which then is the caller's alone
+
+
 def _write_shards(
-    folder: Path, described: list[Described], values: Iterator[Tensor], max_shard_bytes: int
+    folder: Path, described: Tensors, values: Iterator[Tensor], max_shard_bytes: int
 ) -> None:
     shards = _split(described, max_shard_bytes)
     count, file_of = len(shards), dict[str, str]()
     for number, shard in enumerate(shards, start=1):
         file_name = SINGLE_FILE if count == 1 else SHARD_FILE.format(number, count)
         write_shard(folder / file_name, shard, values)
-        file_of |= {tensor.name: file_name for tensor in shard}
+        file_of |= dict.fromkeys(shard, file_name)
     if count == 1:
         return
-    numbers = sum(prod(tensor.shape) for tensor in described)
-    size = sum(tensor.num_bytes for tensor in described)
+    numbers = sum(tensor.numel() for tensor in described.values())
+    size = sum(tensor.nbytes for tensor in described.values())
     metadata = {"total_parameters": numbers, "total_size": size}
     index = {"metadata": metadata, "weight_map": file_of}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _split(described: list[Described], max_shard_bytes: int) -> list[list[Described]]:
-    shards: list[list[Described]] = [[]]
+def _split(described: Tensors, max_shard_bytes: int) -> list[Tensors]:
+    shards: list[Tensors] = [{}]
     size = 0
-    for tensor in described:
-        if shards[-1] and size + tensor.num_bytes > max_shard_bytes:
-            shards.append([])
+    for name, tensor in described.items():
+        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+            shards.append({})
             size = 0
-        shards[-1].append(tensor)
-        size += tensor.num_bytes
+        shards[-1][name] = tensor
+        size += tensor.nbytes
     return shards
 
 
-def _pieces(
-    model: PreTrainedModel, metas: Mapping[str, Tensor], value: Callable[[str], Tensor]
-) -> list[Piece]:
+def _pieces(model: PreTrainedModel, metas: Tensors, value: Callable[[str], Tensor]) -> list[Piece]:
     """A model's tensors in the layout that it has on the hub, in the order of `metas`.
 
     Args:
@@ -251,31 +258,26 @@ def _pieces(
     Raises RunFailed: transformers' conversion cannot be done one parameter at a time.
     """
 
-    def made_of(names: Sequence[str], dtype: torch.dtype, outputs: list[Described]) -> list[Tensor]:
-        values = {name: value(name).to(dtype) for name in names}
-        if len(outputs) == len(names) == 1 and outputs[0].name in renamed:
-            return list(values.values())
-        converted = revert_weight_conversion(model, values)
-        return [_one(converted[output.name]) for output in outputs]
+    def renamed(name: str, source: str) -> Tensors:
+        return {name: value(source).to(metas[source].dtype)}
+
+    def converted(get: Callable[[str], Tensor], group: Sequence[str]) -> Tensors:
+        # Parameters that are merged share a dtype; the widest loses nothing.
+        dtype = max((metas[name].dtype for name in group), key=lambda dtype: dtype.itemsize)
+        values = {name: get(name).to(dtype) for name in group}
+        return {n: _one(made) for n, made in revert_weight_conversion(model, values).items()}
 
     whole = revert_weight_conversion(model, dict(metas))
     name_of = {id(meta): name for name, meta in metas.items()}
-    renamed = {name for name, meta in whole.items() if id(meta) in name_of}
     pieces: dict[str, Piece] = {}  # by the first of the names that they are made of
-    for name in renamed:
-        meta = whole[name]
-        outputs, source = [Described(name, meta.dtype, tuple(meta.shape))], name_of[id(meta)]
-        pieces[source] = outputs, partial(made_of, [source], metas[source].dtype, outputs)
+    for name, meta in whole.items():
+        if (source := name_of.get(id(meta))) is not None:
+            pieces[source] = {name: meta}, partial(renamed, name, source)
     for group in _groups(model, {name: m for name, m in metas.items() if name not in pieces}):
-        # Parameters that are merged share a dtype; the widest loses nothing.
-        dtype = max((metas[name].dtype for name in group), key=lambda dtype: dtype.itemsize)
-        values = {name: metas[name].to(dtype) for name in group}
-        converted = revert_weight_conversion(model, values)
-        results = {name: _one(tensor) for name, tensor in converted.items()}
-        outputs = [Described(n, t.dtype, tuple(t.shape)) for n, t in results.items()]
-        pieces[group[0]] = outputs, partial(made_of, group, dtype, outputs)
-    planned = sorted((o.name, o.shape) for outputs, _ in pieces.values() for o in outputs)
-    if planned != sorted((name, tuple(_one(meta).shape)) for name, meta in whole.items()):
+        likes = converted(metas.__getitem__, group)
+        pieces[group[0]] = likes, partial(converted, value, group)
+    planned = sorted((n, like.shape) for likes, _ in pieces.values() for n, like in likes.items())
+    if planned != sorted((name, _one(meta).shape) for name, meta in whole.items()):
         raise RunFailed(
             f"{type(model).__name__} cannot be exported layer by layer: transformers converts "
             "its weights all at once; save a checkpoint instead"

@@ -7,10 +7,9 @@ Format: eight bytes of header length, a JSON header, the data without holes
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -175,43 +174,29 @@ def _entry(path: Path, name: str, entry: Mapping[str, Any], data_start: int) -> 
     return Stored(name, path, DTYPES[dtype], tuple(shape), data_start + first, last - first)
 
 
-@dataclass(frozen=True)
-class Described:
-    """One tensor that is going to be written."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """The tensor's length in the file."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
 def header_bytes(
-    described: Sequence[Described], metadata: dict[str, str], boundary: int = 8
+    described: Mapping[str, Tensor], metadata: dict[str, str], boundary: int = 8
 ) -> bytes:
-    """The header of a file with these tensors, end to end in this order.
+    """The header of a file with these tensors, which may have no values, end to end in this order.
 
     The data start at a multiple of `boundary`. Element sizes must not increase along `described`,
     so that each tensor is aligned.
     """
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
-    for entry in described:
-        header[entry.name] = {
-            "dtype": DTYPE_NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [offset, offset + entry.num_bytes],
+    for name, tensor in described.items():
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
         }
-        offset += entry.num_bytes
+        offset += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(align(8 + len(text), boundary) - 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def write_shard(path: Path, described: Sequence[Described], tensors: Iterable[Tensor]) -> None:
+def write_shard(path: Path, described: Mapping[str, Tensor], tensors: Iterable[Tensor]) -> None:
     """One shard with `tensors`, taken one by one in the order of `described` (`header_bytes`).
 
     Raises:
@@ -221,9 +206,9 @@ def write_shard(path: Path, described: Sequence[Described], tensors: Iterable[Te
     with path.open("wb") as file:
         file.write(header_bytes(described, {"format": "pt"}))
         values = iter(tensors)
-        for entry in described:
+        for name, like in described.items():
             tensor = next(values)
-            if (tensor.dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
-                raise ValueError(f"{entry.name!r} is not as announced in the header")
-            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            if (tensor.dtype, tensor.shape) != (like.dtype, like.shape):
+                raise ValueError(f"{name!r} is not as announced in the header")
+            file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
             del tensor  # before the next one is made

@@ -7,9 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
-from operator import methodcaller
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +21,7 @@ from megatrain.model.adapters import Values, adapted, merged_into_base, plain, r
 from megatrain.model.companions import write_companions
 from megatrain.model.documents import chosen_attention
 from megatrain.model.export import write_adapter, write_configs, write_weights
-from megatrain.model.safetensors_io import Described, write_shard
+from megatrain.model.safetensors_io import write_shard
 from megatrain.model.weights import WeightPlan
 from megatrain.placement import Placement
 from megatrain.source import state_io
@@ -39,16 +37,18 @@ def write_documents(folder: Path, source: Source, *, carries: bool) -> None:
     """
     write_configs(folder / MODEL, source.model, source.dtype)
     write_companions(folder / MODEL, source.companions)
-    _write(folder / BUFFERS, source.untrained.buffers, Tensor.detach)
-    _write(folder / COMPUTED, source.untrained.computed, Tensor.detach)
-    _write(folder / CARRIED, source.untrained.carried if carries else {}, methodcaller("read"))
+    buffers, computed = source.untrained.buffers, source.untrained.computed
+    carried = source.untrained.carried if carries else {}
+    _write(folder / BUFFERS, buffers, buffers.__getitem__)
+    _write(folder / COMPUTED, computed, computed.__getitem__)
+    blanks = {name: tensor.blank() for name, tensor in carried.items()}
+    _write(folder / CARRIED, blanks, lambda name: carried[name].read())
 
 
-def _write(path: Path, tensors: Mapping[str, Any], value: Callable[[Any], Tensor]) -> None:
-    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+def _write(path: Path, described: Mapping[str, Tensor], value: Callable[[str], Tensor]) -> None:
+    names = sorted(described, key=lambda name: -described[name].dtype.itemsize)
     if names:
-        described = [Described(n, tensors[n].dtype, tuple(tensors[n].shape)) for n in names]
-        write_shard(path, described, (value(tensors[name]) for name in names))
+        write_shard(path, {name: described[name] for name in names}, map(value, names))
 
 
 def settings_of(
