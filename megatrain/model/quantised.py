@@ -37,13 +37,13 @@ _CODES = {
     "int-quantized": torch.int8,
     "float-quantized": torch.float8_e4m3fn,
 }
-_STATE = ".quant_state.bitsandbytes__"
+_STATE = ".quant_state.bitsandbytes__nf4"
 _PARTS = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
-_QDATA, _SCALE = "._weight_qdata", "._weight_scale"
+_QDATA = "._weight_qdata"
 # What a packed forward needs, or what is read otherwise.
 _UNUSED = (
     *(".activation_scale", ".input_scale", ".weight_shape"),
-    *(f"{_STATE}nf4", ".quant_map", ".nested_quant_map"),
+    *(_STATE, ".quant_map", ".nested_quant_map"),
 )
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _REMEDY = "take the unquantised model, with `base: nf4` or `base: fp8` it is packed as it is read"
@@ -62,7 +62,7 @@ def unpacked_format(config: Mapping[str, Any]) -> str | None:
     """
     settings = _settings(config)
     method = str(settings.get("quant_method"))
-    if method not in _FINDERS or any(_untaken(settings)):
+    if method not in _MAKERS.keys() - _KEPT or any(_untaken(settings)):
         return None
     formats = ", ".join(sorted({scheme["format"] for scheme in _schemes(settings)}))
     return f"{method} ({formats})" if formats else method
@@ -206,12 +206,13 @@ def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
             damaged, or do not belong together.
     """
     config = read_json(folder / "config.json")
-    base, settings = quantised_base(config, folder), _settings(config)
-    if base is None and not unpacked_format(config):
+    settings = _settings(config)
+    if quantised_base(config, folder) is None and not unpacked_format(config):
         return dict(stored)
     method = str(settings["quant_method"])
-    find = _nf4_weights if base == "nf4" else _fp8_rows if base == "fp8" else _FINDERS[method]
-    weights = {weight.name: weight for weight in find(stored, settings)}
+    mark, make = _MAKERS[method]
+    made = (make(n.removesuffix(mark), stored, settings) for n in stored if n.endswith(mark))
+    weights = {weight.name: weight for weight in made}
     parts = {part.name for weight in weights.values() for part in weight.parts}
     rest = {n: t for n, t in stored.items() if n not in parts and not n.endswith(_UNUSED)}
     for name, tensor in sorted(rest.items()):
@@ -223,18 +224,17 @@ def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
     return rest | weights
 
 
-def _mxfp4(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Packed]:
-    """Weights `[E, I, O]` of two 4-bit values a byte `[E, O, G, 16]`, exponents `[E, O, G]`."""
-    for name in [name for name in stored if name.endswith("_blocks")]:
-        weight, blocks = name.removesuffix("_blocks"), stored[name]
-        scales = stored.get(f"{weight}_scales", blocks)
-        fit = len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16)
-        if not fit or {blocks.dtype, scales.dtype} != {torch.uint8}:
-            what = f"{blocks.dtype} {[*blocks.shape]} lacks its '{weight}_scales'"
-            raise _refused(blocks, f"of {what} of uint8, one for 32 values")
-        experts, outputs, groups = scales.shape
-        shape = experts, 32 * groups, outputs
-        yield _weight(weight, torch.bfloat16, shape, _turned, scales, blocks, packing=MXFP4)
+def _mxfp4(name: str, stored: Mapping[str, Stored], settings: Settings) -> Packed:
+    """A weight `[E, I, O]` of two 4-bit values a byte `[E, O, G, 16]`, exponents `[E, O, G]`."""
+    blocks = stored[f"{name}_blocks"]
+    scales = stored.get(f"{name}_scales", blocks)
+    fit = len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16)
+    if not fit or {blocks.dtype, scales.dtype} != {torch.uint8}:
+        what = f"{blocks.dtype} {[*blocks.shape]} lacks its '{name}_scales'"
+        raise _refused(blocks, f"of {what} of uint8, one for 32 values")
+    experts, outputs, groups = scales.shape
+    shape = experts, 32 * groups, outputs
+    return _weight(name, torch.bfloat16, shape, _turned, scales, blocks, packing=MXFP4)
 
 
 def _turned(scales: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,21 +242,18 @@ def _turned(scales: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
     return scales.transpose(1, 2), blocks.flatten(2).transpose(1, 2)
 
 
-def _fp8(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Packed]:
-    """Weights `[..., O, I]` of float8 values, with a scale for each block of rows and columns."""
+def _fp8(name: str, stored: Mapping[str, Stored], settings: Settings) -> Packed:
+    """A weight `[..., O, I]` of float8 values, with a scale for each block of rows and columns."""
     size = settings.get("weight_block_size", [128, 128])
     block = size or (None, None)
-    for name in [name for name in stored if name.endswith("_scale_inv")]:
-        weight, scales = name.removesuffix("_scale_inv"), stored[name]
-        codes = stored.get(weight)
-        if codes is None or codes.dtype != torch.float8_e4m3fn or len(codes.shape) < 2:
-            raise _refused(scales, f"has no matrix {weight!r} of float8 (e4m3) to scale")
-        if not _fits(codes.shape, scales, block):
-            raise _unlike(codes, scales, f"weight_block_size {size}")
-        packing = BLOCKS if [*block] == [SIDE, SIDE] and BLOCKS.takes(codes.shape) else None
-        unpack = _with_fp32 if packing else partial(_scaled, block, torch.bfloat16)
-        parts = scales, codes
-        yield _weight(weight, torch.bfloat16, codes.shape, unpack, *parts, packing=packing)
+    scales, codes = stored[f"{name}_scale_inv"], stored.get(name)
+    if codes is None or codes.dtype != torch.float8_e4m3fn or len(codes.shape) < 2:
+        raise _refused(scales, f"has no matrix {name!r} of float8 (e4m3) to scale")
+    if not _fits(codes.shape, scales, block):
+        raise _unlike(codes, scales, f"weight_block_size {size}")
+    packing = BLOCKS if [*block] == [SIDE, SIDE] and BLOCKS.takes(codes.shape) else None
+    unpack = _with_fp32 if packing else partial(_scaled, block, torch.bfloat16)
+    return _weight(name, torch.bfloat16, codes.shape, unpack, scales, codes, packing=packing)
 
 
 def _with_fp32(scales: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -268,37 +265,35 @@ def _wide(scales: Tensor) -> Tensor:
     return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
 
 
-def _compressed(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Packed]:
-    """Weights `[O, I]` of float8 or integers, with scales for groups, rows or blocks."""
-    schemes = _schemes(settings)
-    for name in [name for name in stored if name.endswith(".weight_scale")]:
-        weight, scales = name.removesuffix("_scale"), stored[name]
-        packed, zeros = stored.get(f"{weight}_packed"), stored.get(f"{weight}_zero_point")
-        codes = packed or stored.get(weight)
-        alike = [each for each in schemes if codes and _CODES[each["format"]] == codes.dtype]
-        if codes is None or not alike or len(codes.shape) != 2:
-            raise _refused(scales, f"has no matrix {weight!r} of the dtype of its format to scale")
-        fitting = [each for each in alike if _shape(codes, scales, _block(each))]
-        if not fitting:
-            keys = ("strategy", "group_size", "block_structure")
-            how = ", ".join(f"{key} {alike[0][key]}" for key in keys if alike[0].get(key))
-            raise _unlike(codes, scales, how)
-        symmetric = [each.get("symmetric", True) for each in fitting]
-        if (zeros is None) not in symmetric:
-            kind = "no zero points" if zeros is None else "zero points"
-            raise _refused(codes, f"has {kind}, but symmetric is {symmetric[0]}")
-        block = _block(fitting[symmetric.index(zeros is None)])
-        shape = _shape(codes, scales, block)
-        of_zeros = (ceil(scales.shape[0] / 8), *scales.shape[1:]) if packed else scales.shape
-        if zeros and zeros.shape != of_zeros:
-            raise _unlike(zeros, scales, "its zero points")
-        unpack: Callable[..., Tensor] = partial(_scaled, block, scales.dtype)
-        parts = [scales, codes, *((zeros,) if zeros else ())]
-        if packed:
-            of_values = stored.get(f"{weight}_shape")
-            parts += [of_values] if of_values else []
-            unpack = partial(_of_int4, unpack, shape, of_values)
-        yield _weight(weight, scales.dtype, shape, unpack, *parts)
+def _compressed(module: str, stored: Mapping[str, Stored], settings: Settings) -> Packed:
+    """A weight `[O, I]` of float8 or integers, with scales for groups, rows or blocks."""
+    name, schemes = f"{module}.weight", _schemes(settings)
+    scales, zeros = stored[f"{name}_scale"], stored.get(f"{name}_zero_point")
+    packed, of_values = stored.get(f"{name}_packed"), stored.get(f"{name}_shape")
+    codes = packed or stored.get(name)
+    alike = [each for each in schemes if codes and _CODES[each["format"]] == codes.dtype]
+    if codes is None or not alike or len(codes.shape) != 2:
+        raise _refused(scales, f"has no matrix {name!r} of the dtype of its format to scale")
+    fitting = [each for each in alike if _shape(codes, scales, _block(each))]
+    if not fitting:
+        keys = ("strategy", "group_size", "block_structure")
+        how = ", ".join(f"{key} {alike[0][key]}" for key in keys if alike[0].get(key))
+        raise _unlike(codes, scales, how)
+    symmetric = [each.get("symmetric", True) for each in fitting]
+    if (zeros is None) not in symmetric:
+        kind = "no zero points" if zeros is None else "zero points"
+        raise _refused(codes, f"has {kind}, but symmetric is {symmetric[0]}")
+    block = _block(fitting[symmetric.index(zeros is None)])
+    shape = _shape(codes, scales, block)
+    of_zeros = (ceil(scales.shape[0] / 8), *scales.shape[1:]) if packed else scales.shape
+    if zeros and zeros.shape != of_zeros:
+        raise _unlike(zeros, scales, "its zero points")
+    unpack: Callable[..., Tensor] = partial(_scaled, block, scales.dtype)
+    parts = [scales, codes, zeros]
+    if packed:
+        parts.append(of_values)
+        unpack = partial(_of_int4, unpack, shape, of_values)
+    return _weight(name, scales.dtype, shape, unpack, *filter(None, parts))
 
 
 def _shape(codes: Stored, scales: Stored, block: Block) -> tuple[int, ...]:
@@ -342,30 +337,29 @@ def _nibbles(packed: Tensor) -> Tensor:
     return torch.stack((codes & 15, codes >> 4), -1).view(torch.int8).flatten(-2) - 8
 
 
-def _integers(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Packed]:
-    """Weights `[O, I]` of GPTQ and AWQ: integers in int32, scales `[G, O]` and zero points.
+def _integers(module: str, stored: Mapping[str, Stored], settings: Settings) -> Packed:
+    """A weight `[O, I]` of GPTQ or AWQ: integers in int32, scales `[G, O]` and zero points.
 
     GPTQ packs inputs, and may name each one's group (g_idx); AWQ packs outputs, in another order.
     """
     awq, per = settings["quant_method"] == "awq", 32 // settings["bits"]
-    for name in [name for name in stored if name.endswith(".qweight")]:
-        stem, codes = name.removesuffix("qweight"), stored[name]
-        scales, zeros = stored.get(f"{stem}scales"), stored.get(f"{stem}qzeros")
-        if scales is None or zeros is None:
-            raise _refused(codes, f"lacks its '{stem}{'qzeros' if scales else 'scales'}'")
-        index = None if awq else stored.get(f"{stem}g_idx")
-        inputs, outputs = (n * (per if along == awq else 1) for along, n in enumerate(codes.shape))
-        size = settings.get("group_size") or -1
-        groups = 1 if size == -1 else ceil(inputs / size)
-        shapes = (groups, outputs), (groups, outputs // per), (inputs,)
-        if (scales.shape, zeros.shape, index.shape if index else (inputs,)) != shapes:
-            raise _unlike(codes, scales, f"group_size {size}, or others of zero points and g_idx")
-        if {codes.dtype, zeros.dtype} != {torch.int32}:
-            raise _refused(codes, f"has {codes.dtype} and {zeros.dtype}, not int32")
-        of = inputs if size == -1 else size
-        unpack = partial(_from_awq, of) if awq else partial(_from_gptq, settings, of)
-        parts = [scales, codes, zeros, *([index] if index else [])]
-        yield _weight(f"{stem}weight", scales.dtype, (outputs, inputs), unpack, *parts)
+    codes = stored[f"{module}.qweight"]
+    scales, zeros = stored.get(f"{module}.scales"), stored.get(f"{module}.qzeros")
+    if scales is None or zeros is None:
+        raise _refused(codes, f"lacks its '{module}.{'qzeros' if scales else 'scales'}'")
+    index = None if awq else stored.get(f"{module}.g_idx")
+    inputs, outputs = (n * (per if along == awq else 1) for along, n in enumerate(codes.shape))
+    size = settings.get("group_size") or -1
+    groups = 1 if size == -1 else ceil(inputs / size)
+    shapes = (groups, outputs), (groups, outputs // per), (inputs,)
+    if (scales.shape, zeros.shape, index.shape if index else (inputs,)) != shapes:
+        raise _unlike(codes, scales, f"group_size {size}, or others of zero points and g_idx")
+    if {codes.dtype, zeros.dtype} != {torch.int32}:
+        raise _refused(codes, f"has {codes.dtype} and {zeros.dtype}, not int32")
+    of = inputs if size == -1 else size
+    unpack = partial(_from_awq, of) if awq else partial(_from_gptq, settings, of)
+    parts = filter(None, (scales, codes, zeros, index))
+    return _weight(f"{module}.weight", scales.dtype, (outputs, inputs), unpack, *parts)
 
 
 def _from_awq(size: int, scales: Tensor, codes: Tensor, zeros: Tensor) -> Tensor:
@@ -399,19 +393,11 @@ def _fields(packed: Tensor, bits: int) -> Tensor:
     return (packed[..., None] >> shifts & 2**bits - 1).flatten(1)
 
 
-def _nf4_weights(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Packed]:
-    """Weights of bitsandbytes, whose state is a tensor of JSON."""
-    for name, state in stored.items():
-        weight, mark, _ = name.partition(_STATE)
-        if mark:
-            values = parse_object(state.read().numpy().tobytes(), state.file)
-            pieces = {part: stored[weight + part] for part in _PARTS if weight + part in stored}
-            yield _nf4(weight, state.file, values, pieces)
-
-
-def _nf4(
-    name: str, file: Path, settings: Mapping[str, Any], pieces: Mapping[str, Stored]
-) -> Packed:
+def _nf4(name: str, stored: Mapping[str, Stored], of_folder: Settings) -> Packed:
+    """A weight of bitsandbytes, whose state is a tensor of JSON."""
+    state, file = stored[name + _STATE], stored[name + _STATE].file
+    settings = parse_object(state.read().numpy().tobytes(), file)
+    pieces = {part: stored[name + part] for part in _PARTS if name + part in stored}
     nested, offset = ".nested_absmax" in pieces, settings.get("nested_offset")
     dtype, sizes = _DTYPES.get(str(settings.get("dtype"))), settings.get("shape")
     shape: tuple[int, ...] = ()  # unless of two complete numbers
@@ -441,22 +427,18 @@ def _nf4(
     return _weight(name, dtype, shape, unpack, *(pieces[part] for part in order), packing=packing)
 
 
-def _fp8_rows(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Packed]:
-    """Weights `[O, I]` of torchao: float8 values, with a scale for each row."""
-    for name in [name for name in stored if name.endswith(_QDATA)]:
-        stem, codes = name.removesuffix(_QDATA), stored[name]
-        scales = stored.get(stem + _SCALE, codes)
-        types, sizes = (codes.dtype, scales.dtype), (*codes.shape[:1], 1)
-        fits = len(codes.shape) == 2 and scales.shape == sizes and prod(codes.shape) % 64 == 0
-        if types != (torch.float8_e4m3fn, torch.float32) or not fits:
-            raise InputError(
-                f"{codes.file}: {stem + '.weight'!r} has no float8 (e4m3) values with an fp32 "
-                f"scale for each row; {_REMEDY}"
-            )
-        parts = scales, codes
-        yield _weight(
-            f"{stem}.weight", torch.bfloat16, codes.shape, _with_fp32, *parts, packing=FP8
+def _fp8_rows(module: str, stored: Mapping[str, Stored], settings: Settings) -> Packed:
+    """A weight `[O, I]` of torchao: float8 values, with a scale for each row."""
+    name, codes = f"{module}.weight", stored[module + _QDATA]
+    scales = stored.get(f"{module}._weight_scale", codes)
+    types, sizes = (codes.dtype, scales.dtype), (*codes.shape[:1], 1)
+    fits = len(codes.shape) == 2 and scales.shape == sizes and prod(codes.shape) % 64 == 0
+    if types != (torch.float8_e4m3fn, torch.float32) or not fits:
+        raise InputError(
+            f"{codes.file}: {name!r} has no float8 (e4m3) values with an fp32 scale for each row; "
+            f"{_REMEDY}"
         )
+    return _weight(name, torch.bfloat16, codes.shape, _with_fp32, scales, codes, packing=FP8)
 
 
 def _scales_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
@@ -517,10 +499,14 @@ def _refused(part: Stored, why: str) -> InputError:
     )
 
 
-_FINDERS = {
-    "mxfp4": _mxfp4, "fp8": _fp8, "compressed-tensors": _compressed, "gptq": _integers,
-    "awq": _integers,
+# By method: how the name of one part of each weight ends, and what makes the weight of all parts.
+_MAKERS: dict[str, tuple[str, Callable[..., Packed]]] = {
+    "mxfp4": ("_blocks", _mxfp4), "fp8": ("_scale_inv", _fp8),
+    "compressed-tensors": (".weight_scale", _compressed),
+    "gptq": (".qweight", _integers), "awq": (".qweight", _integers),
+    "bitsandbytes": (_STATE, _nf4), "torchao": (_QDATA, _fp8_rows),
 }  # fmt: skip
+_KEPT = {"bitsandbytes", "torchao"}  # all others are unpacked
 _OF_INTEGERS: dict[str, dict[str, tuple[Any, ...]]] = {  # settings that are taken, the usual first
     "gptq": {"bits": (4, 2, 8), "checkpoint_format": ("gptq", "gptq_v2"), "dynamic": (None, {})},
     "awq": {"bits": (4,), "version": ("gemm", "GEMM"), "zero_point": (True,)},
