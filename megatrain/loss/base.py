@@ -114,19 +114,15 @@ class Loss(ABC):
         """
         return sum(num_labelled(target) for target in targets)
 
-    def each(self, statistics: Statistics, targets_N: Tensor, *extras: Tensor) -> Tensor:
-        """The loss of each token `[N]`, or several numbers `[N, ...]`; 0 without a target."""
-        values = self.tokens(statistics, *extras)
-        used = (targets_N != IGNORED).view(-1, *[1] * (values.ndim - 1))
-        return torch.where(used, values, 0.0)
-
     def pooled(self, values: Tensor, targets_BT: Tensor) -> Tensor:
         """Tokens' values `[B, T, ...]` as they are, or what is made of them for rows `[B, ...]`."""
         return values
 
     def each_of(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
-        """The loss of each token `[N]`, from its logits; 0 where it has no target."""
-        return self.each(self.statistics(logits_NV, targets_N, *extras), targets_N, *extras)
+        """The loss of each token `[N]`, or several numbers `[N, ...]`; 0 without a target."""
+        values = self.tokens(self.statistics(logits_NV, targets_N, *extras), *extras)
+        used = (targets_N != IGNORED).view(-1, *[1] * (values.ndim - 1))
+        return torch.where(used, values, 0.0)
 
     def summed(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         """The losses of some tokens, added up (scalar, fp32), differentiable by the logits."""

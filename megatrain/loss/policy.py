@@ -207,8 +207,7 @@ class GRPO(JointLoss):
         """The divisor of `loss_type`. Raises InputError: two replies have one number."""
         example = labels_of(0, targets, extras)
         check_numbers("example", example)
-        if len(example):
-            check_rows("example", example, targets)
+        check_rows("example", example, targets)
         replies = sum(len(target) for target in targets)
         if self.loss_type == "dr_grpo":
             return replies * self.max_completion_length

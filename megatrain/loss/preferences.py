@@ -53,20 +53,19 @@ def labels_of(name: int, targets: Sequence[Tensor], extras: Sequence[Sequence[Te
     return torch.cat([inputs[name][target != IGNORED] for target, inputs in pairs])
 
 
-def check_rows(name: str, numbers: Tensor, targets: Sequence[Tensor]) -> None:
-    """Raises InputError: labels with one reply's number are in several rows of a step."""
+def check_rows(
+    name: str, numbers: Tensor, targets: Sequence[Tensor], kinds: Tensor | float = 0
+) -> None:
+    """Raises InputError: labels with one reply's number and kind are in several rows of a step."""
     count = sum(len(target) for target in targets)
     rows = torch.arange(count).split([len(target) for target in targets])
-    row_of_label = torch.cat(
-        [
-            row[:, None].expand(target.shape)[target != IGNORED]
-            for row, target in zip(rows, targets, strict=True)
-        ]
-    )
-    by_row = (numbers.long() * count + row_of_label).unique() // count  # one for each reply and row
+    every = [row[:, None].expand(target.shape) for row, target in zip(rows, targets, strict=True)]
+    row_of_label = labels_of(0, targets, [[each] for each in every])
+    reply = 2 * numbers.long() + kinds
+    by_row = (reply.long() * count + row_of_label).unique() // count  # one for each reply and row
     if len(twice := by_row[1:][by_row[1:] == by_row[:-1]]):
         raise InputError(
-            f"{name} {int(twice[0])} has a reply in several rows of this step; replies need "
+            f"{name} {int(twice[0]) // 2} has a reply in several rows of this step; replies need "
             "numbers of their own, in other micro-batches, too"
         )
 
@@ -133,12 +132,7 @@ class PairLoss(JointLoss):
                 f"pair {min(alone):.0f} has no label of a {which} reply in this step; a step takes "
                 "whole pairs"
             )
-        for kind in (0, 1):
-            of_kind = [
-                target.masked_fill(beside[1].ne(kind), IGNORED)
-                for target, beside in zip(targets, extras, strict=True)
-            ]
-            check_rows("pair", labels_of(0, of_kind, extras), of_kind)
+        check_rows("pair", pair, targets, chosen)
         return len(both[0])
 
 
