@@ -4,7 +4,6 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -106,8 +105,8 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def recomputing(share: float) -> AbstractContextManager[None]:
-    """A reusable context; functions compiled within keep `share` of their activations."""
+def recomputing(share: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: what a function compiles as it is called keeps `share` of its activations."""
     return torch._functorch.config.patch(activation_memory_budget=share)
 
 

@@ -120,7 +120,8 @@ class LayerTemplate:
         for purpose, news in zip(PURPOSES, _NEWS, strict=True):
             function = compile_and_tell(_apply, f"{name} ({news})", purpose)
             share = _SHARES.get(purpose)
-            self.compiled[purpose] = function if share is None else _in_budget(function, share)
+            # The budget is read when a function is compiled, at the first call of a shape.
+            self.compiled[purpose] = function if share is None else recomputing(share)(function)
 
     def tile(self, tokens: int, name: str, *, compiled: bool) -> None:
         """Run parts that act on each token alone in tiles of `tokens`; compile only those parts."""
@@ -186,18 +187,6 @@ def containers(args: tuple, kwargs: dict[str, Any]) -> list[MutableMapping]:
             lambda values, keys, cls=cls: cls(zip(keys, values, strict=True)),  # type: ignore[misc]
         )
     return mappings
-
-
-def _in_budget(function: Callable[..., Any], share: float) -> Callable[..., Any]:
-    # Read by torch's partitioner when the function is compiled, at the first call of a shape. Made
-    # once: each one is a class of its own, which a call would leave to the garbage collector.
-    budget = recomputing(share)
-
-    def budgeted(*args: Any) -> Any:
-        with budget:
-            return function(*args)
-
-    return budgeted
 
 
 def move_buffers(

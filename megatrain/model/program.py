@@ -4,14 +4,15 @@ Knows nothing of streams, slots or copies: tensors in, tensors out, one micro-ba
 Legend: B rows, T tokens of a row, D width, V vocabulary.
 """
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megatrain.base.changed import changed
 from megatrain.compat.torch import pytree, without_torch_function
 from megatrain.compat.transformers import finding_once
 from megatrain.errors import InputError, RunFailed
@@ -142,17 +143,9 @@ class ModelProgram:
         """Modules after the layers that may run in tiles."""
         return parts(self.capture.model, self.spec.epilogue)
 
-    @contextmanager
-    def eager(self) -> Iterator[None]:
+    def eager(self) -> AbstractContextManager[None]:
         """Within this context nothing is compiled: for a shape that is seen only once."""
-        compiled = [kind.compiled for kind in self.kinds]
-        for kind in self.kinds:
-            kind.compiled = {}
-        try:
-            yield
-        finally:
-            for kind, functions in zip(self.kinds, compiled, strict=True):
-                kind.compiled = functions
+        return changed(self.kinds, compiled={})
 
     def encode(
         self, weights: Weights, batch: MicroBatch, frozen: FrozenParts | None = None
@@ -427,15 +420,10 @@ def _own_buffers(
     layer: Layer, types: Mapping[str, torch.dtype], own: Container[str]
 ) -> dict[str, Tensor]:
     """The layer's buffers that differ from its template's, or are its `own`, in computed types."""
-    shared = dict(layer.kind.module.named_buffers())
-    buffers = {
-        name: buffer.to(types.get(f"{layer.name}.{name}", buffer.dtype))
-        for name, buffer in layer.module.named_buffers()
-    }
-    return {
-        name: buffer
-        for name, buffer in buffers.items()
-        if f"{layer.name}.{name}" in own
-        or buffer.dtype != shared[name].dtype
-        or not torch.equal(buffer, shared[name])
-    }
+    shared, buffers = dict(layer.kind.module.named_buffers()), dict[str, Tensor]()
+    for name, buffer in layer.module.named_buffers():
+        full = f"{layer.name}.{name}"
+        value, other = buffer.to(types.get(full, buffer.dtype)), shared[name]
+        if full in own or value.dtype != other.dtype or not torch.equal(value, other):
+            buffers[name] = value
+    return buffers
