@@ -1,16 +1,12 @@
 """Small tokenizers and chat templates shaped like those of well-known models."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import yaml
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -18,7 +14,7 @@ from megatrain.data.conversation import Conversation
 from megatrain.data.encoders import Encoder
 from megatrain.data.examples import PlacedExample
 from megatrain.data.rows import Reading
-from megatrain.errors import InputError
+from tests.refusals import table
 
 TEXT = """Tell me a short story about the sea. The sea was calm, and nobody was afraid of it.
 What is 12 + 30? It is 42. Thanks! You are welcome: ask again whenever you like.
@@ -28,12 +24,7 @@ def add(a, b):
 """
 
 
-def table(name: str) -> dict[str, Any]:
-    """One of the tables beside this file."""
-    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-
-
-TEMPLATES, ROWS = table("templates.yaml"), table("rows.yaml")
+TEMPLATES, ROWS = (table(__file__, name) for name in ("templates.yaml", "rows.yaml"))
 
 
 def one_line(template: str) -> str:
@@ -122,14 +113,6 @@ def spoken(tokenizer: Any, row: dict[str, Any]) -> tuple[str, list[str]]:
     ids, targets = encode_row(tokenizer, row)
     runs = groupby(zip(ids.tolist(), targets.tolist(), strict=True), key=lambda t: t[1])
     return tokenizer.decode(ids), [tokenizer.decode([i for i, _ in r]) for on, r in runs if on]
-
-
-@contextmanager
-def refused(problem: str) -> Iterator[Any]:
-    """The block ends in an InputError of one line that matches `problem`."""
-    with pytest.raises(InputError, match=problem) as caught:
-        yield caught
-    assert "\n" not in str(caught.value)
 
 
 def same_batches(first, second):

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from megatrain.config.schema import Config, EngineSection
 from megatrain.optim import RULES
 from megatrain.placement import RENAMED, renamed
 from megatrain.train.setup import make_schedule
+from tests.refusals import refused, table
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MINIMAL = """
@@ -150,44 +150,28 @@ def test_what_is_a_number_in_one_version_of_yaml_alone_is_refused(load, number):
         load(MINIMAL, f"training.steps={number}")
 
 
-MISTAKES = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text(encoding="utf-8"))
+MISTAKES, SETTINGS = (table(__file__, name) for name in ("mistakes.yaml", "settings.yaml"))
 
 
 @pytest.mark.parametrize("expected", MISTAKES)
 def test_a_mistake_is_one_line_with_the_key_and_what_would_be_right(load, expected):
-    with pytest.raises(InputError) as caught:
+    with refused(re.escape(expected)):
         load(MINIMAL, *MISTAKES[expected])
-    assert expected in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
-FILES = {
-    "": "not a mapping",
-    "- 1": "not a mapping",
-    "a: [1": "line 1: not valid: ",
-    "a:\n\tb: 1": "cannot start any token; indent by spaces",
-    "a:\n  b: 1\n c: 1": "but found '<block mapping start>'; indent by spaces",
-    "a: 1\na: 2": "line 2: not valid: key 'a' is given twice",
-    "a: &x [1]\nb: [*x, *x]": "line 2: not valid: aliases are not supported",
+FILES = SETTINGS["run files"] | {
     "a: " + "[" * 5000: "line 1: not valid: nested too deep",
     "a: " + "9" * 5000: "",
-    "? [a]\n: 1": "a key is not a name",
-    "a: !!python/object/apply:os.system [ls]": "tags are not supported",
-    "a: \x00": "not valid",
-    "a: 1\n---\nb: 2": "expected a single document",
     "x: 1 # " + "long " * 300_000: "larger than",
 }
 
 
 @pytest.mark.parametrize("text", FILES, ids=lambda text: text[:30])
 def test_a_hostile_or_broken_file_is_refused_in_one_line(load, text, tmp_path):
-    with pytest.raises(InputError) as caught:
+    with refused(f"^{re.escape(str(tmp_path / 'run.yaml'))}.*{re.escape(FILES[text])}"):
         load(text)
-    assert str(caught.value).startswith(str(tmp_path / "run.yaml"))
-    assert FILES[text] in str(caught.value)
     with pytest.raises(InputError, match=r"run.yaml: optimizer.lrr: unknown key; did you mean"):
         load(MINIMAL + "optimizer: {lrr: 1}\n")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("packed", ["", ".gz"])
@@ -219,27 +203,10 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("tree", "told"),
-    [
-        ({"learning_rate": 1e-5}, "learning_rate: unknown key; its name here is optimizer.lr"),
-        ({"use_peft": True}, "use_peft: unknown key; take adapter: {method: lora}: with"),
-        ({"stage": "sft", "dataset": "x", "cutoff_len": 8}, "; the keys of other trainers: "),
-        (
-            {"optimizer": {"name": "adamw", "beta2_decay": -0.8}},
-            "leave it out: they are Adafactor's, given up; without its keys: --set 'optimizer={",
-        ),
-        (
-            {"model": {"path": "m", "base_model": "x"}},
-            "a link in its old place: ln -s NEW OLD",
-        ),
-        ({"loss": {"gamma": 1.0}}, "leave it out: they are SimPO's and RLOO's, given up"),
-        ({"training": {"gradient_accumulation_steps": 4}}, "is training.batch_size (rows of"),
-    ],
-)
-def test_a_key_of_another_trainer_is_refused_with_ours(tree, told):
+@pytest.mark.parametrize("told", SETTINGS["keys of others"])
+def test_a_key_of_another_trainer_is_refused_with_ours(told):
     with pytest.raises(InputError, match=re.escape(told)):
-        validate(tree, "run.yaml")
+        validate(SETTINGS["keys of others"][told], "run.yaml")
 
 
 # Of the first column, what is no key of a run file: files, classes, and parts of what is one.
@@ -271,27 +238,11 @@ def test_each_key_of_the_document_is_answered_with_keys_that_exist():
 
 # What a placement may be.
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"slots": -1}, "slots is -1; it must be >= 0"),
-    ({"slots": 10**9}, "slots is 1000000000; it must be <= 10,000"),
-    ({"slots": True}, "slots is True; it must be an integer"),
-    ({"head_tokens": 0}, "head_tokens is 0; it must be >= 1"),
-    ({"slots": 3, "prefetch": 3}, "prefetch is 3; with 3 slots it must be between 0 and 2"),
-    ({"keep_rows": 1}, "keep_rows is 1; it must be true or false"),
-    ({"layer_inputs": "disk"}, "layer_inputs is 'disk'; it must be 'device' or 'host'"),
-    ({"resident": "head"}, "resident is 'head'; it must be a list of tile names"),
-    (
-        {"passes": 2, "keep_rows": False},
-        "keep_rows is false, but in several passes the embedding's rows stay on the device; set it "
-        "true, or set passes: 1",
-    ),
-]
 
-
-@pytest.mark.parametrize(("choices", "message"), REFUSED)
-def test_impossible_choices_are_refused_in_one_line(choices, message):
+@pytest.mark.parametrize("message", SETTINGS["placement"])
+def test_impossible_choices_are_refused_in_one_line(message):
     with pytest.raises(InputError) as caught:
-        Placement(**choices)
+        Placement(**SETTINGS["placement"][message])
     assert str(caught.value) == f"placement.{message}"
 
 

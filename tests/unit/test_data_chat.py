@@ -10,13 +10,13 @@ from tokenizers import AddedToken
 from megatrain.data import open_dataset
 from megatrain.data.conversation import messages
 from megatrain.errors import InputError
+from tests.refusals import refused
 from tests.unit.data_cases import (
     QWEN,
     ROWS,
     chat_tokenizer,
     encode_row,
     make_tokenizer,
-    refused,
     spoken,
     talk,
     write_jsonl,

@@ -13,12 +13,12 @@ from megatrain.data import open_dataset, readers
 from megatrain.data.rows import Reading
 from megatrain.errors import InputError
 from tests.inside import sized
+from tests.refusals import refused
 from tests.unit.data_cases import (
     ROWS,
     chat_tokenizer,
     encode_row,
     make_tokenizer,
-    refused,
     talk,
     write_jsonl,
 )

@@ -7,7 +7,8 @@ import pytest
 
 from megatrain.data import StepLoader, open_dataset
 from megatrain.errors import InputError
-from tests.unit.data_cases import make_tokenizer, refused, same_batches, write_jsonl
+from tests.refusals import refused
+from tests.unit.data_cases import make_tokenizer, same_batches, write_jsonl
 
 ROWS = 23
 

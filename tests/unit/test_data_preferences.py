@@ -13,12 +13,12 @@ from megatrain.data.preferences import scored
 from megatrain.data.token_store import open_store
 from megatrain.errors import InputError
 from megatrain.loss import DPO, Contrastive, Reward
+from tests.refusals import refused
 from tests.unit.data_cases import (
     ROWS,
     chat_tokenizer,
     encode_row,
     make_tokenizer,
-    refused,
     talk,
     write_jsonl,
 )

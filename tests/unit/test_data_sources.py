@@ -14,7 +14,8 @@ from megatrain.data.demo_corpus import END_OF_TEXT, PADDING
 from megatrain.data.sources import find_files, open_sources
 from megatrain.errors import InputError
 from tests.inside import sized
-from tests.unit.data_cases import ROWS, make_tokenizer, refused, write_jsonl
+from tests.refusals import refused
+from tests.unit.data_cases import ROWS, make_tokenizer, write_jsonl
 
 GOOD = json.dumps({"text": "The sea was calm."}).encode() + b"\n"
 

@@ -8,12 +8,12 @@ import pytest
 from megatrain.data import open_dataset
 from megatrain.data.sources import find_files
 from megatrain.errors import InputError
+from tests.refusals import refused
 from tests.unit.data_cases import (
     ROWS,
     chat_tokenizer,
     encode_row,
     make_tokenizer,
-    refused,
     talk,
     write_jsonl,
 )

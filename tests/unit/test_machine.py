@@ -31,6 +31,7 @@ from megatrain.plan.doctor import (
 from megatrain.telemetry import gpu
 from megatrain.telemetry.gpu import known_gpus, named_gpu
 from tests.inside import answering, sized
+from tests.refusals import table
 
 KEY = rates.Key("GPU-1234", "580.1", "Some CPU", 16)
 
@@ -59,37 +60,19 @@ def test_every_listed_gpu_is_found_by_its_name_and_has_sensible_figures():
     assert len({gpu.words for gpu in known_gpus()}) == len(known_gpus())
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("rtx4090", "RTX 4090"),
-        ("3080ti", "RTX 3080 Ti"),
-        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
-        ("B200 192 GB", "B200"),
-        ("NVIDIA L40", "L40"),
-        ("NVIDIA GB10", "GB10"),
-        ("AMD Radeon 8060S Graphics", "Strix Halo"),
-        ("m4max", "M4 Max"),
-    ],
-)
-def test_a_gpu_goes_by_many_names(text, name):
-    assert named_gpu(text).name == name
+NAMES = table(__file__, "settings.yaml")
 
 
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("A100", "did you mean A100 40GB or A100 80GB?"),
-        ("NVIDIA GeForce RTX 3060 Ti", "did you mean"),
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "unknown GPU"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "unknown GPU"),
-        ("", "known are "),
-    ],
-)
-def test_an_unknown_gpu_is_answered_with_the_nearest(text, hint):
+@pytest.mark.parametrize("name", NAMES["GPUs"])
+def test_a_gpu_goes_by_many_names(name):
+    assert named_gpu(NAMES["GPUs"][name]).name == name
+
+
+@pytest.mark.parametrize("text", NAMES["unknown GPUs"])
+def test_an_unknown_gpu_is_answered_with_the_nearest(text):
     with pytest.raises(InputError, match="unknown GPU") as error:
         named_gpu(text)
-    assert hint in str(error.value)
+    assert NAMES["unknown GPUs"][text] in str(error.value)
 
 
 def test_memory_that_is_shared_is_one_size_less_what_the_system_keeps():
