@@ -8,8 +8,10 @@ from typing import Any
 import yaml
 
 from megatrain.telemetry.metrics import read_metrics
+from tests.refusals import table
 from tests.unit.data_cases import write_jsonl
 
+MISTAKES = table(__file__, "mistakes.yaml")
 SENTENCES = ["the cat sat on the mat", "a dog ran to the cat", "the mat was on the dog"]
 
 TEMPLATE = (

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatrain.telemetry.metrics import model_tflops
-from tests.cli.cases import change_run, records, sets
+from tests.cli.cases import MISTAKES, change_run, records, sets
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 HERE = ("--gpu", "4090", "--host-memory", "64GiB", "--cores", "8")
@@ -92,13 +92,6 @@ def test_a_plan_knows_the_adapter(megatrain, adapter_file):
     assert_adapter_is_planned(told)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"adapter__target_modules": ["nope"]}, "no module 'nope' (target_modules); there are"),
-        ({"engine__precision": "fp8", "adapter__use_dora": True}, "use_dora needs"),
-        ({"model__train_only": ["lora", "norm"]}, "trained beside the adapter"),
-    ],
-)
-def test_a_bad_adapter_is_refused_in_a_line(megatrain, adapter_file, changes, said):
-    megatrain.refused(said, "train", adapter_file, *sets(**changes))
+@pytest.mark.parametrize("told", MISTAKES["adapter"])
+def test_a_bad_adapter_is_refused_in_a_line(megatrain, adapter_file, told):
+    megatrain.refused(told, "train", adapter_file, *sets(**MISTAKES["adapter"][told]))

@@ -13,6 +13,7 @@ from benchmarks.configurations import CONFIGS
 from benchmarks.step import app, statistics_of
 from megatrain.cli.models import qwen2_config
 from megatrain.optim import RULES
+from tests.cli.cases import MISTAKES
 from tests.inside import compiled_by
 from tests.sweeps import few
 
@@ -146,15 +147,9 @@ def test_a_mixture_generates_with_whole_layers_and_with_chosen_experts(
     assert "the same tokens" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("choice", "problem"),
-    [
-        ("slot=2", "write NAME=VALUE with NAME one of slots, prefetch"),
-        ("slabs=2", "'slabs' is now called 'host_grad_buffers'"),
-        ("slots=[", "line 1: not valid"),
-    ],
-)
-def test_a_wrong_placement_is_refused(measure, choice, problem):
+@pytest.mark.parametrize("problem", MISTAKES["bench"])
+def test_a_wrong_placement_is_refused(measure, problem):
+    choice = MISTAKES["bench"][problem]
     result = measure("--shape", "0.5b", "--placement", choice)
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
     assert f"megatrain: error: --placement {choice}: {problem}" in result.stderr

@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, pipeline
 
-from tests.cli.cases import records, sets
+from tests.cli.cases import MISTAKES, records, sets
 from tests.sweeps import few
 
 WORDS = {"good": "cat mat sat", "bad": "dog ran to", "odd": "the on a"}
@@ -87,28 +87,9 @@ def test_a_head_of_classes_may_be_trained_beside_an_adapter(megatrain, class_fil
     megatrain.refused("the model's head has the labels good, bad, odd", "train", file, *other)
 
 
-MISTAKES = {
-    "is no class: they are good, bad, odd": ("sequence_classification", {"text": "a", "label": 3}),
-    "'mad' is no class": ("sequence_classification", {"text": "a", "label": "mad"}),
-    "a list of different ones": ("several", {"text": "a", "label": [0, 1, 0]}),
-    "which of both classes": ("several", {"text": "a", "label": [1, 0]}, {"labels": ["a", "b"]}),
-    "'label' must be one class": ("sequence_classification", {"text": "a", "label": [0, 1]}),
-    "and 'tags' a class of each": ("token_classification", {"tokens": ["a"], "tags": [0, 1]}),
-    "no format has these": ("token_classification", {"text": "a"}),
-    "token_classification needs labels": ("token_classification", {}, {"labels": ["one"]}),
-    "two names or more, each once": ("token_classification", {}, {"labels": ["a", "b", "a"]}),
-    # Stars from 1 to 3 would be learnt one lower than they are, where no row has 3.
-    "1 is no class: they are": (
-        "sequence_classification",
-        {"text": "a", "label": 1},
-        {"labels": ["1", "2", "3"]},
-    ),
-}
-
-
-@pytest.mark.parametrize("said", MISTAKES)
+@pytest.mark.parametrize("said", MISTAKES["classes"])
 def test_rows_without_right_classes_are_told_in_a_line(megatrain, class_file, said):
-    kind, row, *loss = MISTAKES[said]
+    kind, row, *loss = MISTAKES["classes"][said]
     megatrain.refused(said, "train", class_file(kind, [row], *loss))
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatrain.model.companions import tokenizer_files
-from tests.cli.cases import change_run, records, sets, tiny_llama
+from tests.cli.cases import MISTAKES, change_run, records, sets, tiny_llama
 from tests.cli.test_ranks import assert_same_run, one_rank, two_then_three
 from tests.parity.cases import noisy
 from tests.sweeps import few
@@ -69,16 +69,9 @@ def test_a_run_that_distils_goes_on_exactly(megatrain, distilling, teacher, tmp_
     assert (tmp_path / "run" / FILE).read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"loss__teacher": "/nowhere/model"}, "loss.teacher: /nowhere/model"),
-        ({"loss__top_k": 100000}, "loss.top_k is 100000, and the vocabulary has"),
-        ({"data__sequence_length": 65}, "65 is longer than the model allows"),
-    ],
-)
-def test_what_cannot_be_distilled_is_refused_in_a_line(megatrain, distilling, changes, message):
-    megatrain.refused(message, "train", distilling(), *sets(**changes))
+@pytest.mark.parametrize("told", MISTAKES["distilled"])
+def test_what_cannot_be_distilled_is_refused_in_a_line(megatrain, distilling, told):
+    megatrain.refused(told, "train", distilling(), *sets(**MISTAKES["distilled"][told]))
 
 
 def test_a_teacher_with_other_tokens_is_refused(megatrain, distilling, teacher, tmp_path):

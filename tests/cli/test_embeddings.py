@@ -8,7 +8,7 @@ from transformers import AutoModel
 
 from megatrain.errors import InputError
 from megatrain.model.companions import sentence_files
-from tests.cli.cases import records, sets
+from tests.cli.cases import MISTAKES, records, sets
 
 
 def rows_of(kind="plain"):
@@ -108,22 +108,11 @@ def test_malformed_files_of_sentence_transformers_are_told_in_a_line(modules, po
 
 
 ONE = sets(training__batch_size=1, training__micro_batch_size=1)
-MISTAKES = {
-    "it has 1 negatives, and loss.negatives is 0": ({"negative": "a"}, {}),
-    "it has 1 negatives, and loss.negatives is 2": ({"negatives": ["a"]}, {"negatives": 2}),
-    "must be texts, and not empty": ({"positive": " "}, {}),
-    "and no format has these (a row needs one of: anchor, positive)": (
-        {"anchor": None, "text": "a"},
-        {},
-    ),
-    "the row": ({"images": ["a.png"]}, {}),
-    "pooling is 'max'": ({}, {"pooling": "max"}),
-    "one row a step without": ({}, {}, *ONE),
-}
+TABLE = {**MISTAKES["embedded"], "one row a step without": [{}, {}, *ONE]}
 
 
-@pytest.mark.parametrize("said", MISTAKES)
+@pytest.mark.parametrize("said", TABLE)
 def test_rows_that_are_no_texts_to_embed_are_told_in_a_line(megatrain, embedding_file, said):
-    more, loss, *keys = MISTAKES[said]
+    more, loss, *keys = TABLE[said]
     row = {n: v for n, v in ({"anchor": "a", "positive": "b"} | more).items() if v is not None}
     megatrain.refused(said, "train", embedding_file(rows=[row], **loss), *keys)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
 from megatrain.cli.app import app
-from tests.cli.cases import TALK, sets
+from tests.cli.cases import MISTAKES, TALK, sets
 from tests.unit.data_cases import write_jsonl
 
 OPTIONS = ["--max-new-tokens", "4", "--temperature", "0", "--device", "cpu", "--precision", "fp32"]
@@ -50,24 +50,13 @@ def test_each_batch_draws_other_random_numbers(megatrain, trained, tmp_path):
     assert len({*rows}) == 4
 
 
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (None, "p.jsonl: cannot be read: No such file"),
-        (b"", "p.jsonl: holds no prompt"),
-        (b"\xff\xfe", "p.jsonl: cannot be read: not UTF-8"),
-        (b'{"prompt": "a"}\n{', "p.jsonl:2: not JSON"),
-        (b'{"text": "a"}\n', "p.jsonl:1: neither 'prompt'"),
-        (b'{"messages": "a"}\n', "p.jsonl:1: neither 'prompt'"),
-        (b'{"prompt": "a", "system": "b"}\n', "p.jsonl:1: 'system' is not read"),
-        (b'{"messages": [], "tools": [{}]}\n', "p.jsonl:1: 'tools' is not read"),
-        (b'{"messages": [{"role": "user", "content": "a"}]}\n', "no chat template"),
-    ],
-)
-def test_prompts_that_cannot_be_used(megatrain, trained, tmp_path, content, problem):
-    if content is not None:
-        (tmp_path / "p.jsonl").write_bytes(content)
-    megatrain.refused(problem, "generate", trained[0], "--prompts", tmp_path / "p.jsonl", *OPTIONS)
+@pytest.mark.parametrize("problem", MISTAKES["prompts"])
+def test_prompts_that_cannot_be_used(megatrain, trained, tmp_path, problem):
+    for content in MISTAKES["prompts"][problem]:
+        path = tmp_path / "p.jsonl"
+        if content is not None:
+            path.write_bytes(content.encode("latin-1"))
+        megatrain.refused(problem, "generate", trained[0], "--prompts", path, *OPTIONS)
 
 
 def test_a_context_with_less_room_than_was_asked_for_is_named(megatrain, trained, caplog):

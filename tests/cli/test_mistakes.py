@@ -3,12 +3,10 @@
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import yaml
 
 from megatrain import Engine, __version__, config
 from megatrain.cli import main
@@ -17,12 +15,9 @@ from megatrain.device import cpu
 from megatrain.driver.base import Gpu
 from megatrain.errors import InputError
 from megatrain.train import second_model, setup
-from tests.cli.cases import SENTENCES, assert_refused, change_run, sets
+from tests.cli.cases import MISTAKES, SENTENCES, assert_refused, change_run, sets
 from tests.inside import answering
 from tests.unit.data_cases import write_jsonl
-
-TABLE = Path(__file__).with_name("mistakes.yaml")
-MISTAKES: dict[str, dict[str, Any]] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
 
 
 def given(overrides):

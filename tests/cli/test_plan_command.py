@@ -2,7 +2,6 @@
 
 import json
 import mmap
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,8 +14,8 @@ from megatrain.forecast.measure import Measurer
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
 from megatrain.train.second_model import Teacher
+from tests.cli.cases import MISTAKES, change_run, sets, tiny_llama
 from tests.cli.cases import assert_refused as refused
-from tests.cli.cases import change_run, sets, tiny_llama
 from tests.cli.test_distill import distilling, teacher  # noqa: F401
 from tests.inside import answering, sized
 
@@ -127,31 +126,12 @@ def test_missing_data_is_said_after_the_plan(megatrain, run_file):
     assert command.missing_data(["*.yaml", "none/*.txt"]) == "data.path: none/*.txt is not there"
 
 
-MISTAKES = {
-    "no model": ([], "give either a run file or --model"),
-    "both": (["run.yaml", "--model", "7B"], "give either a run file or --model"),
-    "no file": (["none.yaml"], "none.yaml: cannot be read: No such file or folder: give a"),
-    "shape": (["--model", "8B"], "unknown model '8B'; did you mean"),
-    "empty": (["--model", ""], "unknown model ''"),
-    "folder": (["--model", str(Path(__file__).parent)], "no config.json there"),
-    "gpu": (["--model", "7B", "--gpu", "RTX 4099"], "unknown GPU 'RTX 4099'; did you mean"),
-    "size": (["--model", "7B", "--host-memory", "lots"], "--host-memory: not a size: 'lots'"),
-    "no unit": (["--model", "7B", "--host-memory", "64"], "--host-memory: not a size: '64' (write"),
-    "nothing": (["--model", "7B", "--device-memory", "0"], "--device-memory: not a size: '0'"),
-    "few tokens": (["--model", "7B", "--tokens", 10], "holds no sequence of 1,024"),
-    "many tokens": (["--model", "7B", "--tokens", 10**12], "more than can be planned"),
-    "many rows": (["--model", "7B", "--micro-batch", 97], "97 rows is not between 1 and"),
-    "no length": (["--model", "7B", "--total-tokens", "nan"], "--total-tokens: should be "),
-    "long": (["--model", "model", "--sequence-length", 128, "--tokens", 128], "128 is longer"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake(megatrain, model_file, name):
-    arguments, text = MISTAKES[name]
-    given = {"--gpu", "--host-memory"} & set(arguments)
+@pytest.mark.parametrize("told", MISTAKES["plan"])
+def test_a_mistake(megatrain, model_file, told):
+    arguments = MISTAKES["plan"][told]
+    given = {"--gpu", "--host-memory"} & set(map(str, arguments))
     rest = HERE if not given else HERE[2:] if "--gpu" in given else [*HERE[:2], *HERE[4:]]
-    refused(megatrain("plan", *arguments, *rest), text)
+    refused(megatrain("plan", *arguments, *rest), told)
 
 
 def test_a_configuration_that_cannot_be_is_told_with_the_reason(megatrain, model_file):

@@ -15,7 +15,7 @@ from megatrain.data import load_tokenizer
 from megatrain.data.prompts import prompt_ids
 from megatrain.errors import RunFailed
 from megatrain.train.rollouts import Rewards
-from tests.cli.cases import SENTENCES, change_run, records, sets, tiny_llama
+from tests.cli.cases import MISTAKES, SENTENCES, change_run, records, sets, tiny_llama
 from tests.cli.test_ranks import assert_same_run, one_rank, run_of, two_then_three
 from tests.parity.ranks import run_ranks
 from tests.structure.source_tree import ROOT
@@ -245,43 +245,13 @@ def test_other_prompts_and_replies_come_each_step(megatrain, rollout_file, tmp_p
     assert not {str(p) for p in steps[0][0]} & {str(p) for p in steps[1][0]}
 
 
-MISTAKES = {
-    "no function": (["rewards.py:x"], "rollout.rewards: rewards.py has no function 'x'"),
-    "no file": (["nothing.py:f"], "rollout.rewards: nothing.py cannot be imported"),
-    "too few": (["rewards.py:few"], "step 1: reward few returned .*one for each of 12 completions"),
-    "text": (["rewards.py:text"], "step 1: reward text returned .'good', .*list of finite"),
-    "digits": (["rewards.py:digits"], "step 1: reward digits returned '1+'; .*list of finite"),
-    "broken": (["rewards.py:broken"], "step 1: reward broken failed: KeyError: 'no such thing'"),
-    "exits": (["rewards.py:exits"], "step 1: reward exits failed: SystemExit"),
-    "loss": (["rewards.py:hasty"], "reward hasty failed: ValueError: log_metric: 'loss' is a name"),
-    "none": (["rewards.py:number"], "rewards.py has no function 'number'"),
-    "twice": (["rewards.py:few", "rewards.py:few"], "two functions have one name"),
-    "nobody": (  # it would end well with a model that has learnt nothing
-        ["rewards.py:nothing", "rewards.py:undefined"],
-        "step 1: no function of rollout.rewards has rewarded any of the 12 replies: each returned "
-        "None or NaN for all of them; correct .* with training.on_nonfinite: skip; its rows: ",
-    ),
-    "no module": (["no_such_module:f"], "cannot be imported"),
-    "long": (["rewards.py:few"], "the prompt has .* tokens, and data.sequence_length"),
-    "all long": (["rewards.py:few"], "no prompt that can be used"),
-    "no prompt": (["rewards.py:few"], "no field 'prompt'"),
-    "a prompt elsewhere": (["rewards.py:few"], "no field 'prompt': its fields are"),
-}
-OF_DATA = {
-    "long": {"data__sequence_length": 10},
-    "all long": {"data__sequence_length": 10, "data__overlong": "drop"},
-    "no prompt": {"data__fields": {"prompt": None}},
-    "a prompt elsewhere": {"data__fields": {"prompt": "question"}},
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_bad_rewards_and_prompts_are_told_in_a_line(megatrain, rollout_file, tmp_path, name):
-    rewards, message = MISTAKES[name]
+@pytest.mark.parametrize("message", MISTAKES["rewards"])
+def test_bad_rewards_and_prompts_are_told_in_a_line(megatrain, rollout_file, tmp_path, message):
+    rewards, *keys = MISTAKES["rewards"][message]
     file = rollout_file({"name": "grpo"})
-    chosen = sets(rollout__rewards=rewards, **OF_DATA.get(name, {}))
+    chosen = sets(rollout__rewards=rewards, **(keys[0] if keys else {}))
     result = megatrain("train", file, *chosen)
-    assert result.exit_code == (4 if "step 1: " in message or name == "loss" else 2)
+    assert result.exit_code == (4 if "step 1: " in message or "hasty" in message else 2)
     assert re.search(message, result.stderr), result.stderr
     assert not (tmp_path / "run" / "model").exists()
 

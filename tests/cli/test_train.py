@@ -15,7 +15,7 @@ from megatrain.config import DataSection, load
 from megatrain.loss import LabelSmoothing
 from megatrain.model.trained import Trained
 from megatrain.train import data, second_model, setup
-from tests.cli.cases import assert_refused, records, sets
+from tests.cli.cases import MISTAKES, records, sets
 
 
 def test_a_run_leaves_all_it_promises(trained):
@@ -173,14 +173,6 @@ def test_each_key_of_a_run_file_reaches_whom_it_is_for(run_file, monkeypatch):
 # Which parameters a run trains.
 
 
-@pytest.mark.parametrize(
-    ("choice", "told"),
-    [
-        ({"model__freeze": ["lm_hed"]}, "freeze: 'lm_hed' matches the name of no parameter; there"),
-        ({"model__freeze": ["("]}, "model.freeze: '(' is not a regular expression"),
-        ({"model__train_only": []}, "model.train_only"),
-        ({"model__freeze": ["."]}, "every parameter is frozen: there is nothing to train"),
-    ],
-)
-def test_choices_that_cannot_be_made_are_refused(megatrain, run_file, choice, told):
-    assert_refused(megatrain("train", run_file, *sets(**choice)), told)
+@pytest.mark.parametrize("told", MISTAKES["frozen"])
+def test_choices_that_cannot_be_made_are_refused(megatrain, run_file, told):
+    megatrain.refused(told, "train", run_file, *sets(**MISTAKES["frozen"][told]))
