@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 from functools import partial
 
@@ -12,9 +13,9 @@ from megatrain.checkpoint import files, mark, rotate, verify, whole_checkpoints
 from megatrain.checkpoint.manifest import KEEP, read_checkpoint
 from tests.checkpoint.cases import batches, change, engine_of, flip
 from tests.inside import set_steps, sized
+from tests.refusals import refused, table
 
 LAYER = "tiles/0002-layer-0.safetensors"
-OTHER = "tiles/0003-layer-1.safetensors"
 
 
 @pytest.fixture(scope="session")
@@ -37,15 +38,13 @@ def newer(two, tmp_path):
     return tmp_path / "two" / "step-2"
 
 
-def refused(folder, *words):
+def refuses(folder, *words):
     """The message that loading gives."""
-    with pytest.raises(InputError) as caught:
+    with refused(re.escape(str(folder))) as caught:
         Engine.load(folder, device="cpu")
-    message = str(caught.value)
     for word in words:
-        assert word in message, message
-    assert str(folder) in message and "\n" not in message
-    return message
+        assert word in str(caught.value)
+    return str(caught.value)
 
 
 def test_an_undamaged_one_is_whole(newer):
@@ -60,10 +59,10 @@ def test_a_missing_or_truncated_file(newer, name):
     size = (newer / name).stat().st_size
     for share in (0.99, 0.5, 0.0):
         os.truncate(newer / name, int(share * size))
-        refused(newer, str(newer / name))
+        refuses(newer, str(newer / name))
         assert whole_checkpoints(newer.parent)[0] == newer.parent / "step-1"
     (newer / name).unlink()
-    refused(newer, str(newer / name), "missing")
+    refuses(newer, str(newer / name), "missing")
     assert whole_checkpoints(newer.parent)[0] == newer.parent / "step-1"
 
 
@@ -73,7 +72,7 @@ def test_a_flipped_bit(newer, name):
     for share in (0.0, 0.01, 0.3, 0.7, 0.9, 1.0):
         place = min(int(share * size), size - 1)
         flip(newer / name, place, bit=5)
-        refused(newer, str(newer / name), "checksum")
+        refuses(newer, str(newer / name), "checksum")
         flip(newer / name, place, bit=5)
 
 
@@ -91,11 +90,7 @@ def test_flipped_bits_of_the_manifest(newer):
 def test_links_are_not_followed(newer, name):
     (newer / name).rename(newer.parent / "elsewhere")
     (newer / name).symlink_to(newer.parent / "elsewhere")
-    refused(newer, str(newer / name), "links are not followed")
-
-
-def resized(content, **changes):
-    content["files"][LAYER] |= changes
+    refuses(newer, str(newer / name), "links are not followed")
 
 
 def versions(content, version):
@@ -107,77 +102,36 @@ def renamed(content, name):
     content["files"][name] = content["files"]["extra.json"]
 
 
+def lied(lie, content):
+    """The last of the list is put at the place that the others name."""
+    *places, name, value = lie
+    for place in places:
+        content = content[place]
+    content[name] = value
+
+
 # Names of files that leave the folder.
 NAMES = ("../step-1/extra.json", "/etc/passwd", "tiles/../extra.json", "a\\b", "", "./a", "a\0b")
 EDITS = {
-    **{
-        f"the name {name!r}": (partial(renamed, name=name), "Predicate 'lies_inside' failed")
-        for name in NAMES
-    },
-    "an unknown version": (lambda c: c.update(version=2), "version: should be 1"),
-    "no manifest of ours": (lambda c: c.update(format="x"), "format: should be 'megatrain ch"),
-    "a negative size": (lambda c: resized(c, num_bytes=-1), "num_bytes: should be g"),
-    "no pieces": (lambda c: resized(c, pieces=[]), "do not make up"),
-    "an unknown key": (lambda c: c["settings"].update(x=1), "settings.x: Unexpected"),
-    "a missing key": (lambda c: c["settings"].pop("seed"), "settings.seed: Field required"),
-    "tiles of no file": (lambda c: c["tiles"][2].update(file="x"), "a tile has no file, or"),
-    "two tiles of a file": (lambda c: c["tiles"][2].update(file=OTHER), "of another one"),
-    "an unknown dtype": (
-        lambda c: c["tiles"][2]["planes"]["weights"].update(dtype="X"), "weights.dtype: Predicate",
-    ),
-    "a longer plane": (
-        lambda c: c["tiles"][2]["planes"]["weights"].update(numel=1 << 40), "planes are not those",
-    ),
-    "a parameter outside": (
-        lambda c: c["tiles"][2]["parameters"][0].update(offset=1 << 40), "does not fit",
-    ),
-    "a shape of many dimensions": (
-        lambda c: c["tiles"][2]["parameters"][0].update(shape=[1] * 99), "shape: Tuple should have",
-    ),
-    "a parameter twice": (
-        lambda c: c["tiles"][2]["parameters"].append(c["tiles"][2]["parameters"][0]), "two places",
-    ),
-    "another name": (
-        lambda c: c["tiles"][2]["parameters"][0].update(name="x"), "has no parameter",
-    ),
-    "another shape": (
-        lambda c: c["tiles"][2]["parameters"][0].update(shape=[1]), "has shape",
-    ),
-    "an unknown choice": (lambda c: c["settings"]["placement"].update(x=1), "of another version"),
-    "a bad choice": (lambda c: c["settings"]["placement"].update(slots=-1), "must be >= 0"),
-    "a bad rate": (lambda c: c["settings"]["groups"][0].update(lr="x"), "must be a number"),
-    "other groups": (
-        lambda c: c["settings"]["groups"][0].update(param_names=[]), "of other parameters",
-    ),
-    "Adafactor": (
-        lambda c: c["settings"]["optimizer"].update(name="adafactor"), "trained with Adafactor",
-    ),
-    "another optimizer": (lambda c: c["settings"]["optimizer"].update(x=1), "none that is known"),
-    "another class": (lambda c: c["settings"].update(model_class="X"), "of a X, which cannot"),
-    "another source": (lambda c: c["settings"].update(dtype="int8"), "dtype 'int8' is unknown"),
-    "more updates than steps": (lambda c: versions(c, 3), "of more updates than there were steps"),
-    "tiles of two versions": (lambda c: c["tiles"][2].update(version=1), "of different versions"),
-    "no such group": (
-        lambda c: c["tiles"][2]["parameters"][0].update(group=9), "of no optimizer group",
-    ),
-    "parameters that overlap": (
-        lambda c: c["tiles"][2]["parameters"][1].update(offset=0), "overlap",
-    ),
-    "a norm of nothing": (lambda c: c["settings"].update(max_grad_norm=-1.0), "must be positive"),
-    "an unknown frozen one": (
-        lambda c: c["settings"].update(frozen=["x"]), "frozen parameter 'x' is unknown",
-    ),
-}  # fmt: skip
+    **{words: partial(lied, lie) for words, lie in table(__file__, "lies.yaml").items()},
+    "settings.seed: Field required": lambda c: c["settings"].pop("seed"),
+    "two places": lambda c: c["tiles"][2]["parameters"].append(c["tiles"][2]["parameters"][0]),
+    "of more updates than there were steps": partial(versions, version=3),
+}
 
 
-@pytest.mark.parametrize("what", list(EDITS))
-def test_a_manifest_that_lies(newer, what):
-    edit, words = EDITS[what]
-    change(newer, edit)
-    with pytest.raises(InputError) as caught:
+@pytest.mark.parametrize("words", EDITS)
+def test_a_manifest_that_lies(newer, words):
+    change(newer, EDITS[words])
+    with refused(re.escape(words)):
         Engine.load(newer, device="cpu")
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_manifest_that_names_files_elsewhere(newer, name):
+    change(newer, partial(renamed, name=name))
+    with refused("Predicate 'lies_inside' failed"):
+        Engine.load(newer, device="cpu")
 
 
 def test_the_fallback_checksum(newer, monkeypatch, tmp_path):
@@ -212,12 +166,12 @@ def test_a_file_of_other_content(newer, what):
     name, edit, words = DAMAGES[what]
     path = newer / name
     path.write_text(edit(path.read_text() if path.exists() else ""))
-    refused(newer, name, words)
+    refuses(newer, name, words)
 
 
 def test_a_huge_manifest(newer):
     os.truncate(newer / "manifest.json", 1 << 40)  # a hole: it takes no room on the disk
-    refused(newer, "manifest.json", "larger than 32 MiB")
+    refuses(newer, "manifest.json", "larger than 32 MiB")
 
 
 def test_a_hostile_header_that_is_signed(newer):
@@ -233,7 +187,7 @@ def test_a_hostile_header_that_is_signed(newer):
         content["files"][LAYER]["pieces"][0] = [size, summed]
 
     change(newer, edit)
-    refused(newer, LAYER, "ask for a header of 4611686018427387904 bytes")
+    refuses(newer, LAYER, "ask for a header of 4611686018427387904 bytes")
 
 
 def test_an_earlier_version_s_choice_that_was_left_unset_is_passed_over(newer):

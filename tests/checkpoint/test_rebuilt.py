@@ -15,6 +15,7 @@ from tests.checkpoint.cases import add_code, batches, engine_of
 from tests.families.tiny import tiny_model
 from tests.inside import sized, spec_of
 from tests.parity.cases import llama
+from tests.refusals import refused
 
 
 class Scaled(LlamaForCausalLM):
@@ -101,9 +102,8 @@ def changed(what):
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_could_not_be_loaded_is_refused_at_once(what):
-    with pytest.raises(InputError, match=CHANGES[what][1]) as caught:
+    with refused(CHANGES[what][1]):
         Engine(changed(what), optimizer=AdamW(), device="cpu")
-    assert "\n" not in str(caught.value)
 
 
 def test_a_head_that_was_untied():

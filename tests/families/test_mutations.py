@@ -23,6 +23,7 @@ from megatrain.model.probe import find_stacks
 from megatrain.model.rebuilt import emptied
 from tests.families.plain import EPS, LR, make_steps, plain_training, train_in_place
 from tests.families.tiny import tiny_config, tiny_model
+from tests.refusals import refused
 
 FAMILIES = ["llama", "qwen3_moe", "gpt2", "mamba", "gemma3_text", "deepseek_v3", "bamba"]
 LOSS_TOLERANCE, UPDATE_TOLERANCE = 1e-6, 1e-3
@@ -495,9 +496,8 @@ def test_a_changed_model_without_memory_is_refused():
         model = type(tiny_model("llama"))(tiny_config("llama"))
     emptied(model)
     model.model.layers[1].self_attn.scaling = 2.0
-    with pytest.raises(InputError, match="not as LlamaForCausalLM makes it") as caught:
+    with refused("not as LlamaForCausalLM makes it"):
         emptied(model)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_number_that_is_read_later_breaks_the_step_off():

@@ -19,6 +19,7 @@ from megatrain.tile.formats import BLOCKS, PACKINGS
 from tests.families.tiny import tiny_model
 from tests.parity.cases import in_dtype, make_engine, masters, same
 from tests.parity.packed_folders import LORA, STEP, assert_trains_as, share_of_bf16, write
+from tests.refusals import refused
 from tests.sweeps import few
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}
@@ -347,9 +348,8 @@ def test_what_cannot_be_unpacked_is_refused(case, folder, tmp_path):
     how, change, message = REFUSED[case]
     copied = Path(shutil.copytree(folder, tmp_path / "packed"))
     altered(copied, how, change)
-    with pytest.raises(InputError, match=message) as refused:
+    with refused(message):
         make_engine(copied)
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("base", ["bf16", "folder"])

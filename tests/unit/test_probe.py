@@ -23,6 +23,7 @@ from megatrain.model.probe import spec
 from megatrain.model.rebuilt import emptied
 from tests.families.tiny import tiny_model
 from tests.parity.cases import SIZES, llama, make_batches, make_engine
+from tests.refusals import refused
 
 
 def tiny(**changes):
@@ -150,9 +151,8 @@ REFUSALS = {
 
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_refusals(reason):
-    with pytest.raises(Unsupported, match=reason) as caught:
+    with refused(reason, Unsupported):
         spec(emptied(REFUSALS[reason]()))
-    assert "\n" not in str(caught.value)
 
 
 def test_a_table_that_is_read_as_a_whole_without_gradients_is_there_as_a_whole():
