@@ -31,7 +31,7 @@ from tests.parity.cases import (
     resumes,
     same,
 )
-from tests.refusals import refused
+from tests.refusals import refused, table
 from tests.sweeps import few, quick
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -361,27 +361,10 @@ REFUSED = {
     "a second one": (
         lambda: adapted(target_modules=["q_proj"]), {"adapter": {"r": 4}}, "has an adapter already"
     ),
-    "an unknown key": (llama, {"adapter": {"rank": 4}}, "'rank' is not supported"),
-    "no such module": (llama, {"adapter": {"target_modules": ["nope"]}}, "nope"),
-    "one module that is not there": (
-        llama, {"adapter": {"target_modules": ["q_proj", "v_porj"]}},
-        r"no module 'v_porj' \(target_modules\); there are embed_tokens, q_proj, k_proj, v_proj",
-    ),
-    "nothing to save": (
-        llama, {"adapter": {"target_modules": ["q_proj"], "modules_to_save": ["lm_hed"]}},
-        r"no module 'lm_hed' \(modules_to_save\)",
-    ),
-    "a broken pattern": (
-        llama, {"adapter": {"target_modules": "("}}, r"'\(' is not a regular expression: missing",
-    ),
-    "a bad rank": (llama, {"adapter": {"r": 0, "target_modules": ["q_proj"]}}, "positive"),
     "a copied buffer": (
         lambda: tiny_model("deepseek_v3"),
         {"adapter": {"target_modules": ["o_proj"], "modules_to_save": ["gate"]}},
         "modules_to_save has .*gate, whose buffer e_score_correction_bias would be copied",
-    ),
-    "PiSSA": (
-        llama, {"adapter": {"init_lora_weights": "pissa", "target_modules": ["q_proj"]}}, "pissa"
     ),
     "no such parameter": (
         lambda: tiny_model("mixtral"),
@@ -393,6 +376,10 @@ REFUSED = {
         {"adapter": {"target_parameters": EXPERTS, "lora_dropout": 0.1}}, "lora_dropout",
     ),
 }  # fmt: skip
+
+
+OF_LLAMA = table(__file__, "refusals.yaml")["adapters"]
+REFUSED |= {said: (llama, {"adapter": keys}, said) for said, keys in OF_LLAMA.items()}
 
 
 @pytest.mark.parametrize("case", REFUSED)

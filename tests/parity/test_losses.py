@@ -1,6 +1,5 @@
 """Losses that are given, by heads in chunks of tokens, against plain torch."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -13,7 +12,6 @@ from megatrain import InputError, Placement
 from megatrain import loss as loss_package
 from megatrain.loss import (
     DPO,
-    GRPO,
     Contrastive,
     CrossEntropy,
     Distillation,
@@ -23,7 +21,6 @@ from megatrain.loss import (
     Loss,
     MultiLabel,
     PairLoss,
-    Reward,
     Score,
     Slopes,
     TokenScore,
@@ -47,6 +44,7 @@ from tests.parity.test_policy import LOSSES as POLICIES
 from tests.parity.test_rewards import LOSSES as REWARDS
 from tests.parity.test_trl import DPOS
 from tests.race.schedule import Together
+from tests.refusals import refused, table
 from tests.sweeps import swept
 
 WIDE = 1000  # tokens of the vocabulary
@@ -293,34 +291,15 @@ def test_what_a_loss_cannot_use_is_refused(spoil, loss, message):
     assert same(before, masters(engine))
 
 
-NAN, INF = float("nan"), float("inf")
-BAD_SETTINGS: list[tuple[Callable[[], Loss], str]] = [
-    *((lambda v=v: DPO(beta=v), "DPO's beta") for v in (0.0, NAN)),
-    *((lambda v=v: DPO(label_smoothing=v), "DPO's label smoothing") for v in (-0.1, 0.5)),
-    *((lambda v=v: Distillation(v), "share of cross entropy is") for v in (-0.1, 1.1, NAN)),
-    *((lambda v=v: Distillation(beta=v), "beta of distillation is") for v in (-0.1, 1.1, NAN)),
-    *((lambda v=v: LabelSmoothing(v), "label smoothing is") for v in (-0.1, 1.0, NAN)),
-    *((lambda v=v: CrossEntropy(v), "CrossEntropy's temperature is") for v in (0.0, INF, NAN)),
-    *((lambda v=v: Reward(v), "must be above 0") for v in (0.0, -1.0, NAN)),
-    (lambda: Distillation(0.3, temperature=2.0), "cross_entropy or a temperature"),
-    (lambda: GRPO(loss_type="luspo"), "loss_type is 'luspo'; it must be one of grpo"),
-    (lambda: GRPO(scale_rewards="all"), "scale_rewards is 'all'; it must be one of group"),
-    (lambda: GRPO(num_generations=1), "num_generations is 1; it must be 2 or more"),
-    (lambda: GRPO(delta=1.1), "delta is 1.1; it must be above 1"),
-    (lambda: GRPO(delta=2.0, loss_type="cispo"), "cispo has no delta"),
-    (lambda: GRPO(beta=-1), "beta is -1"),
-    (lambda: GRPO(epsilon_high=-1), "epsilon_high is -1; it must be 0 or more"),
-    (lambda: GRPO(max_completion_length=0), "max_completion_length is 0; it must be 1 or more"),
-    (lambda: GRPO(temperature=0), "GRPO's temperature is 0; it must be above 0"),
-    (lambda: DPO(loss_type="exo"), "loss_type is 'exo'; it must be one of sigmoid"),
-    (lambda: DPO(0.1, 0.1, "ipo"), "ipo has no label smoothing"),
-]
+BAD_SETTINGS = table(__file__, "refusals.yaml")["losses"]
 
 
-@pytest.mark.parametrize(("make", "message"), BAD_SETTINGS)
-def test_settings_are_checked(make, message):
-    with pytest.raises(InputError, match=message):
-        make()
+@pytest.mark.parametrize("message", BAD_SETTINGS)
+def test_settings_are_checked(message):
+    [(kind, settings)] = BAD_SETTINGS[message].items()
+    for each in settings:
+        with refused(message):
+            getattr(loss_package, kind)(**each)
 
 
 def test_what_the_models_forward_takes_may_be_given():

@@ -19,7 +19,7 @@ from megatrain.tile.formats import BLOCKS, PACKINGS
 from tests.families.tiny import tiny_model
 from tests.parity.cases import in_dtype, make_engine, masters, same
 from tests.parity.packed_folders import LORA, STEP, assert_trains_as, share_of_bf16, write
-from tests.refusals import refused
+from tests.refusals import refused, table
 from tests.sweeps import few
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}
@@ -363,34 +363,13 @@ def test_exponents_that_stand_for_nan_are_refused(base, tmp_path):
         make_engine(folder, adapter=LORA, base=base, precision="bf16")
 
 
-TWO = {"a": {"weights": INT4}, "b": {"weights": INT4 | {"group_size": 64}}}
-OTHERS: list[tuple[Any, str]] = [
-    ("bitsandbytes", "bitsandbytes"),
-    ({"quant_method": "hqq"}, "hqq"),
-    (GPTQ | {"bits": 3}, "gptq with bits 3 "),
-    (GPTQ | {"checkpoint_format": "marlin"}, "gptq with checkpoint_format"),
-    (AWQ | {"version": "gemv"}, "awq with version gemv"),
-    (FP8 | {"weight_block_size": "abc"}, r"fp8 with weight_block_size abc \("),
-    (FP8 | {"weight_block_size": [-16, 32]}, r"fp8 with weight_block_size \[-16, 32\] \("),
-    (FP8 | {"weight_block_size": [16]}, r"fp8 with weight_block_size \[16\] \("),
-    (CT | {"format": "nvfp4-pack-quantized"}, "compressed-tensors with config_groups None"),
-    (CT | {"config_groups": {"a": "int4"}}, "compressed-tensors with config_groups {'a': 'int4'"),
-    (CT | {"config_groups": TWO}, "compressed-tensors with group_size 64"),
-    (
-        CT | {"config_groups": {"a": {"weights": INT4, "format": "nvfp4-pack-quantized"}}},
-        "compressed-tensors with format nvfp4-pack-quantized",
-    ),
-    (scheme(num_bits=3), "compressed-tensors with num_bits 3"),
-    (scheme(type="float"), "compressed-tensors with type float"),
-    (scheme() | {"transform_config": {"a": 1}}, "compressed-tensors with transform_config"),
-    (scheme() | {"sparsity_config": {"a": 1}}, "compressed-tensors with sparsity_config"),
-]
+OTHERS = table(__file__, "refusals.yaml")["packed"]
 
 
-@pytest.mark.parametrize(("settings", "said"), OTHERS)
-def test_other_formats_are_refused_by_what_is_other(settings, said):
+@pytest.mark.parametrize("said", OTHERS)
+def test_other_formats_are_refused_by_what_is_other(said):
     with pytest.raises(InputError, match=f"quantised by {said}.*; only NF4 of bitsandbytes"):
-        quantised_base({"quantization_config": settings}, "config.json")
+        quantised_base({"quantization_config": OTHERS[said]}, "config.json")
 
 
 def test_scales_may_be_exponents_of_two(folder, tmp_path):
