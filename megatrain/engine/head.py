@@ -14,10 +14,10 @@ from torch import Tensor
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.device.collectives import Collectives
-from megatrain.engine.modules import State, StreamedModule, add
+from megatrain.engine.modules import State, StreamedModule, differentiable
 from megatrain.engine.sink import GradAccumulator
 from megatrain.loss import JointLoss, Loss
-from megatrain.model.capture import last_hidden, with_hidden
+from megatrain.model.capture import Ref, last_hidden, with_hidden
 from megatrain.model.micro_batch import Activations, Batch, MicroBatch
 from megatrain.parallel.distributed import ALONE
 from megatrain.store.store import Tile
@@ -83,15 +83,12 @@ class Head(StreamedModule):
 
         Args: `count`: divisor of the step's loss.
         """
-        weights, names = self.leaves(slot)
-        parameters = [weights[name] for name in names]
-        inputs = {
-            ref: value.detach().requires_grad_(value.is_floating_point())
-            for ref, value in values.items()
-        }
-        differentiable = [ref for ref in inputs if inputs[ref].requires_grad]
+        weights, inputs = self.leaves(slot), differentiable(values)
         with torch.enable_grad():
             logits_of, hidden_ND, targets_N = self._chunks(weights, micro, inputs)
+        hidden = Ref(self.visit, 0)
+        graph = self.graph(weights, inputs, {hidden: hidden_ND})
+        names, parameters = graph.parameters.keys(), graph.parameters.values()
         summed, extras = self._summed(micro.loss), _flat(micro.extras)
         loss = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
         gradient_ND = torch.empty_like(hidden_ND)
@@ -104,12 +101,9 @@ class Head(StreamedModule):
                 share = part / count
             grads = torch.autograd.grad(share, [chunk_CD, *parameters], allow_unused=True)
             gradient_ND[rows] = grads[0][0]
-            accumulator.add(names, grads[1:])
+            accumulator.add([*names], grads[1:])
             loss += part.detach()
-        sources = [*(inputs[ref] for ref in differentiable), *parameters]
-        grads = torch.autograd.grad(hidden_ND, sources, gradient_ND, allow_unused=True)
-        accumulator.add(names, grads[len(differentiable) :])
-        return loss / count, add({}, differentiable, grads)
+        return loss / count, graph.backward({hidden: gradient_ND}, accumulator)
 
     def balanced(self, batch: Batch, h: State) -> tuple[list[Tensor], list[Activations]]:
         """The routers' loss over all layers, if the model has one; its slopes, by micro-batch.

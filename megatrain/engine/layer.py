@@ -12,9 +12,8 @@ from torch import Tensor
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, Kind, Name
-from megatrain.engine.modules import State, StreamedModule
+from megatrain.engine.modules import Graph, State, StreamedModule, differentiable
 from megatrain.engine.saved_tensors import (
-    Graph,
     HostOffload,
     KeepAttention,
     KeptAttention,
@@ -52,7 +51,6 @@ class Layer(StreamedModule):
         policy: the tensors of its forward that are saved for its backward, and their place.
         inputs: the activations that it reads.
         waiting: a graph or attention results that wait for the backward, by micro-batch.
-        grad_inputs: the activations whose gradients its backward computes.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class Layer(StreamedModule):
         self.name = Name(Kind.LAYER, f"layer {visit}")
         self.backward_name = Name(Kind.LAYER_BACKWARD, f"{self.name} backward")
         self.visit, self.policy, self.offload = visit, policy, offload
-        self.inputs = self.grad_inputs = spec.layers[visit].inputs
+        self.inputs = spec.layers[visit].inputs
         self.outputs = spec.outputs[visit]
         before = spec.outputs[visit - 1] if visit else spec.prologue_outputs
         self.new_inputs = [ref for ref in before if ref in spec.read]
@@ -81,7 +79,7 @@ class Layer(StreamedModule):
         """Let the layer read what the forward may add to its input, where it has images."""
         num = len(self.program.spec.layers)
         added, later = Ref(ADDED, self.visit), {Ref(ADDED, v) for v in range(self.visit + 1, num)}
-        self.inputs = self.grad_inputs = [*self.inputs, added]
+        self.inputs = [*self.inputs, added]
         self.new_inputs, self.live_out = [*self.new_inputs, added], self.live_out | later
 
     def under(self, policies: Sequence[ActivationPolicy]) -> Self:
@@ -176,11 +174,11 @@ class Layer(StreamedModule):
         waiting = self.waiting.pop(at.index, None)
         if isinstance(waiting, KeptGraph):
             waiting.held.give_back(at.slot.data, at.values, returned)
-            return waiting.graph.backward(self.outputs, dh, accumulator)
+            return waiting.graph.backward(dh, accumulator)
         kept = nullcontext() if waiting is None else ReplayAttention(waiting.results(returned))
         with kept:
             graph = self._graph(at)[0]  # not the outputs, which would live through the backward
-        return graph.backward(self.outputs, dh, accumulator)
+        return graph.backward(dh, accumulator)
 
     def _returned(self) -> Iterator[tuple[list[Tensor], list[Buffer]]]:
         """The next micro-batch's tensors, back from the host; none if none were sent there."""
@@ -193,15 +191,10 @@ class Layer(StreamedModule):
             yield tensors, buffers
 
     def _graph(self, at: Turn, saves: Saves | None = None) -> tuple[Graph, Activations]:
-        weights, names = self.leaves(at.slot)
-        inputs = {
-            ref: value.detach().requires_grad_(value.is_floating_point())
-            for ref, value in at.values.items()
-            if ref in self.grad_inputs
-        }
+        weights = self.leaves(at.slot)
+        inputs = differentiable({r: value for r, value in at.values.items() if r in self.inputs})
         with torch.enable_grad():
             values = {**at.values, **inputs}
             produced = self.program.layer(self.visit, weights, at.micro, values, saves)
-        sources = [weights[name.removeprefix(self.prefix)] for name in names]
         detached = {ref: value.detach() for ref, value in produced.items()}
-        return Graph.of(inputs, produced, sources, names), detached
+        return self.graph(weights, inputs, produced), detached

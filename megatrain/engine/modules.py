@@ -5,11 +5,13 @@ micro-batch, and knows how to run forward and backward for all micro-batches in 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatrain.base.seeds import derived_seed
 from megatrain.device import Buffer, Device
@@ -26,6 +28,58 @@ if TYPE_CHECKING:
     from megatrain.model.program import ModelProgram
 
 State = list[Activations]
+
+
+@dataclass
+class Graph:
+    """A unit's graph of one micro-batch, ready for its backward.
+
+    Attributes:
+        inputs: as autograd leaves; a table's rows by its name.
+        parameters: the trained ones, by their names in the tile.
+        edges: of the outputs that have a gradient.
+        outputs: all of them.
+    """
+
+    inputs: dict[Any, Tensor]
+    parameters: dict[str, Tensor]
+    edges: dict[Ref, GradientEdge]
+    outputs: set[Ref]
+
+    def let_go(self) -> None:
+        """Free the inputs' memory: autograd needs only their identity."""
+        for value in self.inputs.values():
+            value.data = value.data.new_empty(0)
+
+    def backward(self, dh: Activations, accumulator: GradAccumulator) -> dict[Any, Tensor]:
+        """Sum the parameters' gradients; in `dh`, replace the outputs' by the inputs'."""
+        pairs = [(self.edges[ref], dh[ref]) for ref in self.edges if ref in dh]
+        rest = {ref: gradient for ref, gradient in dh.items() if ref not in self.outputs}
+        inputs = {ref: value for ref, value in self.inputs.items() if value.requires_grad}
+        sources = [*inputs.values(), *self.parameters.values()]
+        if not (pairs and sources):
+            return rest
+        outputs, gradients = zip(*pairs, strict=True)
+        grads = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
+        accumulator.add([*self.parameters], grads[len(inputs) :])
+        return add(rest, [*inputs], grads)
+
+
+def differentiable(values: Activations) -> Activations:
+    """Activations as autograd leaves."""
+    return {
+        ref: value.detach().requires_grad_(value.is_floating_point())
+        for ref, value in values.items()
+    }
+
+
+def add(total: Activations, refs: Sequence[Ref], gradients: Iterable[Tensor | None]) -> Activations:
+    """Add gradients of activations to `total`."""
+    for ref, gradient in zip(refs, gradients, strict=False):
+        if gradient is not None:
+            total[ref] = total[ref] + gradient if ref in total else gradient
+    return total
+
 
 MEDIA_NAME = Name(Kind.PROLOGUE, "media")
 PROLOGUE_NAME = Name(Kind.PROLOGUE, "prologue")
@@ -69,13 +123,21 @@ class StreamedModule:
         views = self.tile.layout.computed(slot.data)
         return {name.removeprefix(self.prefix): view for name, view in views.items()}
 
-    def leaves(self, slot: Buffer) -> tuple[dict[str, Tensor], list[str]]:
-        """The parameters as autograd leaves, and the names of the trainable ones."""
+    def leaves(self, slot: Buffer) -> dict[str, Tensor]:
+        """The parameters as autograd leaves by the function's names."""
         weights = {name: view.detach() for name, view in self.weights(slot).items()}
+        for entry in self.tile.layout.trainable:
+            weights[entry.name.removeprefix(self.prefix)].requires_grad_()
+        return weights
+
+    def graph(
+        self, weights: dict[str, Tensor], inputs: dict[Any, Tensor], outputs: Activations
+    ) -> "Graph":
+        """The graph that has made `outputs` of `inputs` and of the `leaves`."""
         names = [entry.name for entry in self.tile.layout.trainable]
-        for name in names:
-            weights[name.removeprefix(self.prefix)].requires_grad_()
-        return weights, names
+        parameters = {name: weights[name.removeprefix(self.prefix)] for name in names}
+        edges = {ref: get_gradient_edge(v) for ref, v in outputs.items() if v.requires_grad}
+        return Graph(inputs, parameters, edges, {*outputs})
 
     def seed(self, batch: Batch, index: int) -> None:
         """Seed by step, unit and micro-batch alone, so that a recomputed dropout is the same."""
@@ -138,15 +200,11 @@ class Media(StreamedModule):
         self, slot: Buffer, accumulator: GradAccumulator, micro: MicroBatch, dh: Activations
     ) -> None:
         """`vjp` of one micro-batch."""
-        weights, names = self.leaves(slot)
-        if FEATURES not in dh or not names:
-            return
-        with torch.enable_grad():
-            features_N = self.program.encode(weights, micro, self.frozen)
-        if features_N.requires_grad:
-            sources = [weights[name] for name in names]
-            grads = torch.autograd.grad(features_N, sources, dh[FEATURES], allow_unused=True)
-            accumulator.add(names, grads)
+        if FEATURES in dh:
+            weights = self.leaves(slot)
+            with torch.enable_grad():
+                features_N = self.program.encode(weights, micro, self.frozen)
+            self.graph(weights, {}, {FEATURES: features_N}).backward(dh, accumulator)
 
 
 class Prologue(StreamedModule):
@@ -173,10 +231,11 @@ class Prologue(StreamedModule):
         """The first activations of one micro-batch."""
         tables = micro.rows.tables
         tables.update({n: table.detach().requires_grad_() for n, table in tables.items()})
-        with torch.enable_grad():  # the program tells activations by `requires_grad`
-            values = self.program.prologue(
-                self._all_leaves(slot), micro, h.get(FEATURES) if micro.media else None
-            )
+        # The program tells activations by `requires_grad`.
+        weights = {n: w.detach().requires_grad_() for n, w in self.weights(slot).items()}
+        features_N = h.get(FEATURES) if micro.media else None
+        with torch.enable_grad():
+            values = self.program.prologue(weights, micro, features_N)
         return {ref: value.detach() for ref, value in values.items()}
 
     def vjp(
@@ -200,30 +259,10 @@ class Prologue(StreamedModule):
         dh: Activations,
     ) -> Activations:
         """`vjp` of one micro-batch; returns the slope of its features, if it has any."""
-        weights, names = self.leaves(slot)
-        features = [value.detach().requires_grad_() for value in h.values() if micro.media]
+        weights, features = self.leaves(slot), differentiable(h if micro.media else {})
+        tables: dict[Any, Tensor] = {n: micro.rows.tables[n] for n in self.embedding.trained}
         with torch.enable_grad():
-            everything = {**self._all_leaves(slot), **weights}
-            values = self.program.prologue(everything, micro, *features)
-            tables = {name: micro.rows.tables[name] for name in self.embedding.trained}
-            pairs = [(values[ref], dh[ref]) for ref in dh if ref in values]
-            sources = [*tables.values(), *(weights[name] for name in names), *features]
-            if not pairs or not sources:
-                return {}
-            outputs, gradients = zip(*pairs, strict=True)
-            grads = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
-        rows = dict(zip(tables, grads, strict=False))
-        self.embedding.add({name: g for name, g in rows.items() if g is not None})
-        accumulator.add(names, grads[len(tables) : len(tables) + len(names)])
-        return {FEATURES: grads[-1]} if features and grads[-1] is not None else {}
-
-    def _all_leaves(self, slot: Buffer) -> dict[str, Tensor]:
-        return {n: w.detach().requires_grad_() for n, w in self.weights(slot).items()}
-
-
-def add(total: Activations, refs: Sequence[Ref], gradients: Iterable[Tensor | None]) -> Activations:
-    """Add gradients of activations to `total`."""
-    for ref, gradient in zip(refs, gradients, strict=False):
-        if gradient is not None:
-            total[ref] = total[ref] + gradient if ref in total else gradient
-    return total
+            values = self.program.prologue(weights, micro, *features.values())
+        gradients = self.graph(weights, tables | features, values).backward(dh, accumulator)
+        self.embedding.add({n: gradients.pop(n) for n in tables if n in gradients})
+        return gradients

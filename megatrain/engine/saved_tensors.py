@@ -16,61 +16,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.base.units import align
 from megatrain.compat.torch import FakeTensor, TorchDispatchMode, memory_of, pytree, schema_of
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Kind, Memory, Name
-from megatrain.engine.modules import StreamedModule, add
-from megatrain.engine.sink import GradAccumulator
+from megatrain.engine.modules import Graph, StreamedModule
 from megatrain.model.capture import Ref
 from megatrain.model.micro_batch import Activations
 
 _STEP = 256  # bytes: every tensor starts on a boundary that the widest loads like
 
 _KEEP, _GIVE = Name(Kind.NOTE, "keep"), Name(Kind.NOTE, "give")
-
-
-@dataclass
-class Graph:
-    """One layer's graph of one micro-batch, ready for its backward."""
-
-    inputs: Activations
-    edges: dict[Ref, GradientEdge]
-    sources: list[Tensor]
-    names: list[str]
-
-    @classmethod
-    def of(
-        cls, inputs: Activations, outputs: Activations, sources: list[Tensor], names: list[str]
-    ) -> "Graph":
-        """The graph whose results are `outputs`."""
-        edges = {
-            ref: get_gradient_edge(value) for ref, value in outputs.items() if value.requires_grad
-        }
-        return cls(inputs, edges, sources, names)
-
-    def let_go(self) -> None:
-        """Free the inputs' memory: autograd needs only their identity."""
-        for value in self.inputs.values():
-            value.data = value.data.new_empty(0)
-
-    def backward(
-        self, produced: Iterable[Ref], dh: Activations, accumulator: GradAccumulator
-    ) -> Activations:
-        """Accumulate the weights' gradients; in `dh`, replace the outputs' by the inputs'."""
-        layer_outputs = set(produced)
-        pairs = [(self.edges[ref], dh[ref]) for ref in self.edges if ref in dh]
-        rest = {ref: gradient for ref, gradient in dh.items() if ref not in layer_outputs}
-        if not pairs:
-            return rest
-        outputs, gradients = zip(*pairs, strict=True)
-        differentiable = [ref for ref, value in self.inputs.items() if value.requires_grad]
-        sources = [*(self.inputs[ref] for ref in differentiable), *self.sources]
-        grads = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
-        accumulator.add(self.names, grads[len(differentiable) :])
-        return add(rest, differentiable, grads)
 
 
 @dataclass(frozen=True)

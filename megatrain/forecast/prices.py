@@ -403,8 +403,8 @@ class Declared:
         visit, measured = self._visits.get((layer, rows)), self._measured
         if visit is None:
             work, entering = measured.layer(layer.visit, rows), measured.prologue(rows).results
-            absent = {r for r in layer.grad_inputs if r.visit == ADDED} - {*dict(entering)}
-            shapes = {r: measured.shape(r, rows) for r in layer.grad_inputs if r not in absent}
+            absent = {r for r in layer.inputs if r.visit == ADDED} - {*dict(entering)}
+            shapes = {r: measured.shape(r, rows) for r in layer.inputs if r not in absent}
             input_grads = {r: s.num_bytes for r, s in shapes.items() if s.dtype.is_floating_point}
             visit = _Visit(work, layer, input_grads, self._itemsize)
             self._visits[layer, rows] = visit
