@@ -159,10 +159,6 @@ Buffers = Sequence[Buffer]
 Work = Callable[[], Any]
 
 
-class Event(Protocol):
-    """A point in a stream: everything put on it before."""
-
-
 @runtime_checkable
 class Device(Protocol):
     """A place to compute, with its streams. Sizes are in elements of `dtype`.
@@ -192,29 +188,35 @@ class Device(Protocol):
         self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
     ) -> Any:
         """Put `work` on a stream; returns its result (None on host streams and on `trace`)."""
+        return None
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         """Put a copy of the first `numel` elements on a stream."""
+        return None
 
     def fetch(self, to: Tensor, source: Tensor) -> None:
         """Copy between device and host, as part of a host stream's work: done on return."""
         return None
 
-    def record(self, stream: str) -> Event:
+    def record(self, stream: str) -> Any:
         """An event that passes when all work put on `stream` so far is done."""
+        return None
 
     def mark(self, stream: str) -> Any:
         """A point in a device stream whose time is taken when the stream reaches it."""
+        return 0.0
 
     def seconds(self, start: Any, end: Any) -> float:
         """Seconds between two marks that have been reached."""
         return float(end - start)
 
-    def wait(self, stream: str, event: Event | None, why: str) -> None:
+    def wait(self, stream: str, event: Any, why: str) -> None:
         """Later work of `stream` starts after `event` (at once if None); `why` names the wait."""
+        return None
 
-    def synchronize(self, event: Event | None, why: str) -> None:
+    def synchronize(self, event: Any, why: str) -> None:
         """Block the caller until `event` has passed. Raises RunFailed if a host stream died."""
+        return None
 
     def read(self, buffer: Buffer) -> list[float]:
         """The numbers in a host buffer as they are now (zeros on `trace`)."""

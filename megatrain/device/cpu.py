@@ -84,12 +84,6 @@ class CpuDevice(Device):
     def mark(self, stream: str) -> float:
         return time.perf_counter()
 
-    def wait(self, stream: str, event: object | None, why: str) -> None:
-        return None
-
-    def synchronize(self, event: object | None, why: str) -> None:
-        return None
-
     def read(self, buffer: Buffer) -> list[float]:
         return buffer.data.tolist()
 

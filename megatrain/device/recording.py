@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.device.base import (
     DEVICE_STREAMS,
-    DISK_OUT,
-    DISK_WEIGHTS,
+    DISK_STREAMS,
     HOST_STREAMS,
     UPDATE,
     Buffer,
@@ -72,7 +71,7 @@ class Recording(_Passing):
         after = tuple(self._waits.pop(stream, ()))
         if stream in HOST_STREAMS:
             num_bytes = update_bytes(reads, writes) if stream == UPDATE else 0
-            if stream in (DISK_WEIGHTS, DISK_OUT):
+            if stream in DISK_STREAMS:
                 num_bytes = sum(buffer.data.nbytes for buffer in reads)
             timed = self._timed(stream, name, work, after, num_bytes)
             return self._device.run(stream, name, timed, reads, writes)
@@ -96,14 +95,13 @@ class Recording(_Passing):
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         if not self._on:
             return self._device.copy(stream, to, source, numel)
-        after, name = tuple(self._waits.pop(stream, ())), f"{source.name} -> {to.name}"
-        num_bytes = source.data[:numel].nbytes
+        name = f"{source.name} -> {to.name}"
         if stream in HOST_STREAMS:
-            timed = self._timed(stream, name, partial(move, to, source, numel), after, num_bytes)
-            return self._device.run(stream, name, timed, [source], [to])
-        begin = self._device.mark(stream)
+            return self.run(stream, name, partial(move, to, source, numel), [source], [to])
+        after, begin = tuple(self._waits.pop(stream, ())), self._device.mark(stream)
         self._device.copy(stream, to, source, numel)
-        self._marks.append((stream, name, begin, self._device.mark(stream), after, num_bytes))
+        end, num_bytes = self._device.mark(stream), source.data[:numel].nbytes
+        self._marks.append((stream, name, begin, end, after, num_bytes))
         return None
 
     def wait(self, stream: str, event: Any | None, why: str) -> None:

@@ -34,23 +34,6 @@ class MetaDevice(Device):
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
         return Buffer(name, torch.empty(numel, dtype=dtype, device="meta"))
 
-    def run(
-        self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
-    ) -> Any:
-        return None
-
-    def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
-        return None
-
-    def wait(self, stream: str, event: Any | None, why: str) -> None:
-        return None
-
-    def record(self, stream: str) -> Any:
-        return None
-
-    def mark(self, stream: str) -> float:
-        return 0.0
-
     def synchronize(self, event: Any, why: str) -> None:
         self.wait(CALLER, event, why)
 
