@@ -13,7 +13,6 @@ Legend: U distinct tokens of the step, V rows of a table, D width of a table.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -27,7 +26,7 @@ from megatrain.engine.shared import Shared
 from megatrain.engine.sink import HostGrad, ScratchArena, Sink
 from megatrain.errors import InputError
 from megatrain.model.micro_batch import Batch
-from megatrain.store.store import Tile, in_place
+from megatrain.store.store import Tile, in_place, own_numel
 from megatrain.tile import Entry
 
 _NOWHERE = Buffer("nowhere", torch.empty(0))
@@ -172,19 +171,24 @@ class Embedding:
         if table.tile.rests.local:
             if table.tile.rests.shared:
                 self._device.wait(COMPUTE, table.tile.updated, "rows due")
-            weights = in_place(self._device, table.tile, table.tile.weights)
-            stream, out_UD = COMPUTE, table.own_rows(table.rows, batch).data.view(-1, table.width)
-
-            def gather() -> None:
-                ids_U = table.local_ids(batch).to(out_UD.device)
-                torch.index_select(table.rows_of(weights), 0, ids_U, out=out_UD)
-
-            self._device.run(COMPUTE, "gather", gather, [weights], [table.rows])
+            self._take(table, table.tile.weights, batch)
+            stream = COMPUTE
         else:
             self._copy_staged(table, batch)
         arrived = table.rows.piece(0, len(batch.unique_U) * table.width)
         ready = self._collectives.all_gather([arrived], table.entry.name, stream)
         self._device.wait(COMPUTE, ready, "rows arrived")
+
+    def _take(self, table: _Table, plane: Buffer, batch: Batch) -> None:
+        """Copy rows of a plane that the device reads where it rests."""
+        plane, out = in_place(self._device, table.tile, plane), table.own_rows(table.rows, batch)
+
+        def gather() -> None:
+            ids_U = table.local_ids(batch).to(out.data.device)
+            rows_UD = out.data.view(-1, table.width)
+            torch.index_select(table.rows_of(plane), 0, ids_U, out=rows_UD)
+
+        self._device.run(COMPUTE, "gather", gather, [plane], [table.rows])
 
     @property
     def trained(self) -> list[str]:
@@ -232,44 +236,15 @@ class Embedding:
             index = table.tile.index
             sums = table.sums.piece(0, len(batch.unique_U) * table.width)
             self._collectives.reduce_scatter(sums, table.entry.name)
-            local = table.tile.rests.local
             if table.tied:
                 host_grad, landed = self.sink.landed[index]
-            elif index in ready:
-                host_grad = ready[index][1]
+                self._bring_dense(table, host_grad, landed, batch)
             else:
-                host_grad = self.sink.claim(table.tile, COMPUTE) if local else self._cleared(table)
-            if local:
-                ready[index] = self._add_on_device(table, host_grad, batch)
-                continue
-            if table.tied:
-                self._add_dense(table, host_grad, landed, batch)
-            self._measure(table, batch)
+                host_grad = ready[index][1] if index in ready else self._cleared(table)
+            self._add_up(table, batch)
             ready[index] = table.tile, host_grad, self._scatter(table, host_grad, batch)
         for arguments in ready.values():
             self.sink.updates.ready(*arguments)
-
-    def _add_on_device(
-        self, table: _Table, host_grad: HostGrad, batch: Batch
-    ) -> tuple[Tile, HostGrad, Any]:
-        sums_UD = table.own_rows(table.sums, batch).data.view(-1, table.width)
-        gradient = in_place(self._device, table.tile, host_grad.buffer)
-
-        def work() -> None:
-            ids_U = table.local_ids(batch).to(sums_UD.device)
-            plane = table.rows_of(gradient)
-            if table.tied:
-                rows_UD = plane[ids_U].float()
-                self.sink.measure_rows(sums_UD, rows_UD)
-                sums_UD.add_(rows_UD)
-            else:
-                plane.zero_()
-                self.sink.measure_rows(sums_UD)
-            plane.index_copy_(0, ids_U, sums_UD.to(plane.dtype))
-
-        writes = [gradient, self.sink.squares]
-        self._device.run(COMPUTE, "add rows", work, [table.sums], writes)
-        return table.tile, host_grad, self._device.record(COMPUTE)
 
     def _gather(self, table: _Table, plane: Buffer, after: Any, batch: Batch) -> None:
         ids_U = table.local_ids(batch)
@@ -290,43 +265,56 @@ class Embedding:
         table.free = device.record(COPY_IN)
 
     def _cleared(self, table: _Table) -> HostGrad:
-        host_grad: HostGrad = self.sink.claim(table.tile, ROWS)
-        plane = host_grad.buffer.data[: table.tile.trained.stop - table.tile.trained.start]
-        work = partial(kernels.fill_zero, plane, threads=self._threads)
-        name = f"clear {host_grad.buffer.name}"
-        self._device.run(ROWS, name, work, writes=[host_grad.buffer])
+        tile = table.tile
+        stream = COMPUTE if tile.rests.local else ROWS
+        host_grad: HostGrad = self.sink.claim(tile, stream)
+        plane = in_place(self._device, tile, host_grad.buffer)
+
+        def clear() -> None:
+            values = plane.data[: own_numel(tile)]
+            if values.is_cpu:
+                kernels.fill_zero(values, threads=self._threads)
+            else:
+                values.zero_()
+
+        self._device.run(stream, f"clear {plane.name}", clear, writes=[plane])
         return host_grad
 
-    def _add_dense(self, table: _Table, host_grad: HostGrad, landed: Any, batch: Batch) -> None:
-        """Add the head's gradient of these rows to `sums`, and correct the measured squares."""
+    def _bring_dense(self, table: _Table, host_grad: HostGrad, landed: Any, batch: Batch) -> None:
+        """Bring the head's gradient of these rows to the device."""
+        if table.tile.rests.local:
+            self._take(table, host_grad.buffer, batch)
+            return
         self._gather(table, host_grad.buffer, landed, batch)
         self._copy_staged(table, batch)
         self._device.wait(COMPUTE, table.free, "rows arrived")
+
+    def _add_up(self, table: _Table, batch: Batch) -> None:
+        """Measure the sums, and round them into `rows`; of a tied table `rows` are added first."""
         rows, sums = table.own_rows(table.rows, batch).data, table.own_rows(table.sums, batch).data
 
         def work() -> None:
-            rows_UD, sums_UD = rows.view(-1, table.width).float(), sums.view(-1, table.width)
-            self.sink.measure_rows(sums_UD, rows_UD)
-            sums_UD.add_(rows_UD)
-
-        writes = [table.sums, self.sink.squares]
-        self._device.run(COMPUTE, "add tied rows", work, [table.rows], writes)
-
-    def _measure(self, table: _Table, batch: Batch) -> None:
-        """Round the sums into `rows`, which are sent out; measure an untied table's squares."""
-        rows, sums = table.own_rows(table.rows, batch).data, table.own_rows(table.sums, batch).data
-
-        def work() -> None:
-            if not table.tied:
-                self.sink.measure_rows(sums)
+            dense = rows.float() if table.tied else None
+            self.sink.measure_rows(sums, dense)
+            if dense is not None:
+                sums.add_(dense)
             rows.copy_(sums)
 
-        writes = [table.rows, self.sink.squares]
-        self._device.run(COMPUTE, "measure rows", work, [table.sums], writes)
+        writes = [table.rows, table.sums, self.sink.squares]
+        self._device.run(COMPUTE, "add up rows", work, writes=writes)
 
     def _scatter(self, table: _Table, host_grad: HostGrad, batch: Batch) -> Any:
-        device, ids_U = self._device, table.local_ids(batch)
+        device, ids_U, name = self._device, table.local_ids(batch), f"scatter {table.entry.name}"
         rows = table.own_rows(table.rows, batch)
+        if table.tile.rests.local:
+            gradient = in_place(device, table.tile, host_grad.buffer)
+
+            def put() -> None:
+                rows_UD = rows.data.view(-1, table.width)
+                table.rows_of(gradient).index_copy_(0, ids_U.to(rows_UD.device), rows_UD)
+
+            device.run(COMPUTE, name, put, [table.rows], [gradient])
+            return device.record(COMPUTE)
         rows_UD = table.as_rows(table.staging, ids_U)
 
         def work() -> None:
@@ -336,5 +324,5 @@ class Embedding:
         device.wait(COPY_OUT, device.record(COMPUTE), "row gradients ready")
         device.copy(COPY_OUT, table.staging, rows, rows_UD.numel())
         device.wait(ROWS, device.record(COPY_OUT), "row gradients landed")
-        device.run(ROWS, f"scatter {table.entry.name}", work, [table.staging], [host_grad.buffer])
+        device.run(ROWS, name, work, [table.staging], [host_grad.buffer])
         return device.record(ROWS)
