@@ -5,13 +5,8 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-import torch
-
-from megatrain.device import Device
-from megatrain.device.collectives import Collectives
-from megatrain.engine.bit_checks import BitChecks
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.head import Head, Summed
 from megatrain.engine.layer import Layer
@@ -26,15 +21,9 @@ from megatrain.loss import Loss
 from megatrain.model.capture import FEATURES
 from megatrain.model.layer_template import compile_and_tell
 from megatrain.optim import StreamedOptimizer
-from megatrain.parallel.distributed import ALONE, Ranks
-from megatrain.placement import RECOMPUTE, ActivationPolicy, Placement, Verify
+from megatrain.placement import RECOMPUTE, ActivationPolicy
 from megatrain.store.store import DiskStaging, Store, Tier
-from megatrain.telemetry.host import update_threads
-from megatrain.tile import TileKind
 from megatrain.tile.formats import Expand
-
-if TYPE_CHECKING:
-    from megatrain.model.program import ModelProgram
 
 # Of a micro-batch's graph or attention on its way to the host and back, at once. Two leave: a graph
 # takes up to twice as long over the bus as its layer's forward.
@@ -44,42 +33,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass
-class Assembly:
+class Assembly(Shared):
     """Everything that `inference` and `training` build the parts of a step from.
 
     A forecast (forecast/simulate.py) gives other `sinks` and `staging`, which move gradients and
     planes in fewer pieces, and a function that stands for the unpacking of weights.
     """
 
-    device: Device
-    program: "ModelProgram"
-    store: Store
-    dtype: torch.dtype
-    placement: Placement
-    ranks: Ranks = ALONE
-    verify: Verify = "off"
     sinks: type[Sink] = Sink
     staging: type[DiskStaging] = DiskStaging
     unpacking: Unpack | None = None
 
     def __post_init__(self) -> None:
-        tiles, threads = self.store.tiles, update_threads() // self.ranks.on_host
-        threads = self.placement.update_threads or max(1, threads)
-        self.layers = self.store.of(TileKind.LAYER)
-        [self.prologue], [self.head] = map(self.store.of, (TileKind.PROLOGUE, TileKind.HEAD))
-        self.media = self.store.of(TileKind.MEDIA)  # one, or none
-        self.collectives = Collectives(self.device, self.ranks)
-        self.checks = BitChecks(self.device, tiles, self.verify, threads)
-        self.shared = Shared(
-            self.device,
-            self.placement,
-            tiles,
-            [self.prologue, *self.layers, self.head, *self.media],
-            self.dtype,
-            self.collectives,
-            self.checks,
-            threads,
-        )
+        super().__post_init__()
+        self._offload = HostOffload(self.device, "kept", LEAVING, RETURNING)
         tokens, compiled = self.placement.chunk_tokens, self.placement.compile
         if tokens is not None:
             self.program.tile(tokens, compiled=compiled)
@@ -108,9 +75,9 @@ class Assembly:
 
     def training(self, optimizer: StreamedOptimizer, max_grad_norm: float | None) -> TrainingParts:
         """Parts of a training step."""
-        device, placement, tiles = self.device, self.placement, self.store.tiles
-        visited = self.shared.visited
-        update = Update(self.shared, optimizer, max_grad_norm, self.staging(device, tiles))
+        device, placement, tiles = self.device, self.placement, self.tiles
+        visited = self.visited
+        update = Update(self, optimizer, max_grad_norm, self.staging(device, tiles))
         passes, spec = placement.passes, self.program.spec
         on_device = {tile for tile in tiles if tile.rests.gradient is Tier.DEVICE}
         waiting = {*on_device, *(tile for tile in tiles if update.waits(tile))}
@@ -123,30 +90,28 @@ class Assembly:
         before = max(shared[0], *shared[len(visited) - len(self.media) :], 0)
         work = ScratchArena(device, max(shared), before if passes == 1 else 0, self.dtype)
         in_order = sorted(waiting, key=lambda tile: tile.index)
-        sink = self.sinks(self.shared, in_order, update, work)
+        sink = self.sinks(self, in_order, update, work)
         parts = self._parts(sink, work)
         saved: DeviceBoundaries | HostBoundaries = DeviceBoundaries(device)
         if placement.layer_inputs == "host":
             saved = HostBoundaries(device, placement.layer_input_lanes)
-        return TrainingParts(**vars(parts), saved=saved, sink=sink, update=update, passes=passes)
+        return TrainingParts(
+            **vars(parts), saved=saved, kept=self._offload, sink=sink, update=update, passes=passes
+        )
 
     def _parts(self, sink: Sink | None, work: ScratchArena) -> Parts:
-        embedding = Embedding(self.shared, self.program.spec.gathered, self.head, sink, work)
+        embedding = Embedding(self, self.program.spec.gathered, self.head, sink, work)
         trunk, head = self._units(embedding)
         encoded = self._encoded(trunk, embedding)
         _end_backward(trunk)
-        stream = Stream(self.shared, self.unpacking or self._unpack())
+        stream = Stream(self, self.unpacking or self._unpack())
         return Parts(trunk, head, embedding, stream, encoded)
 
     def _units(self, embedding: Embedding) -> tuple[list[Unit], Head]:
         device, program = self.device, self.program
-        policies = self.policies()
-        offload = None
-        if any(policy.where == "host" for policy in policies):
-            offload = HostOffload(device, "kept", LEAVING, RETURNING)
         trunk: list[Unit] = [Prologue(device, program, self.prologue, embedding)]
-        for visit, (tile, policy) in enumerate(zip(self.layers, policies, strict=True)):
-            trunk.append(Layer(device, program, tile, visit, policy, offload))
+        for visit, (tile, policy) in enumerate(zip(self.layers, self.policies(), strict=True)):
+            trunk.append(Layer(device, program, tile, visit, policy, self._offload))
 
         @cache
         def summed(loss: Loss) -> Summed:
@@ -184,18 +149,11 @@ def host_bytes(store: Store, parts: Parts) -> dict[str, int]:
     sizes["host_rows_bytes"] = parts.embedding.host_bytes
     sizes["host_disk_lanes_bytes"] = parts.stream.disk.host_bytes
     if isinstance(parts, TrainingParts):
-        update, offload = parts.update, kept_offload(parts)
         sizes["host_gradients_bytes"] = parts.sink.host_bytes
         sizes["host_boundaries_bytes"] = parts.saved.host_bytes
-        sizes["host_disk_lanes_bytes"] += update.disk.host_bytes
-        sizes["host_kept_bytes"] = 0 if offload is None else offload.host_bytes
+        sizes["host_disk_lanes_bytes"] += parts.update.disk.host_bytes
+        sizes["host_kept_bytes"] = parts.kept.host_bytes
     return sizes
-
-
-def kept_offload(parts: Parts) -> HostOffload | None:
-    """Moves graphs and attention results to the host and back; None: none are saved there."""
-    offloads = (unit.offload for unit in parts.trunk if isinstance(unit, Layer))
-    return next((offload for offload in offloads if offload is not None), None)
 
 
 def _end_backward(trunk: Sequence[Unit]) -> None:

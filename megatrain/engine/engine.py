@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from megatrain.checkpoint import Contents, Saver, Saving, as_json, require_replaceable
 from megatrain.compat.torch import has_saved_tensor_hooks
 from megatrain.device import Buffer
-from megatrain.engine.assemble import Assembly, host_bytes, kept_offload
+from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.batch import Intake, MicroBatches, halved
 from megatrain.engine.expert_loads import ExpertLoads
 from megatrain.engine.head import Head
@@ -257,8 +257,7 @@ class PlacedEngine:
             return StepResult(*measured, batch.all_tokens, seconds, measures, experts)
         self._lean = True
         del batch
-        if (offload := kept_offload(self._parts)) is not None:
-            offload.release()
+        self._parts.kept.release()
         gc.collect()  # frames of the failure may hold what it had on the device
         return self.step(micro_batches, loss, norm_limit=norm_limit, expected=expected)
 

@@ -26,7 +26,7 @@ from megatrain.engine.saved_tensors import (
 from megatrain.engine.sink import GradAccumulator
 from megatrain.model.capture import ADDED, Ref
 from megatrain.model.micro_batch import Activations, Batch, MicroBatch
-from megatrain.placement import RECOMPUTE, ActivationPolicy, Saves
+from megatrain.placement import ActivationPolicy, Saves
 from megatrain.store.store import Tile
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class Layer(StreamedModule):
         program: "ModelProgram",
         tile: Tile,
         visit: int,
-        policy: ActivationPolicy = RECOMPUTE,
-        offload: HostOffload | None = None,
+        policy: ActivationPolicy,
+        offload: HostOffload,
     ) -> None:
         """Args: `offload` moves tensors that `policy` saves on the host."""
         spec = program.spec
@@ -95,8 +95,7 @@ class Layer(StreamedModule):
     def begin(self) -> None:
         """Drop the graphs of an earlier step: none may be used again, and their memory is free."""
         self.waiting.clear()
-        if self.offload is not None:
-            self.offload.begin()
+        self.offload.begin()
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The activations after this layer, of every micro-batch."""
@@ -107,11 +106,11 @@ class Layer(StreamedModule):
             leaving = OffloadPlan() if offloads else None
             work = partial(self.forward, Turn(index, slot, micro, h[index]), leaving, train=train)
             out.append(self.device.run(COMPUTE, self.name, work, [slot]))
-            if leaving is not None and self.offload is not None:
+            if leaving is not None:
                 later_bytes = packed_bytes(leaving.memory) * (len(batch.micro) - 1 - index)
                 self.offload.send(self.visit, (self.visit, index), leaving.memory, later_bytes)
                 leaving.memory = []
-        if offloads and self.offload is not None:
+        if offloads:
             self.offload.expect(*([(self.visit, index)] for index in range(len(batch.micro))))
         return out
 
@@ -182,13 +181,12 @@ class Layer(StreamedModule):
 
     def _returned(self) -> Iterator[tuple[list[Tensor], list[Buffer]]]:
         """The next micro-batch's tensors, back from the host; none if none were sent there."""
-        if self.offload is None or self.policy.where != "host":
-            if self.offload is not None:
-                self.offload.fetch_ahead()  # for a layer that will ask for it
-            yield [], []
+        if self.policy.where == "host":
+            for [tensors], buffers in self.offload.take(1):
+                yield tensors, buffers
             return
-        for [tensors], buffers in self.offload.take(1):
-            yield tensors, buffers
+        self.offload.fetch_ahead()  # for a layer that will ask for it
+        yield [], []
 
     def _graph(self, at: Turn, saves: Saves | None = None) -> tuple[Graph, Activations]:
         weights = self.leaves(at.slot)

@@ -160,8 +160,7 @@ class Sink:
         self._device, self.updates, self._work = device, updates, work
         numel = max(tile.trained.stop - tile.trained.start for tile in tiles)
         largest = max([1, *(t.layout.trainable_numel for t in visited)])
-        layers = (t for t in visited if t.layout.kind is TileKind.LAYER)
-        layer = max((t.layout.trainable_numel for t in layers), default=0)
+        layer = max((t.layout.trainable_numel for t in shared.layers), default=0)
         self._piece = min(self._most_at_once(layer, placement.gradient_lanes), largest)
         self._lanes = [
             Lane(device.empty(Name(Memory.GRADIENTS, f"leaving gradient {i}"), self._piece, dtype))

@@ -18,7 +18,7 @@ from megatrain.engine.embedding import Embedding
 from megatrain.engine.head import Head
 from megatrain.engine.layer import Layer
 from megatrain.engine.modules import Media, Prologue, State
-from megatrain.engine.saved_tensors import DeviceBoundaries, HostBoundaries
+from megatrain.engine.saved_tensors import DeviceBoundaries, HostBoundaries, HostOffload
 from megatrain.engine.sink import Sink
 from megatrain.engine.stream import Stream
 from megatrain.engine.update import Update
@@ -46,9 +46,13 @@ class Parts:
 
 @dataclass
 class TrainingParts(Parts):
-    """The parts of a step that changes the weights."""
+    """The parts of a step that changes the weights.
+
+    `kept` moves graphs and attention results to the host and back.
+    """
 
     saved: DeviceBoundaries | HostBoundaries
+    kept: HostOffload
     sink: Sink
     update: Update
     passes: int = 1

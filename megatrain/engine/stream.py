@@ -39,8 +39,7 @@ class Stream:
     def __init__(self, shared: Shared, unpack: Unpack) -> None:
         """Allocate the slots: at least as many as the largest visited tile takes."""
         device, tiles, dtype = shared.device, shared.tiles, shared.dtype
-        layers = [tile for tile in tiles if tile.layout.kind is TileKind.LAYER]
-        self.disk = DiskReader(device, [tile.weights for tile in layers])
+        self.disk = DiskReader(device, [tile.weights for tile in shared.layers])
         streamed = [tile.layout for tile in shared.visited if tile.rests.streamed]
         largest = max((layout.numel for layout in streamed), default=0)
         of_layers = [layout.numel for layout in streamed if layout.kind is TileKind.LAYER]
@@ -67,7 +66,8 @@ class Stream:
         self._staying = {i: _Place([Lane(b, allocated)], b) for i, b in kept.items()}
         local = (tile for tile in shared.visited if tile.rests.local)
         self._local = {tile.index: in_place(device, tile, tile.weights) for tile in local}
-        unpacked = [tile.layout.unpacked.numel for tile in layers if tile.layout.needs_unpacking]
+        layouts = [tile.layout for tile in shared.layers]
+        unpacked = [layout.unpacked.numel for layout in layouts if layout.needs_unpacking]
         name = Name(Memory.SLOTS, "unpacked weights")
         self._unpacked = device.empty(name, max(unpacked, default=0), dtype)
         self._itinerary: list[StreamedModule] = []

@@ -80,7 +80,7 @@ def needs_of(
         device.needs.device[Memory.SUMS.value] = max(sums, device.needs.device[Memory.SUMS.value])
     if isinstance(parts, TrainingParts):
         unsummed = [0]  # the largest gradient of one backward; of a whole head, one parameter's
-        for tile in assembly.shared.visited:
+        for tile in assembly.visited:
             copies, trained = tile.layout.copies, tile.layout.trainable
             each = [e.numel * (4 if e.name in copies else dtype.itemsize) for e in trained]
             unsummed += each if tile.layout.kind is TileKind.HEAD else [sum(each)]
