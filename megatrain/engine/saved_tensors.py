@@ -23,19 +23,19 @@ from megatrain.compat.torch import FakeTensor, TorchDispatchMode, memory_of, pyt
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Kind, Memory, Name
 from megatrain.engine.modules import Graph, StreamedModule
-from megatrain.model.capture import Ref
 from megatrain.model.micro_batch import Activations
 
 _STEP = 256  # bytes: every tensor starts on a boundary that the widest loads like
 
-_KEEP, _GIVE = Name(Kind.NOTE, "keep"), Name(Kind.NOTE, "give")
+_GIVE = Name(Kind.NOTE, "give")
+_WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)
 class _View:
     """A tensor described by its place in memory that the backward can find again."""
 
-    source: Any  # None: the weights; a Ref: an input; a number: one of `Leaving.memory`
+    source: Any  # _WEIGHTS; a Ref: an input; a number: one of `OffloadPlan.memory`
     start: int  # bytes
     dtype: torch.dtype
     size: torch.Size
@@ -92,12 +92,12 @@ class SavedTensors:
         leaving: OffloadPlan | None,
     ) -> None:
         """Args: `outside`: other arguments, which stay on the device; `leaving` None: all stay."""
-        self._weights, self._inputs, self._leaving = weights, inputs, leaving
-        self._returned: list[Tensor] = []
+        self._memory: dict[Any, Tensor] = {_WEIGHTS: weights, **inputs}  # by `_View.source`
+        self._leaving = leaving
         self._known: dict[int, Any] = {
             memory_of(value): ref for ref, value in inputs.items() if value.is_contiguous()
         }
-        self._known[memory_of(weights)] = None
+        self._known[memory_of(weights)] = _WEIGHTS
         self._outside = {memory_of(leaf) for leaf in outside if isinstance(leaf, Tensor)}
 
     def saving(self) -> saved_tensors_hooks:
@@ -106,11 +106,11 @@ class SavedTensors:
 
     def let_go(self) -> None:
         """Drop references to weights, inputs and tensors that leave, so that they can be freed."""
-        self._weights, self._inputs, self._leaving = torch.empty(0), {}, None
+        self._memory, self._leaving = {}, None
 
     def give_back(self, weights: Tensor, inputs: Activations, returned: list[Tensor]) -> None:
         """Before the backward: set weights, inputs and tensors that are back from the host."""
-        self._weights, self._inputs, self._returned = weights, inputs, returned
+        self._memory = {_WEIGHTS: weights, **inputs, **dict(enumerate(returned))}
 
     def _pack(self, tensor: Tensor) -> Any:
         if isinstance(tensor, FakeTensor):  # a compiler at work
@@ -118,7 +118,7 @@ class SavedTensors:
         memory = memory_of(tensor)
         if memory in self._known:
             source = self._known[memory]
-            base = self._weights if source is None else self._inputs[source]
+            base = self._memory[source]
             view = _view(tensor, source, int(base.storage_offset()) * base.itemsize)
             if view.start >= 0 and view.stop <= base.nbytes:
                 return view  # else it lies beside an input that is part of something larger
@@ -127,13 +127,7 @@ class SavedTensors:
         return self._leaving.view(tensor)
 
     def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        if packed.source is None:
-            return packed.on(self._weights)
-        if isinstance(packed.source, Ref):
-            return packed.on(self._inputs[packed.source])
-        return packed.on(self._returned[packed.source])
+        return packed if isinstance(packed, Tensor) else packed.on(self._memory[packed.source])
 
 
 class KeptGraph(NamedTuple):
@@ -345,34 +339,23 @@ class DeviceBoundaries:
 
     host_bytes = 0
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._kept: list[Activations] = []
-
     def begin(self, num_micro: int) -> None:
         """Forget everything; a step of `num_micro` micro-batches begins."""
-        self._kept = [{} for _ in range(num_micro)]
+        self._kept: list[Activations] = [{} for _ in range(num_micro)]
 
     def put(self, unit: StreamedModule, h: list[Activations]) -> None:
         """Keep those inputs of `unit` that no unit before it reads."""
-
-        def keep(kept: Activations, values: Activations) -> None:
-            kept.update({ref: values[ref] for ref in unit.new_inputs if ref in values})
-
-        for pair in zip(self._kept, h, strict=True):
-            self._device.run(COMPUTE, _KEEP, partial(keep, *pair))
+        for kept, values in zip(self._kept, h, strict=True):
+            # Where nothing is computed there are no values, nor does a forward always add some.
+            kept.update({ref: values[ref] for ref in unit.new_inputs if values and ref in values})
 
     def take(self, unit: StreamedModule) -> Iterator[Activations]:
         """The unit's inputs, one micro-batch after the other; each holds until the next."""
-
-        def give(kept: Activations) -> Activations:
+        for kept in self._kept:
             inputs = {ref: kept[ref] for ref in unit.inputs if ref in kept}
             for ref in unit.new_inputs:
                 kept.pop(ref, None)
-            return inputs
-
-        for kept in self._kept:
-            yield self._device.run(COMPUTE, _GIVE, partial(give, kept))
+            yield inputs
 
 
 class HostBoundaries:
@@ -396,7 +379,6 @@ class HostBoundaries:
     def put(self, unit: StreamedModule, h: list[Activations]) -> None:
         """Send those inputs of `unit` to the host that no unit before it reads."""
         keys = [(index, ref) for index in range(self._num_micro) for ref in unit.new_inputs]
-        # Where nothing is computed there are no values, nor does a forward always add some.
         values = [[h[i][ref].contiguous()] if h[i] and ref in h[i] else [] for i, ref in keys]
         later_bytes = sum(map(packed_bytes, values))
         for key, tensors in zip(keys, values, strict=True):
