@@ -1,5 +1,7 @@
 """Files and folders that are either whole, and on the disk, or not there."""
 
+import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -56,6 +58,23 @@ def forget_pages(descriptor: int, offset: int = 0, num_bytes: int = 0) -> None:
     """
     if hasattr(os, "posix_fadvise"):  # not on a Mac
         os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def pass_cache_by(descriptor: int) -> bool:
+    """Let whole blocks go past the page cache (O_DIRECT); False: the file system has no such way.
+
+    There is none on tmpfs, and on a Mac.
+    """
+    try:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+    except AttributeError:
+        return False
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
 
 
 PARTIAL = ".partial"

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatrain.base import huge_pages
-from megatrain.base.whole_files import fill, forget_pages, hidden
+from megatrain.base.whole_files import fill, forget_pages, hidden, pass_cache_by
 from megatrain.errors import InputError, RunFailed, explained, os_reason
 
 try:
@@ -60,7 +60,8 @@ class NewFile:
         """Args: `exists`: the file is there, and other processes write other bytes of it."""
         new = 0 if exists else os.O_CREAT | os.O_EXCL
         self._handle = os.open(path, os.O_WRONLY | new, 0o666)
-        self._direct = open_direct(path, os.O_WRONLY)
+        self._past = os.open(path, os.O_WRONLY)
+        self._direct = pass_cache_by(self._past)
         # Whole pages, as direct access demands.
         self._room = np.frombuffer(huge_pages.mapping(_DIRECT_BYTES), np.uint8)
 
@@ -69,7 +70,7 @@ class NewFile:
         left = memoryview(data)
         while len(left) > 0:
             blocks = min(len(left) // _BLOCK * _BLOCK, _DIRECT_BYTES)
-            if self._direct is None:
+            if not self._direct:
                 count = self._write_cached(left, offset)
             elif offset % _BLOCK or not blocks:
                 count = self._write_cached(left[: -offset % _BLOCK or len(left)], offset)
@@ -77,7 +78,7 @@ class NewFile:
                 room = self._room[:blocks]
                 room[:] = np.frombuffer(left[:blocks], np.uint8)  # without Python's lock
                 try:
-                    count = os.pwrite(self._direct, room.data, offset)
+                    count = os.pwrite(self._past, room.data, offset)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
@@ -100,8 +101,7 @@ class NewFile:
                 forget_pages(self._handle)
         finally:
             os.close(self._handle)
-            if self._direct is not None:
-                os.close(self._direct)
+            os.close(self._past)
 
 
 def require_seen(path: Path) -> None:
@@ -122,18 +122,6 @@ def joined_sums(tile: str, by_rank: Sequence[Sums]) -> tuple[tuple[int, str], ..
             "same to the bit: a fault of a machine; go on from an earlier checkpoint"
         )
     return tuple((size, checksum) for _, size, checksum in every)
-
-
-def open_direct(path: Path, flags: int) -> int | None:
-    """A handle with direct access (O_DIRECT); None where the file system has none (tmpfs)."""
-    if not hasattr(os, "O_DIRECT"):
-        return None
-    try:
-        return os.open(path, flags | os.O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return None
 
 
 def write_text(path: Path, text: str) -> None:

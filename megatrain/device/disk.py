@@ -5,7 +5,6 @@ It is read and written past the page cache, a piece at a time.
 """
 
 import errno
-import fcntl
 import logging
 import os
 import shutil
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from megatrain import kernels
 from megatrain.base.units import align, size
-from megatrain.base.whole_files import forget_pages
+from megatrain.base.whole_files import forget_pages, pass_cache_by
 from megatrain.device.base import Buffer
 from megatrain.errors import DoesNotFit, InputError, RunFailed, explained, os_reason
 
@@ -57,16 +56,7 @@ class PlaneFile:
     def __init__(self, handle: Any, folder: Path, num_bytes: int) -> None:
         self.folder, self.num_bytes = folder, num_bytes
         self._handle = handle
-        self.direct = True
-        try:
-            flags = fcntl.fcntl(handle, fcntl.F_GETFL)
-            fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_DIRECT)
-        except AttributeError:  # a Mac
-            self.direct = False
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self.direct = False
+        self.direct = pass_cache_by(handle.fileno())
         if not self.direct:
             _log.warning(
                 "%s: the file system has no direct access (O_DIRECT); planes on disk go through "
