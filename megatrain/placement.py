@@ -154,9 +154,11 @@ class Placement:
                 raise InputError(f"placement.{name} is {value}; it must be >= {least}")
             if value > _MOST and name in _COUNTS:
                 raise InputError(f"placement.{name} is {value}; it must be <= {_MOST:,}")
-        if type(self.keep_rows) is not bool:
-            raise InputError(f"placement.keep_rows is {self.keep_rows!r}; it must be true or false")
-        if not isinstance(self.resident, tuple | list):
+        for name in ("keep_rows", "compile"):
+            if type(value := getattr(self, name)) is not bool:
+                raise InputError(f"placement.{name} is {value!r}; it must be true or false")
+        names = self.resident
+        if not isinstance(names, tuple | list) or not all(isinstance(n, str) for n in names):
             raise InputError(
                 f"placement.resident is {self.resident!r}; it must be a list of tile names"
             )

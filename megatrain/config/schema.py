@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, TypeAdapter, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from megatrain.base.units import parse_bytes
 from megatrain.config.learning import (
@@ -165,7 +165,16 @@ class EngineSection(Section):
             raise ValueError(f"should be auto, or choices such as {{slots: 2}}, got {shown(value)}")
         # A run file has lists only.
         value = {n: tuple(v) if isinstance(v, list) else v for n, v in value.items()}
-        _check_placement(value)
+        names = Placement.names()
+        for name in value:
+            if (reason := old_name(str(name))) is not None:
+                raise ValueError(reason)
+            if name not in names:
+                raise ValueError(f"unknown key {name!r}{nearest(str(name), names)}")
+        try:
+            Placement(**value)
+        except InputError as error:
+            raise ValueError(str(error).removeprefix("placement.")) from error
         return value
 
     def problems(self) -> Iterator[str]:
@@ -362,22 +371,3 @@ class Config(Section):
     def as_yaml(self) -> str:
         """The resolved run file as YAML: every key, defaults included."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def _check_placement(choices: dict[str, Any]) -> None:
-    """Placement checks values, not types; a run file needs both."""
-    hints = get_type_hints(Placement)
-    for name, value in choices.items():
-        if (reason := old_name(str(name))) is not None:
-            raise ValueError(reason)
-        if name not in hints:
-            raise ValueError(f"unknown key {name!r}{nearest(str(name), Placement.names())}")
-        try:
-            TypeAdapter(hints[name]).validate_python(value, strict=True)
-        except ValidationError as error:
-            problem = error.errors()[0]["msg"].removeprefix("Input ").replace("valid tuple", "list")
-            raise ValueError(f"{name} {problem}, got {shown(value)}") from error
-    try:
-        Placement(**choices)
-    except InputError as error:
-        raise ValueError(str(error).removeprefix("placement.")) from error
