@@ -27,7 +27,7 @@ from megatrain.checkpoint.read import planes_of
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, SAVE
 from megatrain.device.disk import BLOCK, DiskBuffer
-from megatrain.errors import DoesNotFit
+from megatrain.errors import DoesNotFit, RunFailed
 from megatrain.model.safetensors_io import DTYPE_NAMES, header_bytes
 from megatrain.store.store import Reader, Tier, Tile
 from megatrain.telemetry.host import host_available_bytes, update_threads
@@ -173,10 +173,6 @@ class StagingBlocks:
         self.free += buffer.data.split(files.PIECE_BYTES)
 
 
-class Abandoned(Exception):
-    """The save has failed: its pieces are not needed any more."""
-
-
 class Snapshot:
     """Hands the pieces of one save from the streams that own their planes to the writers."""
 
@@ -268,11 +264,11 @@ class Snapshot:
             return None
 
     def take(self, piece: Piece) -> Any:
-        """Wait until a piece is ready; returns its bytes, to be written. Raises Abandoned."""
+        """Wait until a piece is ready; returns its bytes. Raises RunFailed: the save has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._abandoned or piece.stage is Stage.READY)
             if self._abandoned:
-                raise Abandoned("it was broken off")
+                raise RunFailed("it was broken off")
             piece.stage = Stage.WRITING
             assert piece.memory is not None
             return piece.memory.numpy().data

@@ -23,10 +23,10 @@ from megatrain import kernels
 from megatrain.device import Buffer
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS, Memory, Name
 from megatrain.engine.shared import Shared
-from megatrain.engine.sink import HostGrad, ScratchArena, Sink
+from megatrain.engine.sink import ScratchArena, Sink
 from megatrain.errors import InputError
 from megatrain.model.micro_batch import Batch
-from megatrain.store.store import Tile, in_place, own_numel
+from megatrain.store.store import Lane, Tile, in_place, own_numel
 from megatrain.tile import Entry
 
 _NOWHERE = Buffer("nowhere", torch.empty(0))
@@ -116,7 +116,7 @@ class Embedding:
         ]
         self._capacity = 0  # rows
         if sink is not None:
-            sink.expect_rows(t.tile for t in self._tables if t.entry.group is not None)
+            sink.with_rows = {t.tile.index for t in self._tables if t.entry.group is not None}
 
     @property
     def rows_each(self) -> int:
@@ -229,7 +229,7 @@ class Embedding:
 
     def send_gradients(self, batch: Batch) -> None:
         """Add the row gradients to their tiles' gradients, on the host or the device."""
-        ready: dict[int, tuple[Tile, HostGrad, Any]] = {}
+        ready: dict[int, tuple[Tile, Lane, Any]] = {}
         for table in self._tables:
             if table.entry.group is None:
                 continue
@@ -264,10 +264,10 @@ class Embedding:
         device.copy(COPY_IN, rows, table.staging, len(rows.data))
         table.free = device.record(COPY_IN)
 
-    def _cleared(self, table: _Table) -> HostGrad:
+    def _cleared(self, table: _Table) -> Lane:
         tile = table.tile
         stream = COMPUTE if tile.rests.local else ROWS
-        host_grad: HostGrad = self.sink.claim(tile, stream)
+        host_grad: Lane = self.sink.claim(tile, stream)
         plane = in_place(self._device, tile, host_grad.buffer)
 
         def clear() -> None:
@@ -280,7 +280,7 @@ class Embedding:
         self._device.run(stream, f"clear {plane.name}", clear, writes=[plane])
         return host_grad
 
-    def _bring_dense(self, table: _Table, host_grad: HostGrad, landed: Any, batch: Batch) -> None:
+    def _bring_dense(self, table: _Table, host_grad: Lane, landed: Any, batch: Batch) -> None:
         """Bring the head's gradient of these rows to the device."""
         if table.tile.rests.local:
             self._take(table, host_grad.buffer, batch)
@@ -303,7 +303,7 @@ class Embedding:
         writes = [table.rows, table.sums, self.sink.squares]
         self._device.run(COMPUTE, "add up rows", work, writes=writes)
 
-    def _scatter(self, table: _Table, host_grad: HostGrad, batch: Batch) -> Any:
+    def _scatter(self, table: _Table, host_grad: Lane, batch: Batch) -> Any:
         device, ids_U, name = self._device, table.local_ids(batch), f"scatter {table.entry.name}"
         rows = table.own_rows(table.rows, batch)
         if table.tile.rests.local:

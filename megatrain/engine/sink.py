@@ -98,10 +98,6 @@ def _in_a_row(lengths: Sequence[int], offset: int) -> tuple[list[int], int]:
     return starts, offset
 
 
-HostGrad = Lane
-"""Host room for one tile's gradient."""
-
-
 @dataclass
 class GradAccumulator:
     """The fp32 sums of a tile's gradient on the device; `reached`: the parameters that have one."""
@@ -137,7 +133,7 @@ class Updates(Protocol):
     def direct(self, tile: Tile, sums: Buffer) -> None:
         """Called with a complete, measured gradient; may change `sums` before they are sent."""
 
-    def ready(self, tile: Tile, host_grad: HostGrad, landed: Any) -> None:
+    def ready(self, tile: Tile, host_grad: Lane, landed: Any) -> None:
         """Called when a gradient has been sent; `landed` is the event of its arrival."""
 
 
@@ -145,6 +141,8 @@ class Sink:
     """Takes each tile's gradient once per step.
 
     Attributes:
+        with_rows: indices of tiles to which engine/embedding.py adds row gradients; it then calls
+            `Updates.ready`.
         landed: by tile index, host gradients and arrival events of tiles with embedding rows, whose
             gradients are added later.
         squares: on the device, the squared norm of each tile's gradient (fp32); the last element
@@ -184,21 +182,21 @@ class Sink:
         device.run(COMPUTE, "clear squares", self.squares.data.zero_, writes=[self.squares])
         layouts, tiers = [t.layout for t in waiting], [t.rests.gradient for t in waiting]
         buffers = planes(device, gradient_plane(dtype), layouts, tiers)
-        self._own = {t.index: HostGrad(b) for t, b in zip(waiting, buffers, strict=True)}
+        self._own = {t.index: Lane(b) for t, b in zip(waiting, buffers, strict=True)}
         for tile in their_own:
             own = in_place(device, tile, self._own[tile.index].buffer)
             self._sums[id(tile)] = own.piece(0, tile.layout.trainable_numel)
         others = [tile for tile in tiles if tile.index not in self._own]
         alike = any(tile.rests.gradient is Tier.HOST for tile in others)
         self._shared = [
-            HostGrad(device.host(name, numel, dtype, pinned=True))
+            Lane(device.host(name, numel, dtype, pinned=True))
             for name in (
                 Name(Memory.GRADIENTS, f"host gradient {i}")
                 for i in range(placement.host_grad_buffers * alike)
             )
         ]
-        self._claimed, self._with_rows = 0, set[int]()
-        self.landed: dict[int, tuple[HostGrad, Any]] = {}
+        self._claimed, self.with_rows = 0, set[int]()
+        self.landed: dict[int, tuple[Lane, Any]] = {}
         on_host = [self._own[t.index] for t in waiting if t.rests.gradient is Tier.HOST]
         self.host_bytes = sum(s.buffer.data.nbytes for s in (*on_host, *self._shared))
 
@@ -250,7 +248,7 @@ class Sink:
         self.updates.direct(tile, sums)
         host_grad = self.claim(tile, COMPUTE if tile.rests.local else COPY_OUT)
         landed = self.send(accumulator, host_grad)
-        if tile.index in self._with_rows:
+        if tile.index in self.with_rows:
             self.landed[tile.index] = host_grad, landed
         else:
             self.updates.ready(tile, host_grad, landed)
@@ -261,7 +259,7 @@ class Sink:
         name = Name(Kind.PLAIN, f"no gradient of {tile.name}")
         self._device.run(COMPUTE, name, clear, writes=[self.squares])
 
-    def send(self, accumulator: GradAccumulator, host_grad: HostGrad) -> Any:
+    def send(self, accumulator: GradAccumulator, host_grad: Lane) -> Any:
         """Send a gradient to where the update reads it; returns the event of its arrival."""
         tile, numel, device = accumulator.tile, len(accumulator.sums.data), self._device
         if tile.rests.local:
@@ -281,7 +279,7 @@ class Sink:
                 lane.free = device.record(COPY_OUT)
         return device.record(COPY_OUT)
 
-    def recall(self, tile: Tile, host_grad: HostGrad) -> GradAccumulator:
+    def recall(self, tile: Tile, host_grad: Lane) -> GradAccumulator:
         """Copy a gradient that was sent back into its accumulator."""
         device, trained = self._device, tile.trained
         numel = trained.stop - trained.start
@@ -315,10 +313,6 @@ class Sink:
         name = Name(Kind.ROUND, f"round {accumulator.tile.name}")
         self._device.run(COMPUTE, name, work, [accumulator.sums], [to])
 
-    def expect_rows(self, tiles: Iterable[Tile]) -> None:
-        """For these tiles, engine/embedding.py adds row gradients and then calls `ready`."""
-        self._with_rows = {tile.index for tile in tiles}
-
     def measure_rows(self, rows: Tensor, dense: Tensor | None = None) -> None:
         """Add `|rows|^2`; or `|rows + dense|^2 - |dense|^2`: `put` has measured `dense`."""
         if dense is None:
@@ -326,12 +320,12 @@ class Sink:
         else:
             self.squares.data[-1] += torch.dot(rows.flatten(), (rows + 2 * dense).flatten())
 
-    def claim(self, tile: Tile, stream: str) -> HostGrad:
+    def claim(self, tile: Tile, stream: str) -> Lane:
         """The host gradient for a tile; later work of `stream` may write it."""
         if tile.index in self._own:
             return self._own[tile.index]
         if tile.rests.gradient is Tier.DEVICE:  # in the sums of passes, which stay until the update
-            return HostGrad(self._sums[id(tile)].piece(tile.trained.start, tile.trained.stop))
+            return Lane(self._sums[id(tile)].piece(tile.trained.start, tile.trained.stop))
         host_grad = self._shared[self._claimed % len(self._shared)]
         self._claimed += 1
         self._device.wait(stream, host_grad.free, "host gradient free")

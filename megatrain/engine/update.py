@@ -18,7 +18,7 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE, Kind, Memory, Name
 from megatrain.engine.bit_checks import UpdateSums
 from megatrain.engine.shared import Shared
-from megatrain.engine.sink import HostGrad, Sink
+from megatrain.engine.sink import Sink
 from megatrain.errors import InputError, RunFailed, StepRefused
 from megatrain.optim import Plane, Rule, StreamedOptimizer, TileRange, UpdateOptions
 from megatrain.store.store import DiskStaging, Lane, Tier, Tile, in_place
@@ -251,7 +251,7 @@ class Update:
         self._collectives, self._checks = shared.collectives, shared.checks
         self.norm_limit = math.inf  # a step whose norm is above it is refused
         self.expected: tuple[float, float] | None = None  # loss and norm of the same step before
-        self._pending: list[tuple[Tile, HostGrad, Any]] = []
+        self._pending: list[tuple[Tile, Lane, Any]] = []
         self._started: list[Tile] = []  # of the step that is going on
         self._torn = False
         self._losses: list[Tensor] = []
@@ -288,7 +288,7 @@ class Update:
         self._groups = [dict(group) for group in self._optimizer.param_groups]
         self._settings = {name: self._groups[index] for name, index in self._group_of.items()}
 
-    def ready(self, tile: Tile, host_grad: HostGrad, landed: Any) -> None:
+    def ready(self, tile: Tile, host_grad: Lane, landed: Any) -> None:
         """Take a tile's gradient, complete in `host_grad` once `landed` has passed."""
         if self.waits(tile) or tile.rests.updates == COMPUTE:
             self._pending.append((tile, host_grad, landed))
@@ -391,7 +391,7 @@ class Update:
         what = f"the gradient norm is {norm:.4g}{above}"
         raise StepRefused(f"{what}: {damage}", intact=self.deferred, measured=measured)
 
-    def _start(self, tile: Tile, host_grad: HostGrad, landed: Any, scale: float) -> None:
+    def _start(self, tile: Tile, host_grad: Lane, landed: Any, scale: float) -> None:
         stream = tile.rests.updates
         if tile.rests.gradient is not Tier.DEVICE:
             self._device.wait(stream, landed, "gradient landed")
@@ -466,7 +466,7 @@ class Update:
         self,
         tile: Tile,
         first: int,
-        host_grad: HostGrad,
+        host_grad: Lane,
         runs: Sequence[_Run],
         scale: float,
         sums: UpdateSums | None,
