@@ -220,6 +220,8 @@ class Device(Protocol):
 
     def read(self, buffer: Buffer) -> list[float]:
         """The numbers in a host buffer as they are now (zeros on `trace`)."""
+        numbers: list[float] = buffer.data.tolist()
+        return numbers
 
     def seed(self, seed: int) -> None:
         """Reseed the random numbers of work put on COMPUTE after this."""
@@ -259,5 +261,4 @@ def free_bytes(device: Device, host_limit: int | None = None) -> int:
     """Unused bytes of the memory in which the device computes."""
     if not device.can.counts_memory:
         return host_available_bytes(host_limit)
-    memory = device.memory()
-    return memory["device_free_bytes"] + memory["device_bytes"] - memory["device_used_bytes"]
+    return available_bytes(device) - device.memory()["device_used_bytes"]

@@ -84,9 +84,6 @@ class CpuDevice(Device):
     def mark(self, stream: str) -> float:
         return time.perf_counter()
 
-    def read(self, buffer: Buffer) -> list[float]:
-        return buffer.data.tolist()
-
     def seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)  # not those of GPUs, as torch.manual_seed does
 

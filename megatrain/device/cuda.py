@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.base.units import MIB, gib
 from megatrain.compat.torch import can_compile
-from megatrain.device.base import COMPUTE, HOST_STREAMS, Abilities, Buffer, Buffers, Work
+from megatrain.device.base import COMPUTE, HOST_STREAMS, Abilities, Buffer, Buffers, Device, Work
 from megatrain.device.cpu import host_range
 from megatrain.device.disk import move
 from megatrain.device.host_stream import HostStream, LaunchThrottle
@@ -51,7 +51,7 @@ class HostEvent:
     count: int
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """One GPU with a compute stream, two copy streams and a thread for each host stream."""
 
     kind = "cuda"
@@ -241,9 +241,6 @@ class CudaDevice:
             self._block(event)
         for worker in self._workers.values():
             worker.check()
-
-    def read(self, buffer: Buffer) -> list[float]:
-        return buffer.data.tolist()
 
     def seed(self, seed: int) -> None:
         torch.cuda.manual_seed(seed)

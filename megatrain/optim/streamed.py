@@ -241,13 +241,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
         groups = deepcopy(state_dict.get("param_groups")) if known else None
         if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
             raise InputError(f"optimizer.load_state_dict brings no moments: {_NOT_HERE}")
-        self._name_parameters()
-        names = [group["param_names"] for group in self.param_groups]
-        if [group.get("param_names") for group in groups] != names:
-            raise InputError(
-                "optimizer.load_state_dict: the groups given are of other parameters than those of "
-                "this optimizer; make the same groups first"
-            )
         rates = self.restored_rates
         self.restore(groups, self.num_steps)
         self.restored_rates = rates
@@ -275,7 +268,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
         lists = [group.get("param_names") for group in groups]
         names = [str(name) for names in lists if isinstance(names, list) for name in names]
         if sorted(names) != sorted(by_name) or not all(isinstance(each, list) for each in lists):
-            raise InputError("the optimizer's groups are of other parameters than the model's")
+            raise InputError(
+                "the optimizer's groups given are of other parameters than the model's; make the "
+                "same groups first"
+            )
         restored = []
         for group in groups:
             self._check(group)
