@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from megatrain.compat.torch import flash_attention, flash_attention_backward
 from megatrain.compat.transformers import (
@@ -35,13 +35,16 @@ from megatrain.compat.transformers import (
 )
 from megatrain.model.attention_chunks import Seen, attend_in_chunks, gradients_in_chunks
 from megatrain.model.documents import (
+    BY_EAGER,
     BY_MASKS,
     BY_SINKS,
     BY_WINDOWS,
     MOST_WIDTH,
     are_told,
+    chosen_attention,
     document_mask,
     has_kernel,
+    has_sinks,
     row_edges,
 )
 from megatrain.model.spec import ModelSpec
@@ -58,15 +61,22 @@ def attend_by_kernel(spec: ModelSpec, precision: Precision) -> None:
         return
     kinds = {id(layer.kind): layer.kind for layer in spec.layers}.values()
     modules = [module for kind in kinds for module in kind.module.modules()]
-    eager = [
-        m for m in modules if _has_cap(m) or (half and isinstance(getattr(m, "sinks", 0), Tensor))
-    ]
+    eager = [m for m in modules if _has_cap(m) or (half and has_sinks(m))]
     of_modules = [module.config for module in modules if hasattr(module, "config")]
     for config in [model.config, model.config.get_text_config(), *of_modules]:
         if eager and all(map(_is_plain, eager)) and attention_of(config) == "eager":
             set_attention(config, BY_SINKS)
         if half and getattr(config, "sliding_window", None) and attention_of(config) == BY_MASKS:
             set_attention(config, BY_WINDOWS)
+
+
+def takes_lengths(model: PreTrainedModel, *, fp32: bool) -> bool:
+    """True if a kernel can replace the masks of a model; on a GPU in `fp32` none of torch can."""
+    name, with_sinks = attention_of(model.config), [m for m in model.modules() if has_sinks(m)]
+    able = not fp32 and (name == BY_SINKS or chosen_attention(name) == BY_MASKS)
+    if name in ("eager", BY_EAGER):
+        able = bool(with_sinks) and all(map(_is_plain, with_sinks))
+    return able and takes_flash_attention(model)
 
 
 def _has_cap(module: nn.Module) -> bool:
@@ -168,6 +178,7 @@ def _window_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 AttentionInterface.register(BY_SINKS, _attention)
 AttentionMaskInterface.register(BY_SINKS, _mask)
+AttentionInterface.register(BY_EAGER, _attention)
 AttentionInterface.register(BY_WINDOWS, _attention_in_windows)
 AttentionMaskInterface.register(BY_WINDOWS, _window_mask)
 

@@ -27,6 +27,7 @@ from megatrain.errors import DoesNotFit, InputError
 from megatrain.loss import IGNORED
 from megatrain.model.capture import Rows
 from megatrain.model.documents import (
+    BY_EAGER,
     BY_LENGTHS,
     BY_MASKS,
     BY_WINDOWS,
@@ -54,7 +55,7 @@ MOST_NOISE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 # A document whose losses change less than this with its own beginning says nothing about others.
 LEAST_CONTEXT = 1e-3
 
-_WITH_MASKS = ("sdpa", "eager", BY_LENGTHS, BY_WINDOWS)  # the others read lengths
+_WITH_MASKS = ("sdpa", "eager", BY_EAGER, BY_LENGTHS, BY_WINDOWS)  # the others read lengths
 _COMPARED = 4096  # tokens of a row that is tried with masks, too
 _SHORT = 5  # tokens of the short documents that are tried; fewer give no context
 _MIXED = (
@@ -157,13 +158,14 @@ class DocumentCheck:
         else:
             by_masks = self._losses(trial, BY_MASKS)
             equal = change_of(by_masks, by_lengths) <= MOST_NOISE[self._dtype]
+            equal = equal or self._is_as_alone(trial, by_lengths)
         self._program.attend(BY_LENGTHS if equal else BY_MASKS)
         return equal
 
     def _losses(self, trial: Micro, attention: str) -> Tensor:
         self._program.attend(attention)
         _, [losses_BT] = self._tried([trial])
-        return losses_BT
+        return losses_BT.cpu()
 
     def _keeps_apart(self, micro: Micro, at_once: int) -> bool:
         """False if earlier tokens hardly change a token's loss: then the trial proves nothing."""
@@ -372,7 +374,8 @@ def check_masks(
         if "attention_mask" in micro and not bool(micro["attention_mask"].all()):
             reason = "padding"
         elif is_packed(micro):
-            reason = None if attention_of(config) == BY_LENGTHS else "several documents"
+            by_lengths = attention_of(config) in (BY_EAGER, BY_LENGTHS)
+            reason = None if by_lengths else "several documents"
         elif isinstance(window, int) and tokens >= window and attention_of(config) != BY_WINDOWS:
             reason = f"a sliding window of {window}"
         if reason is not None:

@@ -10,7 +10,7 @@ Legend: B rows, T tokens of a row, H heads, D width of a head.
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -24,16 +24,15 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     PreTrainedConfig,
-    PreTrainedModel,
 )
 
 from megatrain.compat.torch import flash_attention, mark_dynamic
 from megatrain.compat.transformers import (
     attention_of,
+    eager_mask,
     sdpa_attention_forward,
     sdpa_mask,
     set_attention,
-    takes_flash_attention,
 )
 from megatrain.errors import explained
 from megatrain.loss import IGNORED
@@ -47,9 +46,9 @@ OURS = "megatrain_"
 BY_LENGTHS, BY_MASKS, BY_IMAGES = f"{OURS}documents", "sdpa", f"{OURS}flash"
 """Names of implementations; encoders tell lengths to those with "flash" in their names."""
 
-BY_SINKS, BY_WINDOWS = f"{OURS}sinks", f"{OURS}windows"
+BY_SINKS, BY_EAGER, BY_WINDOWS = f"{OURS}sinks", f"{OURS}eager", f"{OURS}windows"
 """Those of model/causal_attention.py: for layers with sinks or soft caps in the place of "eager",
-for layers with windows in the place of "sdpa"."""
+also of rows that are told documents alone, for layers with windows in the place of "sdpa"."""
 
 MOST_WIDTH = 256
 """Of a head, in torch's flash kernels."""
@@ -141,15 +140,6 @@ def told_by_lengths(position_ids: Tensor, device: torch.device) -> dict[str, Any
     }
 
 
-def takes_lengths(model: PreTrainedModel) -> bool:
-    """True if a model declares that flash attention can replace its masks."""
-    return takes_flash_attention(model) and attention_of(model.config) in (
-        BY_MASKS,
-        BY_SINKS,
-        BY_WINDOWS,
-    )
-
-
 def chosen_attention(name: str | None) -> str | None:
     """The attention that a model was opened with, for the one that replaces it in training.
 
@@ -157,16 +147,20 @@ def chosen_attention(name: str | None) -> str | None:
     """
     if name is None or not name.startswith(OURS):
         return name
-    return "eager" if name == BY_SINKS else BY_MASKS
+    return "eager" if name in (BY_SINKS, BY_EAGER) else BY_MASKS
 
 
 def attend(modules: list[nn.Module], name: str) -> None:
     """Have modules attend by another implementation of ours, or by masks, in place."""
-    configs = (getattr(m, "config", None) for root in modules for m in root.modules())
+    parts = [m for root in modules for m in root.modules()]
+    with_sinks = any(map(has_sinks, parts))
+    configs = (getattr(m, "config", None) for m in parts)
     for config in {id(c): c for c in configs if isinstance(c, PreTrainedConfig)}.values():
         current = attention_of(config)
         if current != BY_IMAGES and chosen_attention(current) == BY_MASKS:
             set_attention(config, name)
+        elif with_sinks and current in ("eager", BY_EAGER):
+            set_attention(config, BY_EAGER if name == BY_LENGTHS else "eager")
 
 
 def attend_by_images(model: nn.Module) -> None:
@@ -181,6 +175,11 @@ def attend_by_images(model: nn.Module) -> None:
         if takes_edges and config is not None and attention_of(config) == BY_MASKS:
             module.config = ours.setdefault(id(config), copy.deepcopy(config))
             set_attention(module.config, BY_IMAGES)
+
+
+def has_sinks(module: nn.Module) -> bool:
+    """True for attention with a learnt logit of each head."""
+    return isinstance(getattr(module, "sinks", None), Tensor)
 
 
 @contextmanager
@@ -199,8 +198,8 @@ def are_told(arguments: Mapping[str, Any]) -> bool:
     return TOLD.get() and not arguments.get("use_vmap")
 
 
-def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    return None if are_told(kwargs) else sdpa_mask(*args, **kwargs)
+def _mask(make: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
+    return None if are_told(kwargs) else make(*args, **kwargs)
 
 
 def _attention(
@@ -271,6 +270,7 @@ def document_mask(edges: Tensor, rows: int, tokens: int, window: int | None) -> 
 
 
 AttentionInterface.register(BY_LENGTHS, _attention)
-AttentionMaskInterface.register(BY_LENGTHS, _mask)
+AttentionMaskInterface.register(BY_LENGTHS, partial(_mask, sdpa_mask))
+AttentionMaskInterface.register(BY_EAGER, partial(_mask, eager_mask))
 AttentionInterface.register(BY_IMAGES, attention_within_images)
 AttentionMaskInterface.register(BY_IMAGES, sdpa_mask)

@@ -31,14 +31,8 @@ from megatrain.model.capture import (
     stand_in,
     stop,
 )
-from megatrain.model.documents import (
-    BY_LENGTHS,
-    TOLD,
-    attend,
-    attend_by_images,
-    set_to,
-    takes_lengths,
-)
+from megatrain.model.causal_attention import takes_lengths
+from megatrain.model.documents import BY_LENGTHS, TOLD, attend, attend_by_images, set_to
 from megatrain.model.float8 import convert, multiplied, multiply
 from megatrain.model.layer_template import move_buffers
 from megatrain.model.media import FrozenParts, Recorder, calls_of, in_one_row, replaced, replayed
@@ -69,8 +63,8 @@ class ModelProgram:
             move_buffers(kind.module, device)
         self.scaled_together = self._in_float8() if float8 else list[nn.Module]()
         self.buffers = [_own_buffers(layer, types, spec.router_biases) for layer in spec.layers]
-        may = device.type == "cpu" or dtype != torch.float32  # kernels for documents are of bf16
-        self.may_attend_by_lengths = may and self.capture.takes_any and takes_lengths(model)
+        fp32 = device.type != "cpu" and dtype == torch.float32
+        self.may_attend_by_lengths = self.capture.takes_any and takes_lengths(model, fp32=fp32)
         self.attends_by_lengths = False
         self._followed = set[frozenset[str]]()  # kinds of media that layers are followed with
         self._encoder_calls = calls_of(model, spec.media)

@@ -14,7 +14,7 @@ from megatrain.compat.transformers import attention_of
 from megatrain.model import attention_chunks
 from megatrain.model import causal_attention as causal
 from megatrain.model.causal_attention import attend_by_kernel, causal_attention
-from megatrain.model.documents import BY_MASKS, BY_SINKS, BY_WINDOWS
+from megatrain.model.documents import BY_EAGER, BY_MASKS, BY_SINKS, BY_WINDOWS
 from tests.families.plain import make_steps
 from tests.families.tiny import tiny_model
 from tests.inside import program_of
@@ -126,6 +126,10 @@ def test_packed_rows_with_caps_are_told_their_documents():
     assert name == "eager" and by_masks != pytest.approx(losses("fp32", rows(), "gemma2")[0], 1e-5)
     ours, _ = losses("fp32", rows(position_ids=places), "gemma2")
     assert ours == pytest.approx(by_masks, rel=1e-6)
+    # With sinks masks have no documents: by lengths in the eager form's place, and in the kernel's.
+    exact, name = losses("fp32", rows(position_ids=places), as_on_gpu=False)
+    ours, kernel = losses("bf16", rows(position_ids=places))
+    assert (name, kernel) == (BY_EAGER, BY_SINKS) and ours == pytest.approx(exact, rel=5e-3)
 
 
 def test_kept_attention_is_not_computed_again(monkeypatch):

@@ -38,7 +38,9 @@ def alone(ids):
     return [{"input_ids": each[None], "labels": each[None]} for each in ids]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "mistral"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "mixtral", "mistral", "gpt_oss", "mimo_v2_flash"]
+)
 def test_packed_documents_train_as_separate_ones(family):
     model = llama() if family == "llama" else tiny_model(family)
     one, other = make_engine(model, clip=1e9), make_engine(model, clip=1e9)
@@ -132,7 +134,7 @@ def test_positions_count_where_no_document_begins_anew():
 
 
 # States, both kinds of layers in turn or in one, masks made without positions, no causal order.
-MIXING = ["mamba", "jamba", "falcon_h1", "opt", "gpt_oss", "bloom", "minimax", "cpmant"]
+MIXING = ["mamba", "jamba", "falcon_h1", "bloom", "minimax", "cpmant"]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,23 @@ def test_models_that_mix_documents_are_refused(family, precision):
     engine.step(alone(documents()[::2]))  # documents of their own are welcome
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "bloom", "xglm"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["gpt_oss", "opt"])
+def test_documents_that_masks_mix_are_apart_by_their_lengths(family, precision):
+    """Other rows keep the form of attention that the model has."""
+    ids, plain = documents(), tiny_model(family).eval()
+    losses = [float(plain(input_ids=x[None], labels=x[None]).loss) * (len(x) - 1) for x in ids[::2]]
+    wanted = sum(losses) / 11
+    engine, other = (make_engine(tiny_model(family), precision=precision) for _ in range(2))
+    before = other.logits({"input_ids": ids[0][None]})
+    close = 1e-6 if precision == "fp32" else 5e-3
+    assert engine.evaluate([packed(ids)]) == pytest.approx(wanted, rel=close)
+    assert torch.equal(engine.logits({"input_ids": ids[0][None]}), before)
+    assert engine.step([packed(ids)]).loss == pytest.approx(wanted, rel=close)
+    assert program_of(engine).attends_by_lengths
+
+
+@pytest.mark.parametrize("family", ["bloom", "xglm"])
 def test_masks_that_show_other_documents_are_known_before_there_is_data(family):
     with pytest.raises(InputError, match=f"{family} does not keep the documents .*packing"):
         check_documents(spec(tiny_model(family)))
