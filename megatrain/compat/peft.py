@@ -198,13 +198,6 @@ def inject(model: nn.Module, configs: Mapping[str, Any], active: str) -> None:
     except re.error as error:
         message = f"adapter: {error.pattern!r} is not a regular expression: {error}"
         raise InputError(message) from error
-    adapted = [f".{base_path(path)}.{parameter_of(module)}" for path, module in wrappers(model)]
-    for config in configs.values():
-        for name in getattr(config, "target_parameters", None) or ():
-            if not any(path.endswith(f".{name}") for path in adapted):  # PEFT would only warn
-                raise InputError(
-                    f"adapter: the model has no parameter {name!r} (target_parameters)"
-                )
     for _, module in wrappers(model):
         module.set_adapter(active)
     tidy(model)
@@ -325,7 +318,7 @@ def base_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     held: dict[str, str] = {}
     copies: dict[str, str] = {}
     paths = {path for path, _ in wrappers(model)}
-    buffers, saved = dict(model.named_buffers()), model.state_dict(keep_vars=True).keys()
+    buffers = dict(model.named_buffers())
     for name in (*dict(model.named_parameters(remove_duplicate=False)), *buffers):
         parents = accumulate(name.split("."), "{}.{}".format)
         wrapper = max((path for path in parents if path in paths), key=len, default=None)
@@ -337,18 +330,13 @@ def base_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
             held[name] = f"{base_path(wrapper)}.{rest}"
         elif first == "modules_to_save":
             copies[name] = f"{wrapper}.{rest.split('.', 1)[1]}"
-            if name in saved and name in buffers:
-                raise InputError(
-                    f"adapter: modules_to_save has {wrapper}, whose buffer {rest.split('.')[-1]} "
-                    "would be copied, too; leave the module out"
-                )
     return held, copies
 
 
 def file_names(model: nn.Module, active: str) -> dict[str, str]:
-    """For each tensor name in an adapter's file, the parameter's name in the model."""
-    first = {id(p): name for name, p in model.named_parameters()}
-    every = dict(model.named_parameters(remove_duplicate=False))
+    """For each tensor name in an adapter's file, the parameter's or buffer's name in the model."""
+    every = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(every.items())}
     held = _library().get_peft_model_state_dict(
         model, dict(every), active, save_embedding_layers=False
     )

@@ -56,7 +56,7 @@ def train_bpe_tokenizer(
 
     Raises InputError: the vocabulary is too small for all bytes, or a file cannot be read.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     special = [END_OF_TEXT, PADDING]
@@ -64,18 +64,11 @@ def train_bpe_tokenizer(
         raise InputError(
             f"vocab_size is {vocab_size}: a byte-level tokenizer needs {_ALPHABET + len(special)}"
         )
-    model = Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    model.train_from_iterator(map(_read, files), trainer, length=len(files))
+    model = ByteLevelBPETokenizer()
+    model.train_from_iterator(map(_read, files), vocab_size, 0, False, special, len(files))
+    trained = Tokenizer.from_str(model.to_str())
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=model, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PADDING,
+        tokenizer_object=trained, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PADDING,
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
     tokenizer.save_pretrained(folder)

@@ -135,7 +135,12 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
 
     Raises InputError: also for names that match nothing in the model, which PEFT ignores.
     """
-    modules = [f".{name}" for name, _ in base.named_modules()]
+    modules, word = [f".{name}" for name, _ in base.named_modules()], str(config.target_modules)
+    if re.fullmatch(r"[\w-]+", word) and f".{word}" not in (*modules, ".None", ".all-linear"):
+        raise InputError(  # PEFT takes a word for a pattern of whole names
+            f"adapter: target_modules is {word!r}, and no module's whole name is that; take "
+            f"all-linear, or a list: [{word}]"
+        )
     for key in ("target_modules", "exclude_modules", "modules_to_save"):
         names = set(_listed(getattr(config, key)))
         dot = "" if key == "modules_to_save" else "."
@@ -150,8 +155,8 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
         if not peft.is_copy(module):
             name, parameter = peft.base_path(path), peft.parameter_of(module)
             taken.add(name if parameter is None else f"{name}.{parameter}")
-    for key in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(config, key):
+    for key in ("rank_pattern", "alpha_pattern", "target_parameters"):
+        for pattern in getattr(config, key, None) or ():
             if not any(re.fullmatch(rf"(.*\.)?({pattern})", path) for path in taken):
                 raise _unmatched(f"no adapted module matches {pattern!r} ({key})", sorted(taken))
     for index in _listed(config.layers_to_transform):
@@ -197,19 +202,23 @@ def draw_adapters(
     """Hand the adapters' initial values to `write`; the base's weights are in place.
 
     Args:
-        read: functions that give the base's parameters, by their names in the model.
+        read: functions that give the base's parameters and buffers, by their names in the model.
         seed: of random values; torch's default generator is seeded anew for each module.
     """
     adapters = _adapted[model]
-    first = {id(p): name for name, p in model.named_parameters()}
+    first = {
+        id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())
+    }
+    num_parameters = len(dict(model.named_parameters()))
     for number, (path, module) in enumerate(peft.wrappers(model)):
-        base = {name: read[first[id(p)]] for name, p in peft.inner(module).named_parameters()}
+        within = peft.inner(module).state_dict(keep_vars=True)
+        base = {name: read[first[id(tensor)]] for name, tensor in within.items()}
         for adapter, config in adapters.configs.items():
             if peft.is_copy(module):
                 for name, original in base.items() if adapter in module.modules_to_save else ():
                     write(f"{path}.modules_to_save.{adapter}.{name}", original())
             elif adapter in module.r:
-                torch.default_generator.manual_seed(derived_seed(seed, number, len(first)))
+                torch.default_generator.manual_seed(derived_seed(seed, number, num_parameters))
                 weights = {name: value() for name, value in base.items()} if config.use_dora else {}
                 for name, value in peft.drawn(module, config, adapter, weights).items():
                     write(f"{path}.{name}", value)
@@ -226,7 +235,12 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
     first = {id(p): name for name, p in reversed(names)}
     uses = Counter(id(p) for _, p in names)
     for path, module in peft.wrappers(model):
-        within = dict(peft.inner(module).named_parameters())
+        inner = peft.inner(module)  # of which a copy has buffers, too
+        within = (
+            inner.state_dict(keep_vars=True)
+            if peft.is_copy(module)
+            else dict(inner.named_parameters())
+        )
         of_adapters = module.modules_to_save if peft.is_copy(module) else module.r
         if adapters.active not in of_adapters:
             continue

@@ -123,14 +123,14 @@ def write_adapter(
     """
     adapter = adapted(model)
     assert adapter is not None
-    parameters, names = dict(model.named_parameters()), peft.file_names(model, adapter.active)
-    described = {
-        name: torch.empty_like(parameters[of_model], dtype=dtype, device="meta")
-        for name, of_model in names.items()
-    }
+    names, every = peft.file_names(model, adapter.active), model.state_dict()
+    parameters, described = dict(model.named_parameters()), dict[str, Tensor]()
+    for name, mine in names.items():
+        kept = dtype if mine in parameters else tensors[mine]().dtype  # buffers keep their own
+        described[name] = torch.empty_like(every[mine], dtype=kept, device="meta")
     beside = {n: data for n, data in (beside or {}).items() if not REPLACED.fullmatch(n)}
     with _exported(folder, described, beside) as new:
-        values = (tensors[of_model]().to(dtype) for of_model in names.values())
+        values = (tensors[mine]().to(described[name].dtype) for name, mine in names.items())
         write_shard(new / peft.WEIGHTS_FILE, described, values)
         peft.write_config(adapter.configs[adapter.active], new, model)
 

@@ -127,8 +127,8 @@ class Tap:
     def take(self, counted_N: Tensor | None) -> Tensor | None:
         """See `RouterLoss.sums`; None: the router does not say what it has chosen."""
         kept, self._kept = [x.flatten(0, -2) for x in self._kept], []
-        if len(kept) < 2 and not self._loss.weight:
-            return None
+        if not kept or (len(kept) < 2 and not self._loss.weight):
+            return None  # or was not called: PEFT calls a copy of it
         return self._loss.sums(kept[0], counted_N, *kept[1:])
 
 

@@ -117,6 +117,7 @@ class ModelSpec(Structure):
             for row, layer in enumerate(layers)
             for name, buffer in layer.module.named_buffers()
             if name.rpartition(".")[2] in BIASES and buffer.shape == shape
+            if ".original_module." not in name  # of which PEFT trains a copy
         }
 
     def logits(self, weights: dict[str, Tensor], hidden_BTD: Tensor) -> Tensor:

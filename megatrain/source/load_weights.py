@@ -43,7 +43,8 @@ def load_weights(source: Source, spec: ModelSpec, store: Store, seed: int, ranks
     drawn = source.stored is None and source.copied is None
     new = adapted(source.model) is not None and (source.grows or drawn)
     if new and not source.adapter_folder:  # what they begin with may depend on the rest
-        read = {e.name: partial(t.whole_master, e, ranks) for t, e in store.entries()}
+        read = source.untrained.values
+        read |= {e.name: partial(t.whole_master, e, ranks) for t, e in store.entries()}
         ranks.agree(lambda: draw_adapters(source.model, read, loading.write, seed))
     for tile in store.tiles:
         tile.copy_masters(update_threads())
@@ -171,7 +172,7 @@ def read_adapter(source: Source, write: Write) -> None:
     if not path.is_file():
         raise InputError(f"{path}: no such file; save a .bin again with PEFT, as safetensors")
     names = peft.file_names(source.model, adapters.active)
-    shapes = {name: tuple(p.shape) for name, p in source.model.named_parameters()}
+    shapes = {n: tuple(tensor.shape) for n, tensor in source.model.state_dict().items()}
     stored = {tensor.name: tensor for tensor in read_header(path)}
     of_base = {n: n.removeprefix(prefix) for n in stored if ".base_layer." in n and n not in names}
     if of_base:

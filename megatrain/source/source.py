@@ -335,10 +335,11 @@ def structure(source: Source, *, trained: bool = True) -> ModelSpec:
     """The spec of a model that is `trained`, or only run."""
     if trained not in source.structures:
         probed = spec(source.model, trained=trained)
-        if probed.router_biases and adapted(source.model) is not None:
+        adapters = adapted(source.model)
+        if adapters is not None and not adapters.held.keys().isdisjoint(probed.router_biases):
             raise InputError(
                 "router_bias_update moves biases of the base, which an adapter's folder does not "
-                "hold; leave it out, or train without an adapter"
+                "hold; leave it out, or name the routers' modules in the adapter's modules_to_save"
             )
         frozen = [name for name, p in source.model.named_parameters() if not p.requires_grad]
         if still := [*frozen, *probed.unused, *probed.fixed]:

@@ -111,16 +111,17 @@ def write_model(
             f"{folder}: is the base of the adapter, which would be lost; give another folder"
         )
     if adapters is not None and not merged:
-        write_adapter(folder, model, masters, dtype=dtype or torch.float32, beside=companions)
+        values = {**masters, **untrained.values}
+        write_adapter(folder, model, values, dtype=dtype or torch.float32, beside=companions)
         return
     if source.base not in ("bf16", "folder"):
         text = "frozen linear layers were rounded to %s when read, and are written so"
         _log.warning(text, source.base)
     values, as_came = {**masters, **untrained.values}, untrained.as_came(dtype)
     if adapters is not None:
-        whole, held = merged_into_base(model, values), adapters.held
-        unchanged = {n for n in held if n in values and whole[held[n]] is values[n]}
-        as_came = {held[n]: kind for n, kind in as_came.items() if n in unchanged}
+        whole, names = merged_into_base(model, values), {**adapters.held, **adapters.copies}
+        unchanged = {n for n in names if n in values and whole.get(names[n]) is values[n]}
+        as_came = {names[n]: kind for n, kind in as_came.items() if n in unchanged}
         model, values = adapters.base, whole
     write_weights(
         folder,
