@@ -301,6 +301,8 @@ class Search:
     ) -> tuple[Placement, tuple[int, int]]:
         """The placement with tiles on the device as far as the host lacks room; its peaks."""
         tiles, count, most = self._tiles, 0, len(self._tiles.tiles)
+        if steps == STEADY:  # many fewer long forecasts: one step tells nearly as many tiles
+            count = len(self._with_tiles(placement, rows)[0].resident)
         for _ in range(4):
             moved = replace(placement, resident=tiles.names(count))
             if rows and steps:

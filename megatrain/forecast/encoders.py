@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from megatrain.compat.torch import FakeTensor, TorchDispatchMode, pytree, without_modes
+from megatrain.compat.torch import TorchDispatchMode, pytree, without_modes
 from megatrain.compat.transformers import sdpa_attention_forward
 from megatrain.forecast.op_counter import MediaWork, Prologue, Work, counted, on_line, tensors
 from megatrain.model.capture import Call
@@ -41,7 +41,7 @@ class Known(TorchDispatchMode):
 
 
 def _places(index: Tensor | None) -> Sequence[Tensor | None]:
-    if index is None or index.dtype != torch.bool or isinstance(index, FakeTensor):
+    if index is None or index.dtype != torch.bool or index.is_meta:
         return [index]
     with without_modes():
         return index.nonzero(as_tuple=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megatrain.compat.torch import FakeTensorMode, current_mode, without_modes
+from megatrain.compat.torch import TorchDispatchMode, current_mode, without_modes
 from megatrain.compat.transformers import unpacked
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.head import Head, Summed
@@ -80,6 +80,8 @@ def measured_tiles(modules: Sequence[nn.Module], tokens: int, measure: Measure) 
 
 
 class _MeasuredTiles(ChunkedOverTokens):
+    without_data = True
+
     def __init__(self, part: nn.Module, tokens: int, measure: Measure) -> None:
         super().__init__(part, tokens, lambda function, what: function)
         self._measure = measure
@@ -159,7 +161,7 @@ def _count(work: Work, times: int, peak_bytes: int) -> None:
     counter.add(work.times(times)._replace(attention_bytes=0, calls=0, peak_bytes=peak_bytes))
 
 
-_CPU = torch.device("cpu")
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 Shapes = Mapping[Ref, Shape]
 
@@ -381,10 +383,25 @@ def _anew(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
+class _WithoutData(TorchDispatchMode):
+    """Within this context every operation runs on the meta device, whatever device it asks for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = {name: _without_data(value) for name, value in (kwargs or {}).items()}
+        if named.get("device") is not None:
+            named["device"] = _META
+        return func(*map(_without_data, args), **named)
+
+
+def _without_data(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value if value.is_meta else torch.empty_like(value, device=_META)
+    return [*map(_without_data, value)] if isinstance(value, list | tuple) else value
+
+
 @contextmanager
 def fakes(layers: int = 1) -> Iterator[None]:
     """Tensors made within this context have no data; operations may be those of `layers`."""
     # A forecast may be in the middle of its own counting.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with without_modes(), unpacked(), mode, OneAttention(layers):
+    with without_modes(), unpacked(), _WithoutData(), OneAttention(layers):
         yield

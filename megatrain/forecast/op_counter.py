@@ -525,9 +525,8 @@ def _attention_flops(
 
 def tensors(values: Any, *, real: bool = False) -> list[Tensor]:
     """The tensors without data among some values, in containers of any depth; `real`: all."""
-    # In this order: a fake tensor's device is an operation of its own.
     if isinstance(values, Tensor):
-        return [values] if real or isinstance(values, FakeTensor) or values.is_meta else []
+        return [values] if real or values.is_meta or isinstance(values, FakeTensor) else []
     if isinstance(values, dict):
         values = values.values()
     elif not isinstance(values, tuple | list):

@@ -230,41 +230,20 @@ class Profile(Once):
     def head(self, rows: int, chunk: int, loss: Loss = CROSS_ENTROPY) -> Work:
         """The work of epilogue, logits, loss and their gradients, `chunk` tokens at a time.
 
-        That of one chunk of several rows, and of many, follows from a few runs: it is affine in
-        tokens, chunks and their size; the peak of one is that of its weights or of its logits.
+        That of many chunks follows from a few: each full one takes as much.
         """
         tokens = rows * self.tokens
-
-        def run(tokens: int, chunk: int) -> Work:
+        full, rest = divmod(tokens, chunk)
+        if full <= _CHUNKS_RUN:
             return self._head(rows, tokens, chunk, loss)
-
-        chunks = -(-tokens // chunk)
-        small, large, largest = min(512, chunk), 2048, 8192  # chunks that are run
-        if chunks == 1 and rows > 1:
-            pairs = [
-                on_line(run(size, largest), run(2 * size, largest), tokens - size, size)
-                for size in (32, 512, largest // 2)
-            ]
-            return pairs[-1]._replace(peak_bytes=max(work.peak_bytes for work in pairs))
-        if chunks <= 2:
-            return run(tokens, chunk)
-        wider, grown = large - small, chunk - small
-
-        def at(two: int, three: int, wide: int, partly: int) -> int:
-            size = (wide - two) / wider / 2  # of one more token in every chunk, for each chunk
-            last = (wide + three - two + wider * size - partly) / wider  # of the last one's tokens
-            more = (chunks - 2) * (three - two + grown * size)
-            return round(two + 2 * grown * size + more - (chunks * chunk - tokens) * last)
-
-        two, three, wide = run(2 * small, small), run(3 * small, small), run(2 * large, large)
-        works = (two, three, wide, run(2 * large + small, large))
-        lower, upper = (small, large) if chunk <= large else (large, largest)
-        low, high = (run(2 * size, size).peak_bytes for size in (lower, upper))
-        peak = low + (chunk - lower) * (high - low) // (upper - lower)
-        peak += (tokens - 2 * chunk) * (three.peak_bytes - two.peak_bytes) // small
-        if tokens // chunk > _CHUNKS_RUN:  # all tokens may take more than a chunk's logits
-            peak = max(peak, self._hidden_bytes(rows, chunk))
-        return Work(*map(at, *works))._replace(peak_bytes=peak)
+        two, three, last = (
+            self._head(rows, count, chunk, loss)
+            for count in (2 * chunk, 3 * chunk, 2 * chunk + rest)
+        )
+        values = zip(last, on_line(two, three, full - 2, 1), two, strict=True)
+        work = Work(*(value + more - less for value, more, less in values))
+        # All tokens may take more than a chunk's logits.
+        return work._replace(peak_bytes=max(work.peak_bytes, self._hidden_bytes(rows, chunk)))
 
     def head_losses(self, rows: int, chunk: int, loss: Loss = TWO_VISITS) -> Work:
         """The work of the visit that a loss of all tokens together needs first."""

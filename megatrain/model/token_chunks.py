@@ -59,6 +59,8 @@ def _is_one_operation(part: nn.Module) -> bool:
 class ChunkedOverTokens:
     """Stands for the forward of a part."""
 
+    without_data = False  # True: it is also called so
+
     def __init__(self, part: nn.Module, tokens: int, compiled: Compiler) -> None:
         self._part, self._tokens = part, tokens
         self._whole = part.forward
@@ -75,12 +77,14 @@ class ChunkedOverTokens:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if len(args) == 1 and not kwargs else None
-        if not isinstance(x, Tensor) or x.ndim != 3 or x.is_meta:
+        if not isinstance(x, Tensor) or x.ndim != 3 or (x.is_meta and not self.without_data):
             return self._whole(*args, **kwargs)
         if x.shape[0] * x.shape[1] <= self._tokens:
             return self._whole(x)
         both = self._part.named_parameters(), self._part.named_buffers()
-        bound = {n: t for named in both for n, t in named if not t.is_meta}  # weights kept as codes
+        known = (pair for named in both for pair in named)
+        # Weights kept as codes are without data here.
+        bound = {name: t for name, t in known if self.without_data or not t.is_meta}
         key = (self._part.training, x.shape[-1], x.dtype)
         if key not in self._taken:
             self._alone.train(self._part.training)

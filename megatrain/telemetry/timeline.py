@@ -164,8 +164,8 @@ def window(spans: Iterable[Span], start: float, end: float) -> list[Span]:
         begins, ends = max(span.start, start), min(span.end, end)
         if begins < ends:
             num_bytes = round(span.num_bytes * (ends - begins) / span.seconds)
-            cut = span._replace(start=begins - start, end=ends - start, num_bytes=num_bytes)
-            inside.append(cut)
+            place = begins - start, ends - start
+            inside.append(Span(span.stream, span.name, *place, span.after, num_bytes))
     return inside
 
 
