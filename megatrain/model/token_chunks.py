@@ -89,9 +89,13 @@ class ChunkedOverTokens:
         if key not in self._taken:
             self._alone.train(self._part.training)
             with without_modes():
-                self._taken[key] = acts_on_tokens_alone(partial(_apply, self._alone, bound), x)
-        if not self._taken[key]:
-            return self._whole(x)
+                self._taken[key] = self._trial(bound, x)
+        return self._over_tiles(bound, x) if self._taken[key] else self._whole(x)
+
+    def _trial(self, bound: dict[str, Tensor], x: Tensor) -> bool:
+        return acts_on_tokens_alone(partial(_apply, self._alone, bound), x)
+
+    def _over_tiles(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
         return _Tiles.apply(self._call, self._tokens, list(bound), x, *bound.values())
 
     def _call(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
