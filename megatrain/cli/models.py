@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from megatrain.config import ModelSection
     from megatrain.model.spec import ModelSpec
-    from megatrain.source.source import Base
 
 
 @dataclass(frozen=True)
@@ -28,16 +27,14 @@ class NamedModel:
     """A model by its configuration.
 
     Attributes:
-        section: how a run opens it; None: as usual.
+        section: how a run opens it.
         adapter: its new adapter, for `Engine`.
-        frozen: the format of an adapter's base, if there is no section.
     """
 
     name: str
     config: "PreTrainedConfig"
-    section: "ModelSection | None" = None
+    section: "ModelSection"
     adapter: Any = None
-    frozen: "Base" = "bf16"
 
     @property
     def base(self) -> Literal["fp8", "nf4"] | None:
@@ -57,8 +54,7 @@ class NamedModel:
         """The format from which its weights are unpacked as they are read; None: as stored."""
         from megatrain.model.quantised import unpacked_format
 
-        base = self.frozen if self.section is None else self.section.base
-        return None if base == "folder" else unpacked_format(self._how)
+        return None if self.section.base == "folder" else unpacked_format(self._how)
 
     @property
     def quantised(self) -> str | None:
@@ -77,13 +73,10 @@ class NamedModel:
         from megatrain.source.source import open_source, structure
 
         section = self.section
-        if section is None:
-            base = (self.adapter and self.base) or self.frozen
-            return structure(open_source(self.config, adapter=self.adapter, base=base))
         source = open_source(
             self.config,
             adapter=self.adapter,
-            base=self.base or section.base,
+            base=(self.adapter and self.base) or section.base,
             routers=section.routers,
             trust_remote_code=section.trust_remote_code,
             attn_implementation=section.attn_implementation,

@@ -115,25 +115,24 @@ def _opened(options: Options) -> "tuple[NamedModel, Config | None]":
     run, model, rank, base = (options[name] for name in ("run", "model", "lora_r", "base"))
     if (run is None) == (model is None):
         raise InputError("give either a run file or --model")
+    from megatrain.config import ModelSection, load
+
     if run is None:
         length = options["sequence_length"] or SEQUENCE_LENGTH
-        named = NamedModel(model, named_config(model, max_positions=length))
+        config = named_config(model, max_positions=length)
         if not rank and base != "bf16":
             raise InputError(f"--base {base} is of frozen layers; add --lora-r 16")
-        if rank:
-            name = f"{model} with LoRA of rank {rank}"
-            name += "" if base == "bf16" else f", base in {base}"
-            named = replace(named, name=name, adapter=lora_adapter(rank), frozen=base)
-        return named, None
+        name = f"{model} with LoRA of rank {rank}" if rank else model
+        name += "" if base == "bf16" else f", base in {base}"
+        section = ModelSection(path=model, base=base)
+        return NamedModel(name, config, section, lora_adapter(rank)), None
     if rank or base != "bf16":
         raise InputError(
             f"--lora-r and --base are for --model; add --set adapter.r={rank or 16} --set "
             f"adapter.target_modules=all-linear --set model.base={base}"
         )
-    from megatrain.config import load
-
-    config = load(run, options["overrides"] or [])
-    return model_of_run(run.name, config.model, config.adapter.keys, head=config.loss.head), config
+    opened = load(run, options["overrides"] or [])
+    return model_of_run(run.name, opened.model, opened.adapter.keys, head=opened.loss.head), opened
 
 
 def _workload_of(run: "Config", gpus: int) -> Workload:
@@ -286,11 +285,10 @@ def _notes(named: NamedModel, workload: Workload) -> Notes:
         "class": type(config).__name__,
         "config": config.to_dict(),
         "adapter": adapter.to_dict() if hasattr(adapter, "to_dict") else adapter,
-        "base": named.frozen,
-        "section": section and section.model_dump(mode="json"),
+        "section": section.model_dump(mode="json"),
         "precision": workload.precision,
     }
-    own = section is None or not section.trust_remote_code
+    own = not section.trust_remote_code
     told = workload.precision != "fp8"  # its operands are read off modules
     return Notes(opened, key if own and told else None)
 

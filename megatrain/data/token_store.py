@@ -1,13 +1,12 @@
 """Tokenised documents on disk: written once, then read row by row, so that memory stays flat.
 
-A store is a folder of five files. `tokens.bin`: int32, all documents end to end; a token to
+A store is a folder of four files. `tokens.bin`: int32, all documents end to end; a token to
 predict is stored as it is, one that is only read as its bitwise complement (a negative number);
 behind a document with classes those. `images.bin`: for each document with images their names in
-JSON, then bytes that no file holds. `documents.bin`: one record per document. `sums.bin`: checksums
-of the blocks of all three. `meta.json`: the names of the sources, what was found in them, the
-counts, sizes and times of the files, a digest of them, and a checksum of itself. Flat files rather
-than Arrow tables because rows cut documents anywhere, and so that nothing but numpy is needed to
-train.
+JSON, then bytes that no file holds. `documents.bin`: one record per document. `meta.json`: the
+names of the sources, what was found in them, a digest of the tokens, sizes, times and checksums of
+the other files, and a checksum of itself. Flat files rather than Arrow tables because rows cut
+documents anywhere, and so that nothing but numpy is needed to train.
 
 Nothing is memory-mapped. A mapped file that somebody cuts short kills the process with SIGBUS, and
 a page that was right when it was mapped need not stay so; a read fails in one line, and the run can
@@ -23,7 +22,6 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,38 +51,41 @@ _BLOCK_BYTES = 32 * KIB
 _SECONDS_BETWEEN_NEWS = 5.0
 
 
-@dataclass(frozen=True)
 class TokenStore:
-    """Documents and their tokens on disk.
+    """Documents and their tokens on disk; reading raises RunFailed where they are damaged.
 
     Attributes:
         names: of the sources.
         notes: findings about them, as JSON.
         digest: of all tokens and records.
-        tokens, records, images: read some bytes from an offset on, or raise RunFailed: the file is
-            not as it was written.
         has_images: some document has images.
     """
 
-    names: list[str]
-    notes: dict[str, Any]
-    digest: str
-    num_documents: int
-    tokens: Callable[[int, int], memoryview]
-    records: Callable[[int, int], memoryview]
-    images: Callable[[int, int], memoryview]
-    has_images: bool
+    def __init__(self, folder: Path) -> None:
+        """Open a store. Raises an error of `_DAMAGES`: something is not as it was written."""
+        for name in ("meta.json", *_FILES):
+            if not (folder / name).is_file():  # a pipe would be waited for
+                raise ValueError(f"{name} is not a plain file")
+        meta = json.loads((folder / "meta.json").read_text())
+        if meta.pop("crc32") != json_crc32(meta):
+            raise ValueError("meta.json is not as it was written")
+        self.names: list[str] = meta["names"]
+        self.notes: dict[str, Any] = meta["notes"]
+        self.digest: str = meta["digest"]
+        tokens, records, images = map(_KeptFile, map(folder.joinpath, _FILES), meta["files"])
+        self._tokens, self._records, self._images = tokens.read, records.read, images.read
+        self._records_bytes, self.has_images = records.num_bytes, images.num_bytes > 0
 
     def documents(self) -> NDArray[Any]:
         """The records of all documents; large, so use it only once, at the start."""
-        return np.frombuffer(self.records(0, self.num_documents * _RECORD.itemsize), _RECORD)
+        return np.frombuffer(self._records(0, self._records_bytes), _RECORD)
 
     def read(
         self, document: int, begin: int, end: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Ids and labels (-100: nothing to predict) of some tokens of a document, copied."""
         size, first = _TOKEN.itemsize, int(self._record(document)["begin"])
-        raw = self.tokens((first + begin) * size, (end - begin) * size)
+        raw = self._tokens((first + begin) * size, (end - begin) * size)
         tokens = np.frombuffer(raw, _TOKEN).astype(np.int64)
         only_read = tokens < 0
         return np.where(only_read, ~tokens, tokens), np.where(only_read, -100, tokens)
@@ -101,7 +102,7 @@ class TokenStore:
     def labels(self, document: int) -> NDArray[np.int64]:
         """The classes of a document, or of each of its tokens."""
         record, size = self._record(document), _TOKEN.itemsize
-        raw = self.tokens(int(record["end"]) * size, int(record["labels"]) * size)
+        raw = self._tokens(int(record["end"]) * size, int(record["labels"]) * size)
         return np.frombuffer(raw, _TOKEN).astype(np.int64)
 
     def images_of(self, document: int, *, whole: bool = True) -> tuple[int, list[Medium]]:
@@ -113,10 +114,10 @@ class TokenStore:
         at, size = int(record["images"]), int(record["images_size"])
         if not size:
             return 0, images
-        end, entries = json.loads(bytes(self.images(at, size)))
+        end, entries = json.loads(bytes(self._images(at, size)))
         at += size
         for path, digest, dimensions, state, length, kind in entries:
-            data = bytes(self.images(at, length)) if whole and length else b""
+            data = bytes(self._images(at, length)) if whole and length else b""
             images.append(Medium(path, digest, (*dimensions,), (*state,), data, kind))
             at += length
         return end, images
@@ -126,8 +127,14 @@ class TokenStore:
         record = self._record(document)
         return f"{self.names[record['source']]}:{record['line']}"
 
+    def changed_image(self) -> str | None:
+        """The path of an image whose file is not as it was; None: there is none."""
+        with_images = np.flatnonzero(self.documents()["images_size"]).tolist()
+        media = (m for n in with_images for m in self.images_of(n, whole=False)[1])
+        return next((medium.path for medium in media if medium.changed()), None)
+
     def _record(self, document: int) -> Any:
-        raw = self.records(int(document) * _RECORD.itemsize, _RECORD.itemsize)
+        raw = self._records(int(document) * _RECORD.itemsize, _RECORD.itemsize)
         return np.frombuffer(raw, _RECORD)[0]
 
 
@@ -171,25 +178,25 @@ def alone(path: Path, doing: str) -> Iterator[None]:
         yield
 
 
-def _block_sums(path: Path) -> bytes:
-    """CRC-32 of each block of a file's bytes. It detects every flip of up to three bits."""
+def _kept(path: Path) -> tuple[int, int, list[int]]:
+    """A file's size, its time (ns), and the CRC-32 of each block, which finds 3 flipped bits."""
     with path.open("rb") as file:
-        return array("I", map(zlib.crc32, iter(partial(file.read, _BLOCK_BYTES), b""))).tobytes()
+        status = os.fstat(file.fileno())
+        sums = [*map(zlib.crc32, iter(partial(file.read, _BLOCK_BYTES), b""))]
+    return status.st_size, status.st_mtime_ns, sums
 
 
 class _KeptFile:
-    """A file to read, whose bytes must be as they were written.
+    """A file to read, whose bytes must be as they were written."""
 
-    Attributes:
-        identity: its size, and when it was written (ns).
-    """
-
-    def __init__(self, path: Path, sums: bytes) -> None:
-        """Open the file, whose `_block_sums` are given. Raises OSError."""
-        self._path, self._sums = path, array("I", sums)
+    def __init__(self, path: Path, kept: tuple[int, int, list[int]]) -> None:
+        """Open a file; `kept`: as `_kept` had it. Raises OSError, ValueError: another file."""
+        self._path, (self.num_bytes, time_ns, sums) = path, kept
+        self._sums = array("I", sums)
         self._file = path.open("rb", buffering=0)
         status = os.fstat(self._file.fileno())
-        self.identity = status.st_size, status.st_mtime_ns
+        if (status.st_size, status.st_mtime_ns) != (self.num_bytes, time_ns):
+            raise ValueError("files are not as they were written")
 
     def read(self, offset: int, num_bytes: int) -> memoryview:
         """Read exactly these bytes; any thread may call it.
@@ -198,7 +205,7 @@ class _KeptFile:
         """
         first = offset // _BLOCK_BYTES
         start = first * _BLOCK_BYTES
-        stop = min(-(-(offset + num_bytes) // _BLOCK_BYTES) * _BLOCK_BYTES, self.identity[0])
+        stop = min(-(-(offset + num_bytes) // _BLOCK_BYTES) * _BLOCK_BYTES, self.num_bytes)
         data = self._read(start, max(stop, offset + num_bytes) - start)
         for block, at in enumerate(range(0, len(data), _BLOCK_BYTES), first):
             if zlib.crc32(data[at : at + _BLOCK_BYTES]) != self._sums[block]:
@@ -216,10 +223,13 @@ class _KeptFile:
         data, descriptor = memoryview(bytearray(num_bytes)), self._file.fileno()
         problem = f"{self._path}: cannot be read any more"
         with explained(problem, of=(OSError, EOFError), into=RunFailed):
-            if os.fstat(descriptor).st_size != self.identity[0]:
-                raise self._damage("its size", 0, self.identity[0])
+            if os.fstat(descriptor).st_size != self.num_bytes:
+                raise self._damage("its size", 0, self.num_bytes)
             fill(data, descriptor, offset)
         return data
+
+
+_DAMAGES = OSError, ValueError, KeyError, TypeError, RecursionError, RunFailed
 
 
 def _load(folder: Path) -> TokenStore | None:
@@ -227,43 +237,14 @@ def _load(folder: Path) -> TokenStore | None:
     if not folder.exists():
         return None
     try:
-        for name in ("meta.json", "sums.bin", *_FILES):
-            if not (folder / name).is_file():  # a pipe would be waited for
-                raise ValueError(f"{name} is not a plain file")
-        meta = json.loads((folder / "meta.json").read_text())
-        if meta.pop("crc32") != json_crc32(meta):
-            raise ValueError("meta.json is not as it was written")
-        sums = (folder / "sums.bin").read_bytes()
-        *sizes, checksum = meta["sums"]
-        if zlib.crc32(sums) != checksum:
-            raise ValueError("sums.bin is not as it was written")
-        ends = np.cumsum([0, *sizes])
-        tokens, records, images = files = [
-            _KeptFile(folder / name, sums[begin:end])
-            for name, begin, end in zip(_FILES, ends, ends[1:], strict=False)
-        ]
-        if [list(file.identity) for file in files] == meta["files"]:
-            store = TokenStore(
-                meta["names"],
-                meta["notes"],
-                meta["digest"],
-                meta["num_documents"],
-                tokens.read,
-                records.read,
-                images.read,
-                images.identity[0] > 0,
-            )
-            of_images = store.documents()["images_size"]  # damage is repaired at once
-            with_images = np.flatnonzero(of_images).tolist()
-            media = (m for n in with_images for m in store.images_of(n, whole=False)[1])
-            if (path := next((m.path for m in media if m.changed()), None)) is None:
-                return store
-            _log.info("%s has changed: tokens are made again", path)
-            return None
-        problem = "files are not as they were written"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, RunFailed) as error:
-        problem = str(error)
-    _log.warning("%s: kept tokens are damaged (%s): made again", folder, problem)
+        store = TokenStore(folder)
+        path = store.changed_image()  # reads all records: damage is repaired at once
+    except _DAMAGES as error:
+        _log.warning("%s: kept tokens are damaged (%s): made again", folder, error)
+        return None
+    if path is None:
+        return store
+    _log.info("%s has changed: tokens are made again", path)
     return None
 
 
@@ -271,22 +252,21 @@ def _build(
     folder: Path, names: list[str], documents: Iterable[Document], notes: dict[str, Any]
 ) -> None:
     with whole_folder(folder, replace=True) as part:
-        meta: dict[str, Any] = {"names": names, **_write(part, documents), "notes": notes}
-        if not meta["num_tokens"]:
+        digest, num_documents, num_tokens = _write(part, documents)
+        if not num_tokens:
             if notes.get("bad"):
                 raise InputError(f"every row is bad: {notes['bad'][0]}")
             raise InputError(
-                f"{', '.join(names[:4])}: none of the {meta['num_documents']} rows has text, or a "
-                "reply of the assistant whose weight is not 0, to learn from"
+                f"{', '.join(names[:4])}: none of the {num_documents} rows has text, or a reply of "
+                "the assistant whose weight is not 0, to learn from"
             )
-        sums = [_block_sums(part / name) for name in _FILES]
-        (part / "sums.bin").write_bytes(b"".join(sums))
-        meta["sums"] = *map(len, sums), zlib.crc32(b"".join(sums))
-        meta["files"] = [_KeptFile(part / name, b"").identity for name in _FILES]
+        files = [_kept(part / name) for name in _FILES]
+        meta = {"names": names, "notes": notes, "digest": digest, "files": files}
         (part / "meta.json").write_text(json.dumps(meta | {"crc32": json_crc32(meta)}))
 
 
-def _write(part: Path, documents: Iterable[Document]) -> dict[str, Any]:
+def _write(part: Path, documents: Iterable[Document]) -> tuple[str, int, int]:
+    """Write the files of tokens; returns a digest, the number of documents, and of tokens."""
     digest = hashlib.blake2b(digest_size=16)
     num_documents, num_tokens, due = 0, 0, time.monotonic() + _SECONDS_BETWEEN_NEWS
     with ExitStack() as stack:
@@ -309,7 +289,7 @@ def _write(part: Path, documents: Iterable[Document]) -> dict[str, Any]:
                 _log.info(
                     "tokenised %s documents, %s tokens", f"{num_documents:,}", f"{num_tokens:,}"
                 )
-    return {"num_documents": num_documents, "num_tokens": num_tokens, "digest": digest.hexdigest()}
+    return digest.hexdigest(), num_documents, num_tokens
 
 
 def _encoded(document: Document, begin: int) -> tuple[NDArray[np.int32], NDArray[Any]]:
