@@ -33,7 +33,6 @@ from benchmarks.configurations import CONFIGS, PUBLISHED, configuration
 from benchmarks.predictions import RESULTS
 from megatrain.base.units import GIB
 from megatrain.cli.models import NamedModel, lora_adapter, named_config
-from megatrain.config import ModelSection
 from megatrain.errors import MegatrainError
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.workload import SEQUENCE_LENGTH, Workload
@@ -131,8 +130,7 @@ def structure(model: str, lora_r: int, base: Base) -> ModelSpec:
         config = configuration(model)
     else:
         config = named_config(model, max_positions=SEQUENCE_LENGTH)
-    section = ModelSection(path=model, base=base)
-    spec = NamedModel(model, config, section, lora_adapter(lora_r)).spec()
+    spec = NamedModel(model, config, adapter=lora_adapter(lora_r), frozen=base).spec()
     attend_by_kernel(spec, "bf16")
     return spec
 

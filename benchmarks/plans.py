@@ -16,7 +16,6 @@ from typing import Any
 
 from megatrain.base.units import GIB
 from megatrain.cli.models import SHAPES, NamedModel, named_config
-from megatrain.config import ModelSection
 from megatrain.errors import MegatrainError
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
@@ -33,9 +32,7 @@ def planned(shape: str, gpu: str, tokens: int, host_gib: int, disk_gib: int) -> 
     machine = replace(machine, disk_space_bytes=disk_gib * GIB or None)
     gc.collect()
     start = time.process_time()
-    spec = NamedModel(
-        shape, named_config(shape, max_positions=1024), ModelSection(path=shape)
-    ).spec()
+    spec = NamedModel(shape, named_config(shape, max_positions=1024)).spec()
     try:
         plan = make_plan(spec, machine, Workload(tokens, 1024))
     except MegatrainError as error:

@@ -8,8 +8,9 @@ billion parameters, the largest dense size that the MegaTrain paper (arXiv 2604.
 
 import difflib
 import os
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from megatrain.config import ModelSection
     from megatrain.model.spec import ModelSpec
+    from megatrain.source.source import Base
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,18 @@ class NamedModel:
     """A model by its configuration.
 
     Attributes:
-        section: how a run opens it.
         adapter: its new adapter, for `Engine`.
+        frozen: the format of its frozen layers.
+        opening: further arguments of `open_source`.
+        trained: the fields of `Trained`.
     """
 
     name: str
     config: "PreTrainedConfig"
-    section: "ModelSection"
     adapter: Any = None
+    frozen: "Base" = "bf16"
+    opening: Mapping[str, Any] = field(default_factory=dict)
+    trained: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def base(self) -> Literal["fp8", "nf4"] | None:
@@ -54,7 +60,7 @@ class NamedModel:
         """The format from which its weights are unpacked as they are read; None: as stored."""
         from megatrain.model.quantised import unpacked_format
 
-        return None if self.section.base == "folder" else unpacked_format(self._how)
+        return None if self.frozen == "folder" else unpacked_format(self._how)
 
     @property
     def quantised(self) -> str | None:
@@ -72,16 +78,9 @@ class NamedModel:
         from megatrain.model.trained import Trained
         from megatrain.source.source import open_source, structure
 
-        section = self.section
-        source = open_source(
-            self.config,
-            adapter=self.adapter,
-            base=(self.adapter and self.base) or section.base,
-            routers=section.routers,
-            trust_remote_code=section.trust_remote_code,
-            attn_implementation=section.attn_implementation,
-        )
-        Trained(section.freeze, section.train_only).choose(source.model)
+        base = (self.adapter and self.base) or self.frozen
+        source = open_source(self.config, self.adapter, base, **self.opening)
+        Trained(**self.trained).choose(source.model)
         return structure(source)
 
 
@@ -105,7 +104,11 @@ def model_of_run(
     else:
         tokenizer = load_tokenizer(str(section.tokenizer), trust_remote_code=trusted)
         config = model_config(section, tokenizer)
-    return NamedModel(name, with_head(config, head) if head else config, section, adapter)
+    config = with_head(config, head) if head else config
+    code = section.model_dump(include={"trust_remote_code", "attn_implementation"})
+    trained = section.model_dump(include={"freeze", "train_only"})
+    opening = {"routers": section.routers, **code}
+    return NamedModel(name, config, adapter, section.base, opening, trained)
 
 
 def _adapter_of(section: "ModelSection") -> Any:

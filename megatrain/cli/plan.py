@@ -115,8 +115,6 @@ def _opened(options: Options) -> "tuple[NamedModel, Config | None]":
     run, model, rank, base = (options[name] for name in ("run", "model", "lora_r", "base"))
     if (run is None) == (model is None):
         raise InputError("give either a run file or --model")
-    from megatrain.config import ModelSection, load
-
     if run is None:
         length = options["sequence_length"] or SEQUENCE_LENGTH
         config = named_config(model, max_positions=length)
@@ -124,13 +122,14 @@ def _opened(options: Options) -> "tuple[NamedModel, Config | None]":
             raise InputError(f"--base {base} is of frozen layers; add --lora-r 16")
         name = f"{model} with LoRA of rank {rank}" if rank else model
         name += "" if base == "bf16" else f", base in {base}"
-        section = ModelSection(path=model, base=base)
-        return NamedModel(name, config, section, lora_adapter(rank)), None
+        return NamedModel(name, config, lora_adapter(rank), base), None
     if rank or base != "bf16":
         raise InputError(
             f"--lora-r and --base are for --model; add --set adapter.r={rank or 16} --set "
             f"adapter.target_modules=all-linear --set model.base={base}"
         )
+    from megatrain.config import load
+
     opened = load(run, options["overrides"] or [])
     return model_of_run(run.name, opened.model, opened.adapter.keys, head=opened.loss.head), opened
 
@@ -280,15 +279,15 @@ def _notes(named: NamedModel, workload: Workload) -> Notes:
         attend_by_kernel(spec, workload.precision)
         return spec
 
-    config, adapter, section = named.config, named.adapter, named.section
+    config, adapter = named.config, named.adapter
     key: dict[str, Any] = {
         "class": type(config).__name__,
         "config": config.to_dict(),
         "adapter": adapter.to_dict() if hasattr(adapter, "to_dict") else adapter,
-        "section": section.model_dump(mode="json"),
+        "opening": [named.frozen, named.opening, named.trained],
         "precision": workload.precision,
     }
-    own = not section.trust_remote_code
+    own = not named.opening.get("trust_remote_code")
     told = workload.precision != "fp8"  # its operands are read off modules
     return Notes(opened, key if own and told else None)
 
