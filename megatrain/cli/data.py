@@ -16,7 +16,7 @@ _LONGEST = 3000  # most characters shown of a document
 def show_data(run: Path, overrides: Sequence[str], rows: int) -> None:
     """Print the data of a run file. Raises InputError: the run file or its data cannot be used."""
     loaded = config.load(run, overrides, endless=True)
-    from megatrain.train.data import data_alone
+    from megatrain.train.resolve import data_alone
 
     tokenizer, training, evaluation = data_alone(loaded)
     console = Console(highlight=False)

@@ -22,7 +22,7 @@ from megatrain.generate import Sampling, generate
 from megatrain.model.weights import resolve_model
 from megatrain.placement import Precision
 from megatrain.source.source import adapter_folder
-from megatrain.train.resolve_model import trained_model
+from megatrain.train.resolve import trained_model
 
 _UNREAD = ("system", "tools", "history", "chat_template_kwargs")  # training heeds them
 

@@ -95,7 +95,7 @@ def model_of_run(
     """The model of a run file, and its adapter; `head`: a ClassHead to put on it, or None."""
     from megatrain.data import load_tokenizer
     from megatrain.model.build import with_head
-    from megatrain.train.resolve_model import model_config
+    from megatrain.train.resolve import model_config
 
     trusted = section.trust_remote_code
     if section.path is not None:
@@ -115,7 +115,7 @@ def _adapter_of(section: "ModelSection") -> Any:
     from megatrain.checkpoint import Checkpoint
     from megatrain.compat import peft
     from megatrain.source.source import adapter_folder, folder_adapter
-    from megatrain.train.resolve_model import ResolvedModel
+    from megatrain.train.resolve import ResolvedModel
 
     source = ResolvedModel.of(section).source
     if isinstance(source, Checkpoint):
@@ -143,7 +143,7 @@ def named_config(
 
         if path.is_dir() and not (path / "config.json").is_file():
             from megatrain.config import ModelSection
-            from megatrain.train.resolve_model import ResolvedModel
+            from megatrain.train.resolve import ResolvedModel
 
             section = ModelSection(path=str(path))
             path = Path(str(ResolvedModel.of(section).section.path))
@@ -167,7 +167,10 @@ def named_config(
         return read_config(name, trust_remote_code=trust_remote_code)
 
 
-# Width, width of the MLP, layers, heads, heads of keys, tokens of the vocabulary, tied.
+_COLUMNS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size", "tie_word_embeddings"),
+)
 SHAPES = {
     "toy": (256, 704, 4, 4, 2, 4096, True),  # no published model: for a quick look
     "0.5b": (896, 4864, 24, 14, 2, 151936, True),
@@ -192,16 +195,11 @@ def qwen2_config(name: str, tokens: int = 0, layers: int | None = None) -> "Qwen
     """
     from transformers import Qwen2Config
 
-    hidden, mlp, num_layers, heads, kv_heads, vocab, tied = SHAPES[name]
+    shape: dict[str, Any] = dict(zip(_COLUMNS, SHAPES[name], strict=True))
+    if layers is not None:
+        shape["num_hidden_layers"] = layers
+    positions = max(tokens, MAX_TOKENS)
+    rope = {"rope_type": "default", "rope_theta": 1000000.0}
     return Qwen2Config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=num_layers if layers is None else layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=max(tokens, MAX_TOKENS),
-        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-        tie_word_embeddings=tied,
-        dtype="bfloat16",
+        **shape, max_position_embeddings=positions, rope_parameters=rope, dtype="bfloat16"
     )

@@ -295,29 +295,21 @@ class Config(Section):
 
     def _of_the_loss(self) -> Iterator[str]:
         data, name, kind = self.data, f"loss.name {self.loss.name}", self.loss.kind
-        shared = "engine.sequence_parallel" if self.engine.sequence_parallel > 1 else None
-        for one, other, both in (
-            (
-                name,
-                "data.kind; leave it out",
-                kind not in (None, "prompts") and data.kind != "auto",
-            ),
-            (name, "data.weights; leave it out", kind is not None and data.weights),
-            (
-                name,
-                "adapter.init_lora_weights false: the reference is the base; leave it out",
-                self.loss.name == "dpo" and self.adapter.init_lora_weights is False,
-            ),
-            (
-                name,
-                "one row a step without loss.negatives: raise training.batch_size",
-                kind == "anchors" and self.training.batch_size == 1 and not self.loss.negatives,
-            ),
-            (shared, "data.packing (set it to false) yet", data.packing),
-            (shared, f"{name} yet", kind is not None or self.loss.name == "distill"),
-        ):
-            if one and both:
-                yield f"{one} cannot have {other}"
+        shared = "engine.sequence_parallel" * (self.engine.sequence_parallel > 1)
+        if kind not in (None, "prompts") and data.kind != "auto":
+            yield f"{name} cannot have data.kind; leave it out"
+        if kind is not None and data.weights:
+            yield f"{name} cannot have data.weights; leave it out"
+        if self.loss.name == "dpo" and self.adapter.init_lora_weights is False:
+            key = "adapter.init_lora_weights false"
+            yield f"{name} cannot have {key}: the reference is the base; leave it out"
+        if kind == "anchors" and self.training.batch_size == 1 and not self.loss.negatives:
+            remedy = "raise training.batch_size"
+            yield f"{name} cannot have one row a step without loss.negatives: {remedy}"
+        if shared and data.packing:
+            yield f"{shared} cannot have data.packing (set it to false) yet"
+        if shared and (kind is not None or self.loss.name == "distill"):
+            yield f"{shared} cannot have {name} yet"
 
     def _of_rollouts(self) -> Iterator[str]:
         loss, rollout, length = self.loss, self.rollout, self.data.sequence_length

@@ -5,11 +5,18 @@ Read in this order: `sources` (which files), `readers` (their rows, checked), `e
 `loader` (their endless order). `tokenise` calls them in turn.
 """
 
-from megatrain.data.dataset import MicroBatch, PackedDataset
+from megatrain.data.dataset import (
+    PLAIN,
+    MicroBatch,
+    PackedDataset,
+    ReplyDataset,
+    at_first_label,
+    numbered,
+    plain_rows,
+)
 from megatrain.data.demo_corpus import stdlib_corpus, train_bpe_tokenizer
 from megatrain.data.images import ImageProcessor
 from megatrain.data.loader import Step, StepLoader
-from megatrain.data.preferences import PLAIN, ReplyDataset, at_first_label, numbered, plain_rows
 from megatrain.data.prompts import PromptRow, Prompts, open_prompts
 from megatrain.data.tokenise import open_dataset
 from megatrain.data.tokenizer import load_tokenizer

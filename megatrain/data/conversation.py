@@ -50,9 +50,7 @@ def messages(
 
     Args: `images`: contents may have some; then a message has their sources as `images`.
     """
-    value = from_json(value, name, where)
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise InputError(f"{where}: {name!r} must be a non-empty list of objects")
+    value = _objects(value, name, where)
     places = [f"{where}: message {number}" for number in range(1, len(value) + 1)]
     checked = [_message(m, place, images) for m, place in zip(value, places, strict=True)]
     return [m for m, _ in checked], [learnt for _, learnt in checked]
@@ -66,18 +64,24 @@ def from_json(value: object, name: str, where: str) -> object:
         return parse_json(value)
 
 
+def _objects(value: object, name: str, where: str) -> Sequence[Any]:
+    value = from_json(value, name, where)
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise InputError(f"{where}: {name!r} must be a non-empty list of objects")
+    return value
+
+
 def tools(value: object, where: str, *, wrap: bool = False) -> list[Any] | None:
     """The tools of a row; `wrap` puts bare functions into the API's form, as templates expect."""
+    value = from_json(value, "tools", where)
     if empty(value):
         return None
-    value = from_json(value, "tools", where)
-    if not isinstance(value, list):
-        raise InputError(f"{where}: 'tools' must be a list of objects")
-    bare = [wrap and isinstance(t, dict) and "name" in t and "function" not in t for t in value]
     return [
-        {"type": "function", "function": tool} if is_bare else tool
-        for tool, is_bare in zip(value, bare, strict=True)
-    ] or None
+        {"type": "function", "function": tool}
+        if wrap and isinstance(tool, dict) and "name" in tool and "function" not in tool
+        else tool
+        for tool in _objects(value, "tools", where)
+    ]
 
 
 def _message(message: object, where: str, images: bool) -> tuple[Message, bool]:
@@ -105,15 +109,13 @@ def _message(message: object, where: str, images: bool) -> tuple[Message, bool]:
     refuse_unheeded_of_message(kept, where)
     if isinstance(kept.get("content"), Sequence) and not isinstance(kept["content"], str):
         kept |= _of_parts(kept.pop("content"), kept, where, images)
-    if empty(kept.get("tool_calls")):
+    calls = from_json(kept.get("tool_calls"), "tool_calls", where)
+    if empty(calls):
         kept.pop("tool_calls", None)
     elif kept["role"] != "assistant":
         raise InputError(f"{where}: 'tool_calls' of the role {kept['role']!r}: make it a reply")
     else:
-        calls = from_json(kept["tool_calls"], "tool_calls", where)
-        if not isinstance(calls, Sequence) or isinstance(calls, str):
-            raise InputError(f"{where}: 'tool_calls' must be a list of objects")
-        kept["tool_calls"] = [_call(call, where) for call in calls]
+        kept["tool_calls"] = [_call(call, where) for call in _objects(calls, "tool_calls", where)]
     if not isinstance(kept.get("content", "" if "tool_calls" in kept else None), str):
         raise InputError(f"{where}: 'content' must be a string (or a list of text parts)")
     return kept, learnt

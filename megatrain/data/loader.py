@@ -13,8 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from megatrain.base.shipped import shipped
-from megatrain.data.dataset import MicroBatch, PackedDataset
-from megatrain.data.preferences import numbered
+from megatrain.data.dataset import MicroBatch, PackedDataset, numbered
 from megatrain.data.prompts import Prompts
 from megatrain.data.row_packing import shuffled
 from megatrain.errors import InputError

@@ -11,8 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from megatrain.data.conversation import Conversation, messages, text_or_messages
-from megatrain.data.encoders import absent, refuse_unplaced, surroundings
-from megatrain.data.examples import BadRows, say_left_out
+from megatrain.data.encoders import BadRows, absent, refuse_unplaced, say_left_out, surroundings
 from megatrain.data.images import ImageProcessor, Medium, place_media, read_medium, with_media
 from megatrain.data.readers import read_rows
 from megatrain.data.refused_fields import BESIDE_PROMPTS, refuse_unheeded

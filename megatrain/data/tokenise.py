@@ -9,11 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.data.dataset import CLASSES, ClassDataset, Layout, Overlong, PackedDataset, choose
-from megatrain.data.encoders import Encoder
-from megatrain.data.examples import BadRows, Examples, say_left_out
+from megatrain.data.dataset import (
+    CLASSES,
+    REPLIES,
+    ClassDataset,
+    Layout,
+    Overlong,
+    PackedDataset,
+    ReplyDataset,
+    choose,
+)
+from megatrain.data.encoders import BadRows, Encoder, Examples, say_left_out
 from megatrain.data.images import ImageProcessor
-from megatrain.data.preferences import REPLIES, ReplyDataset
 from megatrain.data.refused_fields import listed
 from megatrain.data.row_packing import mixed
 from megatrain.data.rows import Fields, Reading

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatrain import kernels
 from megatrain import machine as machine_rates
 from megatrain.base.units import GIB, MIB, gib
 from megatrain.compat.torch import can_compile
@@ -33,6 +32,7 @@ from megatrain.device.cpu import host_range
 from megatrain.device.disk import PlaneFile
 from megatrain.driver.base import Gpu
 from megatrain.errors import DoesNotFit, InputError, MegatrainError, RunFailed, first_line
+from megatrain.kernels import implementation, is_native
 from megatrain.machine import CONTEXT_BYTES, Machine
 from megatrain.optim import (
     AdamW,
@@ -325,21 +325,21 @@ class Facts:
         allowed_bytes: host memory allowed by cgroup and MEGATRAIN_HOST_MEMORY.
     """
 
-    cpu: str
-    cores: int
-    quota_cores: float | None
-    memory_bytes: int
-    allowed_bytes: int
-    free_bytes: int
-    huge_pages: str | None
     folder: str
     disk_free_bytes: int
-    kernels: str
-    native_kernels: bool
-    compiles: bool
-    torch_cuda: str | None
+    quota_cores: float | None
+    huge_pages: str | None
     gpu: Gpu | None
     untested: str | None = None
+    cpu: str = field(default_factory=cpu_name)
+    cores: int = field(default_factory=usable_cores)
+    memory_bytes: int = field(default_factory=lambda: int(psutil.virtual_memory().total))
+    allowed_bytes: int = field(default_factory=host_limit_bytes)
+    free_bytes: int = field(default_factory=host_available_bytes)
+    kernels: str = implementation
+    native_kernels: bool = is_native
+    compiles: bool = field(default_factory=can_compile)
+    torch_cuda: str | None = torch.version.cuda
 
 
 def collect(device: str, folder: Path) -> Facts:
@@ -351,24 +351,9 @@ def collect(device: str, folder: Path) -> Facts:
     with suppress(OSError):  # no Linux
         huge_pages = _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
     place = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.is_dir())
+    free, quota = shutil.disk_usage(place).free, min(cores, default=None)
     gpu = find_gpu(device)
-    return Facts(
-        cpu=cpu_name(),
-        cores=usable_cores(),
-        quota_cores=min(cores, default=None),
-        memory_bytes=psutil.virtual_memory().total,
-        allowed_bytes=host_limit_bytes(),
-        free_bytes=host_available_bytes(),
-        huge_pages=huge_pages or None,
-        folder=str(place),
-        disk_free_bytes=shutil.disk_usage(place).free,
-        kernels=kernels.implementation,
-        native_kernels=kernels.is_native,
-        compiles=can_compile(),
-        torch_cuda=torch.version.cuda,
-        gpu=gpu,
-        untested=_untested(gpu),
-    )
+    return Facts(str(place), free, quota, huge_pages or None, gpu, _untested(gpu))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megatrain.model.export import REPLACED
 from megatrain.run_folder.layout import holds_model, require_empty
 from megatrain.source.source import adapter_folder
 from megatrain.source.write_model import write_saved
-from megatrain.train.resolve_model import trained_model
+from megatrain.train.resolve import trained_model
 
 CONVERTER = "convert_hf_to_gguf.py"
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -84,7 +85,8 @@ class Rewards:
                     **copy.deepcopy({"prompts": prompts, "completions": replies, **columns})
                 )
                 if inspect.isawaitable(values):
-                    values = _waited_for(values)
+                    with ThreadPoolExecutor(1) as thread:  # notebooks have a running loop
+                        values = thread.submit(asyncio.run, _awaited(values)).result()
             except (Exception, SystemExit) as error:  # whatever a user's function does
                 log.error("the reward function %s failed", name, exc_info=error)
                 kind = type(error).__name__
@@ -98,14 +100,8 @@ class Rewards:
         return summed.masked_fill(each_RF.isnan().all(1), math.nan)
 
 
-def _waited_for(values: Any) -> Any:
-    """The result of an `async` function, run in a thread because notebooks have a running loop."""
-
-    async def awaited() -> Any:
-        return await values
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, awaited()).result()
+async def _awaited(values: Any) -> Any:
+    return await values
 
 
 def _column(name: str, returned: Any, count: int) -> Tensor:
@@ -127,25 +123,22 @@ def _column(name: str, returned: Any, count: int) -> Tensor:
 def _module(where: str) -> ModuleType:
     """A module by import name or file, loaded once however many of its functions are used."""
     try:
-        return _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        if not where.endswith(".py"):
+            return importlib.import_module(where)
+        path = Path(where).expanduser().resolve()
+        name = f"{__name__}:{path}"  # no name that an import could mean
+        loader = SourceFileLoader(name, str(path))
+        spec = importlib.util.spec_from_loader(name, loader)
+        assert spec is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # for dataclasses
+        loader.exec_module(module)
+        return module
     except Exception as error:  # the module's own code runs
         kind = type(error).__name__
         raise InputError(
             f"rollout.rewards: {where} cannot be imported: {kind}: {first_line(error)}; name a "
             "module of this Python, or a file such as rewards.py:reward"
         ) from error
-
-
-def _file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        raise FileNotFoundError("no such file")
-    name = f"{__name__}:{path}"  # no name that an import could mean
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
 
 
 def measured(each_RF: Tensor, together_R: Tensor, names: Sequence[str]) -> dict[str, float]:

@@ -29,7 +29,7 @@ from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Placement
 from megatrain.run_folder.layout import REFERENCES
 from megatrain.telemetry.gpu import find_gpu
-from megatrain.train.resolve_model import ResolvedModel, model_config
+from megatrain.train.resolve import ResolvedModel, model_config
 from megatrain.train.resume import Start
 from megatrain.train.sharing import logprobs
 

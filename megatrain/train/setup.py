@@ -38,8 +38,14 @@ from megatrain.source.source import Source, choose_trained, open_source, open_st
 from megatrain.source.tiles import DTYPES
 from megatrain.store.store import resting
 from megatrain.telemetry.gpu import find_gpu
-from megatrain.train.data import open_data, run_ends, run_images, run_tokenizer
-from megatrain.train.resolve_model import ResolvedModel, model_config
+from megatrain.train.resolve import (
+    ResolvedModel,
+    model_config,
+    open_data,
+    run_ends,
+    run_images,
+    run_tokenizer,
+)
 from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start
 from megatrain.train.rollouts import Rewards, Rollouts
 from megatrain.train.second_model import (

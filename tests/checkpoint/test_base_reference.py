@@ -12,7 +12,7 @@ from megatrain.checkpoint import open_checkpoint
 from megatrain.config import ModelSection
 from megatrain.model.trained import Trained
 from megatrain.train.export import export
-from megatrain.train.resolve_model import ResolvedModel
+from megatrain.train.resolve import ResolvedModel
 from tests.parity.cases import in_dtype, llama, make_batches, make_engine, masters, qwen2, same
 from tests.sweeps import few
 

@@ -153,7 +153,7 @@ def test_a_rank_with_other_rows_is_heard_by_all(run_file, tmp_path):
         differing = run_of(run_file, "differing", *unheld)
         with (
             pytest.raises(RunFailed, match="step 1: .*rank 1 has another checksum of the step's"),
-            mock.patch("megatrain.train.data.open_dataset", partial(opened, other)),
+            mock.patch("megatrain.train.resolve.open_dataset", partial(opened, other)),
         ):
             differing(group)
 

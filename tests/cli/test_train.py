@@ -14,7 +14,7 @@ from megatrain import AdamW, Placement
 from megatrain.config import DataSection, load
 from megatrain.loss import LabelSmoothing
 from megatrain.model.trained import Trained
-from megatrain.train import data, second_model, setup
+from megatrain.train import resolve, second_model, setup
 from tests.cli.cases import MISTAKES, records, sets
 
 
@@ -153,8 +153,8 @@ def test_each_key_of_a_run_file_reaches_whom_it_is_for(run_file, monkeypatch):
     of_data = [f"data.{key}={json.dumps(value)}" for key, value in FOR_DATA.items()]
     config = load(run_file, [*CHANGED, *of_data, "data.eval_fraction=0"])
     with monkeypatch.context() as patch:
-        patch.setattr(data, "open_dataset", lambda path, **options: {"path": path} | options)
-        training, evaluation = data.open_data(config, "tokenizer", 9)
+        patch.setattr(resolve, "open_dataset", lambda path, **options: {"path": path} | options)
+        training, evaluation = resolve.open_data(config, "tokenizer", 9)
     wanted = {name: value for name, value in FOR_DATA.items() if name != "eval_path"}
     wanted |= {"seed": 7, "vocab_size": 9, "tokenizer": "tokenizer"}
     assert {name: training[name] for name in wanted} == wanted

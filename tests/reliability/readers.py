@@ -23,8 +23,7 @@ from megatrain.checkpoint.manifest import signed
 from megatrain.config import load
 from megatrain.config.load import validate
 from megatrain.data import load_tokenizer, open_dataset, train_bpe_tokenizer
-from megatrain.data.encoders import Encoder
-from megatrain.data.examples import Examples
+from megatrain.data.encoders import Encoder, Examples
 from megatrain.data.rows import Reading
 from megatrain.data.sources import find_files
 from megatrain.errors import MegatrainError

@@ -11,8 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from megatrain.data.conversation import Conversation
-from megatrain.data.encoders import Encoder
-from megatrain.data.examples import PlacedExample
+from megatrain.data.encoders import Encoder, PlacedExample
 from megatrain.data.rows import Reading
 from tests.refusals import table
 

@@ -8,8 +8,8 @@ import torch
 from tokenizers import processors
 
 from megatrain.data import StepLoader, open_dataset, open_prompts
+from megatrain.data.dataset import scored
 from megatrain.data.encoders import Document
-from megatrain.data.preferences import scored
 from megatrain.data.token_store import open_store
 from megatrain.errors import InputError
 from megatrain.loss import DPO, Contrastive, Reward

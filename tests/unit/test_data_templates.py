@@ -5,8 +5,7 @@ Each is a small one of our own with a habit of a well-known model's.
 
 import pytest
 
-from megatrain.data.encoders import Encoder
-from megatrain.data.examples import PlacedExample
+from megatrain.data.encoders import Encoder, PlacedExample
 from megatrain.data.prompts import end_of_turn
 from megatrain.data.rows import Reading
 from megatrain.errors import InputError

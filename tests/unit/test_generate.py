@@ -17,7 +17,7 @@ from megatrain.data.prompts import end_of_turn, prompt_ids
 from megatrain.generate import Sampling
 from megatrain.generate.sampling import OwnDraws
 from megatrain.generate.texts import stop_ids
-from megatrain.train.data import run_ends
+from megatrain.train.resolve import run_ends
 from tests.unit.data_cases import chat_tokenizer, encode_row, make_tokenizer, talk
 
 
