@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import product, takewhile
 from typing import Any
 
 from megatrain.data.conversation import Conversation, Message
@@ -188,7 +188,9 @@ class Template:
         calls = any("tool_calls" in message for message in talk.messages)
         key = (self.source(talk), calls)
         if key not in self._shapes:
-            tried = ((shape, trial) for trial in _trials(calls) for shape in _shapes(calls))
+            # Of a conversation without calls only the content's form matters.
+            shapes = [MessageForm(*form) for form in product((False, True), repeat=1 + 2 * calls)]
+            tried = ((shape, trial) for trial in _trials(calls) for shape in shapes)
             fitting = (shape for shape, trial in tried if self._fits(shape, trial, talk))
             self._shapes[key] = next(fitting, MessageForm())
         return self._shapes[key]
@@ -208,14 +210,6 @@ def _trials(calls: bool) -> Iterator[list[Message]]:
         result = {"role": "tool", "content": "some words", "name": "somename", "tool_call_id": _ID}
         yield [_ASKED, reply, result, _SAID, _ASKED]
     yield [_ASKED, reply]
-
-
-def _shapes(calls: bool) -> Iterator[MessageForm]:
-    for parts in (False, True):
-        if calls:
-            yield from (MessageForm(parts, j, e) for j in (False, True) for e in (False, True))
-        else:
-            yield MessageForm(parts)
 
 
 def _as_parts(content: str) -> list[Message]:

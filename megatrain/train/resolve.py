@@ -178,15 +178,9 @@ def open_data(
     Raises InputError: the data cannot be used.
     """
     data = config.data
-    reading: dict[str, Any] = dict(
-        tokenizer=tokenizer,
-        fields=data.fields,
-        bad_rows=data.bad_rows,
-        seed=config.training.seed,
-        vocab_size=vocab_size,
-        hub_config=data.hub_config,
-        hub_split=data.hub_split,
-    )
+    reading = data.model_dump(include={"fields", "bad_rows", "hub_config", "hub_split"})
+    reading |= {"tokenizer": tokenizer, "seed": config.training.seed, "vocab_size": vocab_size}
+    arranging = data.model_dump(include={"sequence_length", "packing", "overlong"})
 
     def opened(path: Any, **mixing: Any) -> PackedDataset | Prompts:
         if config.loss.kind == "prompts":
@@ -198,13 +192,9 @@ def open_data(
             kind=config.loss.kind or data.kind,
             cache_dir=data.cache_dir or user_cache("tokens"),
             images=images,
-            sequence_length=data.sequence_length,
-            packing=data.packing,
-            overlong=data.overlong,
             labels=config.loss.labels or (),
             lines=config.loss.lines,
-            **reading,
-            **mixing,
+            **(reading | arranging | mixing),
         )
 
     sets: dict[str, Any] = {name: opened(path) for name, path in data.eval_sets.items()}

@@ -17,7 +17,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from megatrain.api import Engine
 from megatrain.base.json_yaml import json_crc32
 from megatrain.base.whole_files import write_file
-from megatrain.checkpoint import Checkpoint
 from megatrain.compat.torch import can_compile
 from megatrain.config import Config, ModelSection
 from megatrain.data import PackedDataset, ReplyDataset, Step, load_tokenizer, plain_rows
@@ -181,20 +180,20 @@ def _sums(engine: Engine, data: ReplyDataset, rows: int, at_once: int, ranks: Ra
 class Teacher:
     """A frozen model of `vocab_size` tokens, whose likeliest ones the trained model learns.
 
-    Several ranks share it, and each asks it of its own micro-batches. `key`: a hash of its weights;
-    `engine`: none until it is opened.
+    Several ranks share it, and each asks it of its own micro-batches. `engine`: none until it is
+    opened.
     """
 
     config: Config
-    source: Checkpoint | str
-    key: str
+    model: ResolvedModel
     vocab_size: int
     engine: Any = None
 
     def opened(self, group: Any) -> "Teacher":
         """The teacher in an engine that trains nothing. Raises InputError, DoesNotFit."""
         log.info("the teacher rests in host memory beside the model that is trained")
-        engine = _frozen_engine(self.config, self.source, placement=Placement(), group=group)
+        source, placement = self.model.source, Placement()
+        engine = _frozen_engine(self.config, source, placement=placement, group=group)
         if engine.label_shift != 1:
             engine.close()
             raise InputError("loss.teacher: it predicts tokens in their own place; take another")
@@ -256,4 +255,4 @@ def find_teacher(
         raise InputError(
             f"loss.top_k is {top_k}, and the vocabulary has {min(sizes)} tokens; take fewer"
         )
-    return Teacher(config, resolved.source, resolved.key, text_config.vocab_size)
+    return Teacher(config, resolved, text_config.vocab_size)

@@ -20,7 +20,7 @@ from megatrain.api import Engine
 from megatrain.base.units import gib
 from megatrain.checkpoint import verify
 from megatrain.checkpoint.manifest import MODEL
-from megatrain.config import Config, ModelSection
+from megatrain.config import Config
 from megatrain.data import PackedDataset, Prompts, Step, StepLoader, numbered
 from megatrain.device import IN_HOST_MEMORY, find_device
 from megatrain.errors import DoesNotFit, InputError, explained
@@ -147,7 +147,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     training, evaluation = in_turn(
         ranks, lambda: open_data(config, tokenizer, text_config.vocab_size, run_images(section))
     )
-    _check_images(config, [training, *evaluation.values()])
+    _check_images(config, [training, *evaluation.values()], teacher)
     loader = _loader(config, training, ranks)
     stack.callback(loader.close)
     total_steps = config.training.steps or (  # several may learn from the same replies
@@ -160,7 +160,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     sets = {"train": training, **{f"eval {n}": e for n, e in evaluation.items()}}
     known = None
     if teacher is not None:
-        known = same_model(teacher.key, start)
+        known = same_model(teacher.model.key, start)
         # First: `auto` places the model that is trained in the memory that is left.
         teacher = teacher.opened(ranks.host)
         stack.enter_context(teacher.engine)
@@ -219,15 +219,13 @@ def _batches(
     return sets
 
 
-def _check_images(config: Config, sets: Sequence[Any]) -> None:
+def _check_images(config: Config, sets: Sequence[Any], teacher: Teacher | None) -> None:
     """Raises InputError: rows have images, and the run's loss or its ranks do not take them."""
     pictured = [data for data in sets if isinstance(data, PackedDataset) and data.has_images]
     if not pictured:
         return
-    if config.loss.teacher is not None:
-        trusted = config.model.trust_remote_code
-        section = ModelSection(path=config.loss.teacher, trust_remote_code=trusted)
-        theirs = run_images(ResolvedModel.of(section).section)
+    if teacher is not None:
+        theirs = run_images(teacher.model.section)
         if theirs.digest != pictured[0].image_processor.digest:
             raise InputError(
                 f"loss.teacher: {config.loss.teacher} has {'another' if theirs.identity else 'no'} "
