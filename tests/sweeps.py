@@ -6,6 +6,21 @@ from typing import Any
 
 import pytest
 
+from megatrain import Placement
+from tests.refusals import table
+
+
+def placements(test: str) -> Any:
+    """The placements of a test file, a list or by name."""
+    found = table(__file__, "placements.yaml")[test]
+    if isinstance(found, list):
+        return [placement(choices) for choices in found]
+    return {name: placement(choices) for name, choices in found.items()}
+
+
+def placement(choices: Mapping[str, Any]) -> Placement:
+    return Placement(**{n: tuple(c) if isinstance(c, list) else c for n, c in choices.items()})
+
 
 def quick(names: Iterable[str], chosen: Container[str], **given: Any) -> list[Any]:
     """Parameters `name, *given`, exhaustive but for those that are chosen."""

@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LinearLR, OneCycleLR
 from transformers import get_scheduler
 
-from megatrain import AdamW, Engine, InputError, Placement
+from megatrain import AdamW, Engine, InputError
 from megatrain.checkpoint import open_checkpoint, verify
 from megatrain.checkpoint.read import read_tiles
 from megatrain.device import CpuDevice
@@ -22,17 +22,9 @@ from tests.families.tiny import tiny_model
 from tests.inside import spec_of, store_of
 from tests.parity.cases import frozen, llama, masters, same
 from tests.rules import SWEPT, with_rules
-from tests.sweeps import swept
+from tests.sweeps import placements, swept
 
-PLACEMENTS = {
-    "streamed": Placement(slots=1),
-    "resident": Placement(resident=("embedding", "layer 1", "head"), save_activations=1),
-    "host boundaries": Placement(slots=2, layer_inputs="host", host_grad_buffers=3),
-    "kept weights": Placement(slots=1, passes=2, keep_weights=2),
-    "disk": Placement(
-        slots=1, disk_moments=3, disk_remainder=9, disk_weights=9, resident=("layer 0",)
-    ),
-}
+PLACEMENTS = placements("roundtrip")
 # Precision, clipping, tied, dropout; each placement in turn.
 CASES = list(itertools.product(("fp32", "bf16"), (0.5, None), (False, True), (0.0, 0.3)))
 

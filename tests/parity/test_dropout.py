@@ -24,7 +24,7 @@ from tests.parity.cases import (
     parameters,
     same,
 )
-from tests.sweeps import few, on_gpu
+from tests.sweeps import few, on_gpu, placements
 
 RATES = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
 
@@ -51,15 +51,7 @@ def slope_error(model, step, placement, device="cpu"):
     return abs(slope / norm - 1)
 
 
-PLACEMENTS = [
-    Placement(slots=1),
-    Placement(slots=3, layer_inputs="host"),
-    Placement(save_activations=2),
-    Placement(passes=2),
-    Placement(chunk_tokens=5),
-    Placement(save_attention="device"),
-    Placement(offload_activations=2),
-]
+PLACEMENTS = placements("dropout")
 COMPILED = [Placement(slots=3, compile=True, save_activations=n) for n in (0, 2)]
 
 

@@ -22,7 +22,7 @@ from tests.parity.cases import (
     same,
 )
 from tests.parity.test_float8 import cosine
-from tests.sweeps import few, swept
+from tests.sweeps import few, placements, swept
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -111,11 +111,7 @@ def test_gradients_are_those_of_plain_pytorch_that_quantises_so(family, base):
     assert 0.9 < cosine(gradients(engine), in_bf16) < 0.99
 
 
-PLACEMENTS = {
-    "kept graphs": Placement(passes=2, save_activations=2, save_all=1),
-    "kept on the host": Placement(offload_activations=2, slots=3, layer_inputs="host"),
-    "resident, kept weights": Placement(resident=("layer 1",), keep_weights=2),
-}
+PLACEMENTS = placements("float8 base")
 
 
 @pytest.mark.parametrize("base", few(["fp8", "bf16"]))

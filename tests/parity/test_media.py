@@ -25,7 +25,7 @@ from tests.families.plain import EPS, LR, go_on, plain_training
 from tests.families.tiny import tiny_multimodal
 from tests.parity.cases import masters, same
 from tests.parity.ranks import run_ranks
-from tests.sweeps import few
+from tests.sweeps import few, placements
 from tests.unit.trainer_cases import alike, lines
 
 ALL = Trained(train_only=["."])
@@ -193,14 +193,7 @@ def test_a_tower_attends_to_all_images_in_one_call_and_no_configuration_says_so(
     assert max(calls) > 1  # images or windows
 
 
-PLACEMENTS = {
-    "inputs on the host": Placement(layer_inputs="host"),
-    "passes": Placement(passes=2),
-    "on the device": Placement(resident=("media", "prologue", "layer 1")),
-    "graphs": Placement(save_activations=2, save_all=1),
-    "graphs on the host": Placement(offload_activations=1, save_attention="host"),
-    "rows brought twice": Placement(keep_rows=False),
-}
+PLACEMENTS = placements("media")
 
 
 @pytest.mark.parametrize("placement", few(PLACEMENTS, 1))

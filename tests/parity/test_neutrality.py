@@ -24,7 +24,7 @@ from tests.parity.cases import (
     trained,
 )
 from tests.rules import with_rules
-from tests.sweeps import few
+from tests.sweeps import few, placements
 
 LAYERS = 4  # as many as the most slots tried
 SHAPES = ((2, 8), (1, 5))
@@ -49,50 +49,13 @@ def identical(one, other):
     )
 
 
-def placements():
-    """Each choice at more than its default, every number of slots with every prefetch."""
-    found = [
-        Placement(slots=slots, prefetch=ahead) for slots in range(1, 5) for ahead in range(slots)
-    ]
-    found += [
-        Placement(
-            slots=slots, layer_inputs="host", layer_input_lanes=lanes, host_grad_buffers=host_grads
-        )
-        for slots, lanes, host_grads in [(1, 1, 1), (2, 2, 3), (3, 1, 2), (4, 7, 9)]
-    ]
-    found += [
-        Placement(slots=0),
-        Placement(slots=0, passes=2, save_activations=2, host_grad_buffers=1),
-        Placement(slots=0, keep_rows=False, layer_inputs="host", resident=("layer 0",)),
-        Placement(slots=0, disk_moments=3, disk_weights=2, keep_weights=2),
-    ]
-    found += [Placement(host_grad_buffers=host_grads) for host_grads in (1, 3, 12)]
-    found += [Placement(update_threads=threads) for threads in (1, 2, 5)]
-    found += [
-        Placement(save_activations=2),
-        Placement(keep_rows=False),
-        Placement(keep_rows=False, gradient_lanes=1, slots=1, layer_inputs="host"),
-        Placement(save_activations=99, layer_inputs="host"),
-        Placement(resident=("embedding", "layer 3", "head")),
-        Placement(resident=("layer 0",), layer_inputs="host", slots=1),
-        Placement(passes=2),
-        Placement(passes=2, layer_inputs="host", slots=3),
-        Placement(passes=3, save_activations=3, save_all=2, offload_activations=1),
-        Placement(passes=2, resident=("embedding", "layer 1", "head"), save_attention="host"),
-        Placement(keep_weights=2, slots=1),
-        Placement(disk_moments=2),
-        Placement(keep_weights=9, passes=2, resident=("layer 1",), save_activations=2),
-        Placement(disk_moments=99, disk_remainder=99, disk_weights=99, resident=("layer 1",)),
-        Placement(disk_remainder=3, host_grad_buffers=1),
-        Placement(disk_weights=2, slots=3, passes=2, keep_weights=1),
-    ]
-    return found
+PLACEMENTS = placements("neutrality")
 
 
 def test_every_choice_of_a_placement_is_tried():
     """But for those that change rounding, and how much memory a save may have."""
     left = {f.name for f in fields(Placement)}
-    left -= {n for n in left for p in placements() if getattr(p, n) != getattr(Placement(), n)}
+    left -= {n for n in left for p in PLACEMENTS if getattr(p, n) != getattr(Placement(), n)}
     assert left == {"head_tokens", "chunk_tokens", "compile", "save_bytes"}
 
 
@@ -113,7 +76,7 @@ def test_no_placement_changes_a_bit(precision, tied, clip, rule, every, monkeypa
     steps = make_batches(2, SHAPES)
     wanted = train(steps, precision, tied, clip, placement=Placement(slots=1), rule=rule)
     number = CASES.index((precision, tied, clip))
-    for placement in placements()[number % every :: every]:
+    for placement in PLACEMENTS[number % every :: every]:
         got = train(steps, precision, tied, clip, placement=placement, rule=rule)
         assert identical(got, wanted), placement
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from megatrain import Engine, InputError, Placement
+from megatrain import Engine, InputError
 from megatrain.checkpoint import open_checkpoint
 from megatrain.tile import Entry, formats
 from megatrain.tile.formats import _NF4, BASES, FP8, NF4, NF4_WIDE, PACKINGS, _dynamic_values
@@ -22,7 +22,7 @@ from tests.families.tiny import tiny_model
 from tests.inside import sized, store_of
 from tests.parity.cases import gradients, in_dtype, llama, make_batches, make_engine, masters, same
 from tests.parity.packed_folders import LORA, STEP, assert_trains_as, share_of_bf16, write
-from tests.sweeps import few
+from tests.sweeps import few, placements
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -288,11 +288,7 @@ def rounded(model, packing):
     return model
 
 
-PLACEMENTS = (
-    Placement(slots=1),
-    Placement(slots=3, layer_inputs="host", passes=2),
-    Placement(resident=("layer 0", "layer 1", "layer 2"), save_activations=2, save_all=1),
-)
+PLACEMENTS = placements("quantised folders")
 
 
 @pytest.mark.parametrize("family", few(["gpt_oss", "llama", "mixtral"]))

@@ -29,7 +29,7 @@ from tests.parity.cases import (
     same,
     slopes,
 )
-from tests.sweeps import few, swept
+from tests.sweeps import few, placements, swept
 
 WEIGHT = 0.5
 ASKED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": WEIGHT}
@@ -106,13 +106,7 @@ def test_gradients_of_routed_tokens_are_added_in_a_fixed_order(family):
     assert plain_model.count and not streamed.count
 
 
-PLACEMENTS = {
-    "boundaries on the host": Placement(layer_inputs="host"),
-    "kept graphs, of passes": Placement(passes=3, save_activations=2),
-    "graphs on the host": Placement(offload_activations=2),
-    "kept attention": Placement(save_attention="device"),
-    "tiles of tokens": Placement(chunk_tokens=4),
-}
+PLACEMENTS = placements("routers")
 
 
 @swept(together=0, placement=PLACEMENTS)

@@ -1,7 +1,6 @@
 """What waits from the forward to the backward, wherever: not a bit of a gradient changes."""
 
 import weakref
-from typing import Any
 
 import pytest
 
@@ -19,21 +18,9 @@ from tests.parity.cases import (
     relative_error,
     same,
 )
-from tests.sweeps import few
+from tests.sweeps import few, placements
 
-POLICIES: dict[str, dict[str, Any]] = {
-    "graphs on the host": {"offload_activations": 2},
-    "all graphs on the host": {"offload_activations": 99, "layer_inputs": "host"},
-    "graphs on both": {"offload_activations": 1, "save_activations": 1, "layer_inputs": "host"},
-    "attention on the device": {"save_attention": "device"},
-    "attention on the host": {
-        "save_attention": "host",
-        "layer_inputs": "host",
-        "offload_activations": 1,
-    },
-    "graphs on the device": {"save_activations": 99, "layer_inputs": "host"},
-    "with a resident layer": {"offload_activations": 2, "resident": ("layer 0",), "slots": 1},
-}
+POLICIES = placements("waiting")
 FAMILIES = ["llama", "gpt2", "phi3", "mixtral", "gemma2"]
 
 
@@ -44,13 +31,13 @@ def test_no_policy_changes_a_bit(family):
     for step in steps:
         wanted.step(step)
     number = FAMILIES.index(family)
-    for choices in list(POLICIES.values())[number % 3 :: 3]:
-        engine = make_engine(model_of(family), placement=Placement(**choices))
+    for policy in list(POLICIES.values())[number % 3 :: 3]:
+        engine = make_engine(model_of(family), placement=policy)
         for step in steps:
             engine.step(step)
             assert not any(layer.waiting for layer in parts_of(engine).trunk[1:])
-        assert same(gradients(engine), gradients(wanted)), choices
-        assert same(masters(engine), masters(wanted)), choices
+        assert same(gradients(engine), gradients(wanted)), policy
+        assert same(masters(engine), masters(wanted)), policy
 
 
 def test_states_wait_but_for_rounding():

@@ -17,7 +17,7 @@ from tests.families.tiny import tiny_model, tiny_multimodal
 from tests.inside import program_of, sized, store_of
 from tests.parity.cases import make_engine, masters, same
 from tests.race.late import LateDevice
-from tests.sweeps import few
+from tests.sweeps import few, placements
 
 # A gate that is trained, a bias that is frozen; the head and what mixes states before it.
 FAMILIES = few(
@@ -26,12 +26,7 @@ FAMILIES = few(
 RATE = 1e12  # of one step of Adam with as large an eps, which tells the gradient
 LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 
-PLACEMENTS = {
-    "resident": Placement(resident=("layer 1", "head"), slots=3),
-    "weights stay": Placement(keep_weights=9, passes=2, save_activations=2),
-    "on a disk": Placement(disk_moments=9, disk_remainder=9, disk_weights=9, slots=2),
-    "masters on a disk": Placement(disk_remainder=9, slots=1, layer_inputs="host"),
-}
+PLACEMENTS = placements("wide")
 
 
 def from_folder(family, folder):

@@ -14,38 +14,12 @@ from megatrain.engine import sink
 from tests.inside import sized
 from tests.parity.cases import llama, make_batches, make_engine, masters
 from tests.race.late import LateDevice
+from tests.sweeps import placements
 
 # Each step has more tokens and longer rows than the one before: every room is replaced.
 SHAPES = [[(1, 3), (1, 2)], [(2, 12), (1, 7), (3, 5)], [(4, 30), (2, 20)]]
 
-PLACEMENTS = {
-    "one slot": Placement(slots=1),
-    "shared memory": Placement(slots=0),
-    "shared memory, passes": Placement(slots=0, passes=2, host_grad_buffers=1, keep_weights=1),
-    "shared memory, some on a disk": Placement(
-        slots=0, disk_moments=2, disk_weights=2, resident=("layer 1",), keep_rows=False
-    ),
-    "prefetch": Placement(slots=4),
-    "boundaries on the host": Placement(layer_inputs="host", layer_input_lanes=1, prefetch=0),
-    "more of all": Placement(
-        slots=3, layer_inputs="host", layer_input_lanes=3, host_grad_buffers=9
-    ),
-    "kept graphs": Placement(save_activations=2, layer_inputs="host"),
-    "resident": Placement(resident=("embedding", "layer 0", "head")),
-    "graphs on the host": Placement(offload_activations=2, save_activations=1, layer_inputs="host"),
-    "attention on the host": Placement(save_attention="host", offload_activations=1, slots=3),
-    "passes": Placement(passes=2, slots=3, save_activations=1, resident=("layer 1",)),
-    "passes, all leaves": Placement(passes=3, layer_inputs="host", offload_activations=2),
-    "weights that stay": Placement(keep_weights=2, slots=3),
-    "all weights stay": Placement(keep_weights=9, passes=2, resident=("layer 1",)),
-    "small": Placement(slots=1, gradient_lanes=1, keep_rows=False, layer_inputs="host"),
-    "states on a disk": Placement(disk_moments=2, host_grad_buffers=1),
-    "all that can be on a disk": Placement(
-        disk_moments=9, disk_remainder=9, disk_weights=9, resident=("layer 1",)
-    ),
-    "weights on a disk": Placement(disk_weights=3, slots=3, host_grad_buffers=1),
-    "small, prefetching": Placement(slots=3, gradient_lanes=2, keep_rows=False, resident=("head",)),
-}
+PLACEMENTS = placements("late")
 
 # Tied or not; clipped to a norm or not; an evaluation after each step, or step upon step; a rule.
 CASES = [

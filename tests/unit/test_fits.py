@@ -37,7 +37,7 @@ from tests.parity.cases import llama, make_batches, make_engine, masters, replie
 from tests.parity.test_memory import MID
 from tests.race.schedule import Alike
 from tests.refusals import refused
-from tests.sweeps import few, swept
+from tests.sweeps import few, placements, swept
 from tests.unit.forecast_cases import H200, experts_config, small_machine, tiny_config
 
 
@@ -204,38 +204,30 @@ def test_a_model_that_is_run_rests_on_a_device_with_twice_the_room(monkeypatch):
 # A device, or a host, that runs out of memory in the middle of a step.
 
 STEP = make_batches(1, ((4, 40), (3, 30), (1, 7)))[0]
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "nothing is kept": {},
-    "graphs on the device": {"save_activations": 3},
-    "graphs on both": {"offload_activations": 2, "save_activations": 1, "layer_inputs": "host"},
-    "passes": {"passes": 2, "save_activations": 2, "save_attention": "device"},
-}
+PLACEMENTS = placements("fits")
 
 
-def peak_of(step, loss=None, **choices):
+def peak_of(step, loss=None, placement=None):
     """What a step takes at most where nothing is limited."""
     device = CountedDevice()
-    with make_engine(llama(), placement=Placement(**choices), device=device) as engine:
+    with make_engine(llama(), placement=placement or Placement(), device=device) as engine:
         engine.step(step, *([loss] if loss else []))
     return device.peak_bytes
 
 
 @pytest.mark.parametrize("loss", few([None, DPO(0.3)]))
-@pytest.mark.parametrize("choices", few(PLACEMENTS.values(), 3))
-def test_a_step_without_memory_is_computed_again_from_less(choices, loss, caplog):
+@pytest.mark.parametrize("placement", few(PLACEMENTS.values(), 3))
+def test_a_step_without_memory_is_computed_again_from_less(placement, loss, caplog):
     """As plain training on the halves of its micro-batches, to the bit; and so are later steps."""
     step, losses = STEP if loss is None else replies(loss), [] if loss is None else [loss]
-    lean = {
-        "passes": choices.get("passes", 1),
-        "layer_inputs": choices.get("layer_inputs", "device"),
-    }
-    whole, least = peak_of(step, loss, **choices), peak_of(halved(step), loss, **lean)
+    lean = Placement(passes=placement.passes, layer_inputs=placement.layer_inputs)
+    whole, least = peak_of(step, loss, placement), peak_of(halved(step), loss, lean)
     assert least < 0.95 * whole
     device = CountedDevice((whole + least) // 2)
     plain, uncut = (make_engine(llama(), placement=Placement(slots=1)) for _ in range(2))
     with (
         caplog.at_level(logging.WARNING),
-        make_engine(llama(), placement=Placement(**choices), device=device) as engine,
+        make_engine(llama(), placement=placement, device=device) as engine,
     ):
         for _ in range(2):
             result, wanted = engine.step(step, *losses), plain.step(halved(step), *losses)

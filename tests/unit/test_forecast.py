@@ -33,7 +33,7 @@ from megatrain.tile import TileKind
 from tests.inside import answering, sized
 from tests.parity.cases import Noting
 from tests.rules import SWEPT, with_rules
-from tests.sweeps import few, swept
+from tests.sweeps import few, placements, swept
 from tests.unit.forecast_cases import (
     H200,
     experts_config,
@@ -44,19 +44,7 @@ from tests.unit.forecast_cases import (
 )
 
 ROWS, TOKENS = 6, 32
-PLACEMENTS = {
-    "streamed": Placement(),
-    "resident": Placement(slots=3, resident=("embedding", "layer 1", "head")),
-    "boundaries on the host": Placement(layer_inputs="host", save_activations=2),
-    "rows brought again": Placement(keep_rows=False, gradient_lanes=1, head_tokens=7),
-    "attention on the host": Placement(
-        chunk_tokens=16,
-        layer_inputs="host",
-        save_attention="host",
-        offload_activations=2,
-        save_activations=1,
-    ),
-}
+PLACEMENTS = placements("forecast")
 
 
 @cache
