@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 from megatrain import AdamW, Engine
 from megatrain.base.units import MIB
+from tests.families.tiny import decoder_sizes
 
 SLACK = 128 * MIB  # a piece for each thread, their stacks, the manifest
 
@@ -33,13 +34,7 @@ def test_peaks(tmp_path):
 
 
 def measure(folder):
-    config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-    )
+    config = LlamaConfig(**decoder_sizes(8192, 768, 2048, 6, 4))
     engine = Engine(config, optimizer=AdamW(), device="cpu", precision="bf16")
     begin = _peak_from_here()
     engine.save(folder / "saved")

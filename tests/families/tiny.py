@@ -51,6 +51,15 @@ NOT_TRAINABLE: dict[str, str] = {
 SINCE = {"cpmant": "5.17", "jamba": "5.15", "emu3": "5.8", "qwen3_5_moe": "5.8", "apertus": "5.13"}
 
 
+def decoder_sizes(
+    vocab: int, width: int, inner: int, layers: int, heads: int, keys: int | None = None
+) -> dict[str, Any]:
+    """Sizes as configurations of most decoders name them; `keys`: heads of keys, if fewer."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+             "num_attention_heads", "num_key_value_heads")  # fmt: skip
+    return dict(zip(names, (vocab, width, inner, layers, heads, keys or heads), strict=True))
+
+
 def families() -> list[str]:
     """Model types of the 189 causal-LM families, in the order of transformers' own mapping."""
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -6,6 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.compat.transformers import set_experts
+from tests.families.tiny import decoder_sizes
 from tests.gpu.test_cuda import steps
 
 pytestmark = pytest.mark.gpu
@@ -17,10 +18,7 @@ ADAPTER = {"r": 4, "target_modules": ["q_proj", "v_proj"], "target_parameters": 
 def train(device, experts, rank=4, **options):
     """Losses and gradient norms of four steps, and the adapter's masters after them."""
     torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
-    )  # fmt: skip
+    config = MixtralConfig(**decoder_sizes(512, 128, 256, 3, 4, 2), num_local_experts=4)
     set_experts(config, experts)
     with Engine(
         MixtralForCausalLM(config), adapter=ADAPTER | {"r": rank}, optimizer=AdamW(lr=1e-3),
@@ -52,10 +50,7 @@ def test_and_in_bf16_with_grouped_products_within_its_noise(compiled, rank):
 def train_in_float8(device, **options):
     """Numbers of four steps of a dense model whose frozen base is multiplied in float8."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2,
-    )  # fmt: skip
+    config = LlamaConfig(**decoder_sizes(512, 128, 256, 3, 4, 2))
     adapter = {"r": 4, "target_modules": "all-linear"}
     with Engine(
         LlamaForCausalLM(config), adapter=adapter, optimizer=AdamW(lr=1e-2), device=device, seed=0,

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatrain import AdamW, Engine, Placement, kernels
 from megatrain.cli.models import qwen2_config
 from megatrain.optim import TileRange, UpdateOptions
+from tests.families.tiny import decoder_sizes
 from tests.rules import FLAT, SWEPT
 
 pytestmark = pytest.mark.gpu
@@ -18,15 +19,7 @@ VOCAB = 512
 
 def model(*, tied=False, layers=6):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
+    config = LlamaConfig(**decoder_sizes(VOCAB, 128, 256, layers, 4, 2), tie_word_embeddings=tied)
     return LlamaForCausalLM(config)
 
 

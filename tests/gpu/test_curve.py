@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain import AdamW, Engine
 from megatrain.loss import cross_entropy_sum, targets_of
+from tests.families.tiny import decoder_sizes
 
 pytestmark = pytest.mark.gpu
 
@@ -19,14 +20,7 @@ STEPS, ROWS, TOKENS, LR = 500, 16, 256, 1e-3
 def model():
     """About the demo's size; its tokens are bytes."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        tie_word_embeddings=True,
-    )
+    config = LlamaConfig(**decoder_sizes(256, 256, 768, 6, 4), tie_word_embeddings=True)
     return LlamaForCausalLM(config)
 
 

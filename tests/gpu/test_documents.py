@@ -17,21 +17,14 @@ from megatrain import AdamW, Engine, Placement
 from megatrain.compat.transformers import attention_of
 from megatrain.model.causal_attention import causal_attention
 from megatrain.model.documents import BY_IMAGES, BY_SINKS, BY_WINDOWS
+from tests.families.tiny import decoder_sizes
 from tests.inside import program_of
 from tests.parity.cases import relative_error
 
 pytestmark = pytest.mark.gpu
 
 VOCAB = 512
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1 << 17,
-}
+SIZES = decoder_sizes(VOCAB, 256, 512, 4, 4, 2) | {"max_position_embeddings": 1 << 17}
 
 
 def mistral(window):

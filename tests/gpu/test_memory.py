@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from megatrain import AdamW, DoesNotFit, Engine, Placement
 from megatrain.base.units import MIB
 from megatrain.telemetry.gpu import find_gpu
+from tests.families.tiny import decoder_sizes
 from tests.gpu.test_cuda import model, steps, train
 from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error
 
@@ -85,14 +86,7 @@ def test_less_than_the_least_is_refused():
 
 def test_weights_are_drawn_without_device_memory_and_alike_on_every_device():
     """Tables of 256 MiB in fp32 add nothing to what rests on the device afterwards."""
-    config = LlamaConfig(
-        vocab_size=65536,
-        hidden_size=1024,
-        intermediate_size=2048,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-    )
+    config = LlamaConfig(**decoder_sizes(65536, 1024, 2048, 2, 8, 4))
     placement = Placement(slots=1, gradient_lanes=1, keep_rows=False)
     names = ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight")
     found = []

@@ -21,22 +21,14 @@ from megatrain.model.fingerprint import Reader, value_of
 from megatrain.model.unsupported import refuse_hooks
 from megatrain.source.source import Source, open_source
 from tests.families.plain import Results, Step, accumulate, go_on
-from tests.families.tiny import tiny_model
+from tests.families.tiny import decoder_sizes, tiny_model
 from tests.inside import host_gradients, store_of
 from tests.rules import SWEPT
 
 VOCAB = 128
 SHAPES = ((2, 12), (1, 7), (3, 5))
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SIZES = decoder_sizes(VOCAB, 32, 48, 3, 4, 2) | {"max_position_embeddings": 64}
 
 
 def llama(**changes: Any) -> LlamaForCausalLM:

@@ -8,19 +8,13 @@ from megatrain import Placement
 from megatrain.device import CpuDevice
 from megatrain.optim import parameter_bytes
 from megatrain.source import source
+from tests.families.tiny import decoder_sizes
 from tests.parity.cases import frozen, in_dtype, llama, make_batches, make_engine
 from tests.rules import SWEPT
 from tests.sweeps import few
 
 # Large enough that the padding of planes and rows of text are as little as in a real model.
-MID = LlamaConfig(
-    vocab_size=16384,
-    hidden_size=384,
-    intermediate_size=1024,
-    num_hidden_layers=5,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-)
+MID = LlamaConfig(**decoder_sizes(16384, 384, 1024, 5, 6, 2))
 SPARE = 0.005  # of the planes: alignment of parameters and pages
 
 

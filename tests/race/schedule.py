@@ -29,6 +29,7 @@ from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.source.source import open_source, packed_weights
 from megatrain.source.tiles import tile_layouts
 from megatrain.store.store import Store
+from tests.families.tiny import decoder_sizes
 from tests.race.trace import TraceDevice
 from tests.rules import SWEPT
 
@@ -99,14 +100,7 @@ def tiny_program(
     tied: bool, vocab_size: int = VOCAB, lowest: int = 0, wide: bool = False
 ) -> tuple[ModelProgram, StreamedOptimizer]:
     """Five layers: more than any number of slots tried."""
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=5,
-        num_attention_heads=2,
-        tie_word_embeddings=tied,
-    )
+    config = LlamaConfig(**decoder_sizes(vocab_size, 8, 16, 5, 2), tie_word_embeddings=tied)
     return _program(Wide(config) if wide else config, lowest)
 
 
@@ -114,12 +108,7 @@ def tiny_program(
 def tiny_program_with_experts(tied: bool) -> tuple[ModelProgram, StreamedOptimizer]:
     """Five layers of six experts, with the loss of their routers."""
     config = MixtralConfig(
-        vocab_size=VOCAB,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=5,
-        num_attention_heads=2,
-        num_key_value_heads=2,
+        **decoder_sizes(VOCAB, 8, 16, 5, 2, 2),
         num_local_experts=6,
         output_router_logits=True,
         tie_word_embeddings=tied,

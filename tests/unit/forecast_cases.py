@@ -9,6 +9,7 @@ from megatrain.machine import Machine
 from megatrain.model.probe import spec
 from megatrain.model.spec import ModelSpec
 from megatrain.source.source import open_source
+from tests.families.tiny import decoder_sizes
 
 # What benchmarks/results/step-*.json were taken on.
 H200 = Machine(
@@ -33,12 +34,7 @@ H200 = Machine(
 def tiny_config(layers: int = 6, tied: bool = False) -> LlamaConfig:
     """A model that runs anywhere, with layers of 0.8 M parameters."""
     return LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **decoder_sizes(512, 256, 768, layers, 4, 2),
         max_position_embeddings=4096,
         tie_word_embeddings=tied,
     )

@@ -23,6 +23,7 @@ from megatrain.model.capture import Rows
 from megatrain.model.micro_batch import MicroBatch
 from megatrain.model.probe import spec
 from megatrain.source.source import open_source
+from tests.families.tiny import decoder_sizes
 from tests.parity.cases import Noting
 from tests.parity.test_tiles import TAKEN, model_of
 from tests.sweeps import few
@@ -187,12 +188,7 @@ UNIT = MLP_ROWS * MLP_TOKENS * MLP * 2  # bytes of an activation inside the MLP
 @pytest.fixture(scope="module")
 def measured():
     config = Qwen2Config(
-        hidden_size=MLP_WIDTH,
-        intermediate_size=MLP,
-        num_attention_heads=5,
-        num_key_value_heads=1,
-        num_hidden_layers=1,
-        vocab_size=512,
+        **decoder_sizes(512, MLP_WIDTH, MLP, 1, 5, 1),
         max_position_embeddings=MLP_TOKENS,
         tie_word_embeddings=False,
     )

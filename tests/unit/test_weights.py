@@ -33,7 +33,7 @@ from megatrain.model.export import write_weights
 from megatrain.model.rebuilt import emptied
 from megatrain.model.safetensors_io import stored_tensors
 from megatrain.model.weights import read_weights, resolve_model, source_dtype
-from tests.families.tiny import tiny_model
+from tests.families.tiny import decoder_sizes, tiny_model
 from tests.refusals import refused
 
 # Plain; tied; experts fused both ways; a persistent buffer; parameters made in float32 whatever
@@ -269,10 +269,7 @@ def test_gives_back_the_layout_that_was_read(tmp_path):
 
 
 def test_shards_are_aligned_and_indexed(tmp_path):
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=33, num_hidden_layers=3, num_attention_heads=2,
-        vocab_size=500, mlp_bias=True,
-    )  # fmt: skip
+    config = LlamaConfig(**decoder_sizes(500, 16, 33, 3, 2), mlp_bias=True)
     model = LlamaForCausalLM(config)
     # Float32 behind odd numbers of bf16 elements, were they in the model's order.
     model._keep_in_fp32_modules_strict = {"post_attention_layernorm", "model.norm"}
