@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -32,7 +33,6 @@ GROUPED_PRODUCT = torch._grouped_mm
 without_modes = _disable_current_modes
 without_torch_function = torch._C.DisableTorchFunction
 current_mode = _get_current_dispatch_mode
-add_each = torch._foreach_add_
 
 _MOST_COPIED_BYTES = 1 << 30
 
@@ -110,6 +110,7 @@ def recomputing(share: float) -> Callable[[Callable[..., Any]], Callable[..., An
     return torch._functorch.config.patch(activation_memory_budget=share)
 
 
+@cache
 def can_compile() -> bool:
     """True if Triton can build its kernels here: it is installed, and there is a C compiler."""
     compilers = (os.environ.get("CC"), "gcc", "clang")

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatrain import kernels
 from megatrain.base.units import align
-from megatrain.compat.torch import add_each
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Kind, Memory, Name
 from megatrain.engine.shared import Shared
@@ -113,10 +113,10 @@ class GradAccumulator:
 
     def add(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
         """Add one micro-batch's gradients; None counts as zero (an expert without tokens)."""
-        parts = {n: g for n, g in zip(names, gradients, strict=True) if g is not None}
-        if parts:
-            add_each([self.views[name] for name in parts], [*parts.values()])
-            self.reached.update(parts)
+        for name, gradient in zip(names, gradients, strict=True):
+            if gradient is not None:
+                kernels.add(self.views[name], gradient)
+                self.reached.add(name)
 
 
 def summed_in_place(waiting: Iterable[Tile], dtype: torch.dtype) -> list[Tile]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatrain.compat.torch import can_compile
 from megatrain.errors import InputError, explained
 from megatrain.kernels import reference
 from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
@@ -48,6 +49,19 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
         gpu.adamw(tile, by, options)
     else:
         reference.update(rule, tile, by, options)
+
+
+def add(sums: Tensor, gradient: Tensor) -> None:
+    """Add a gradient to its fp32 sums, in place.
+
+    torch's own kernel for two dtypes reads element by element, at some 60 % of a GPU's bandwidth.
+    """
+    if sums.is_cuda and sums.dtype != gradient.dtype and gradient.is_contiguous() and can_compile():
+        from megatrain.kernels import gpu
+
+        gpu.add(sums, gradient)
+    else:
+        sums.add_(gradient)
 
 
 def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) -> None:

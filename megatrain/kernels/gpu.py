@@ -1,4 +1,4 @@
-"""AdamW and checksums of tiles that rest on the GPU: the host kernels' arithmetic, bit for bit.
+"""AdamW, checksums and sums of gradients on the GPU: the host kernels' arithmetic, bit for bit.
 
 Written in Triton, which torch brings along on CUDA and ROCm machines; imported only there. Nothing
 here depends on how many threads a warp has (32, or AMD's 64): each element is computed alone, and
@@ -180,3 +180,17 @@ def checksum(bytes_uint8: torch.Tensor, blocks: torch.Tensor, at: int) -> None:
     _checksum[(count,)](
         words, blocks[begin:], first // 8, len(words), WORDS=SUMMED_BYTES // 8, PART=2048
     )
+
+
+@triton.jit
+def _add(sums, gradient, numel, SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < numel
+    total = tl.load(sums + at, inside) + tl.load(gradient + at, inside).to(tl.float32)
+    tl.store(sums + at, total, inside)
+
+
+def add(sums: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a dense gradient to its fp32 sums, on the current stream."""
+    numel = sums.numel()
+    _add[(triton.cdiv(numel, 4096),)](sums, gradient, numel, SIZE=4096)

@@ -62,3 +62,15 @@ def test_checksums_of_the_gpu_are_those_of_the_reference(at, size):
     kernels.checksum(plane.cuda()[first:], on_gpu, at)
     reference.checksum(plane[first:], wanted, at)
     assert torch.equal(on_gpu.cpu(), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1,), (4095,), (3, 4097), (1031, 4096)])
+def test_gradients_are_added_up_as_on_the_cpu(shape, dtype):
+    generator = torch.Generator().manual_seed(0)
+    sums = torch.randn(shape, generator=generator)
+    gradient = torch.randn(shape, generator=generator).to(dtype)
+    for part in (gradient, gradient[:1].expand(shape)):
+        on_gpu = sums.cuda()
+        kernels.add(on_gpu, part.cuda())
+        assert torch.equal(on_gpu.cpu(), sums + part)
