@@ -239,6 +239,7 @@ class Capture:
         embeds: True if it has no head: its output is the trunk's.
         takes_any: True if the forward passes unknown keyword arguments to its layers.
         encodes: True if the model has encoders of images or sounds.
+        runner: the module whose forward calls the layers.
     """
 
     def __init__(self, model: "PreTrainedModel", stack: nn.ModuleList) -> None:
@@ -255,6 +256,7 @@ class Capture:
         self.takes_any = inspect.Parameter.VAR_KEYWORD in kinds
         self.encodes = encodes(model)
         self._stack = stack
+        self.runner = next(m for m in model.modules() if stack in m.children())
         for layer in stack:
             self._replace(layer)
         self._ties = _ties(model)

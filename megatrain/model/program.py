@@ -155,7 +155,11 @@ class ModelProgram:
         if frozen is not None:
             parts = frozen.keeping(batch.media, batch.kept, uses.touched)
 
-        with parts as inner:
+        def run_layers(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            uses.touched.update(map(id, pytree.tree_leaves((args, kwargs))))  # some between layers
+            return forward(*args, **kwargs)
+
+        with parts as inner, replaced([(self.capture.runner, "forward")], run_layers):
             recorder = Recorder(uses.touched, uses.read, inner)
             with replaced(self._encoder_calls, recorder.call):
                 self._run(stop, weights, batch, {**batch.inputs, **batch.media}, uses)

@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -42,14 +43,22 @@ Make = Callable[[PreTrainedModel, int, torch.Generator], Iterator[Medium]]
 
 
 def media_steps(model: PreTrainedModel, family: str) -> list[Step]:
-    """Three steps: media and text, text alone, both; micro-batches differ in rows and tokens."""
+    """Three steps: media and text, text alone, text and one kind of media.
+
+    Micro-batches differ in rows and tokens.
+    """
     generator = torch.Generator().manual_seed(0)
-    shapes = [[(2, True), (3, False), (1, True)], [(1, False), (2, False)], [(2, False), (2, True)]]
-    make = FORMATS.get(family) or image_format(model)
-    return [
-        [micro_batch(model, make if media else _nothing, rows, generator) for rows, media in step]
-        for step in shapes
+    every = FORMATS.get(family) or image_format(model)
+
+    def one_kind(*args: Any) -> Iterator[Medium]:
+        return islice(every(*args), 1)
+
+    steps: list[list[tuple[int, Make]]] = [
+        [(2, every), (3, _nothing), (1, every)],
+        [(1, _nothing), (2, _nothing)],
+        [(2, _nothing), (2, one_kind)],
     ]
+    return [[micro_batch(model, make, rows, generator) for rows, make in step] for step in steps]
 
 
 def micro_batch(
