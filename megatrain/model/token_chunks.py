@@ -93,6 +93,7 @@ class ChunkedOverTokens:
         return self._over_tiles(bound, x) if self._taken[key] else self._whole(x)
 
     def _trial(self, bound: dict[str, Tensor], x: Tensor) -> bool:
+        """True if the part acts on every token alone; forecast/measure.py overrides both."""
         return acts_on_tokens_alone(partial(_apply, self._alone, bound), x)
 
     def _over_tiles(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
