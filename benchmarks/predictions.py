@@ -1,7 +1,8 @@
 """`python -m benchmarks.predictions [FILE ...]`: measured steps beside what is foretold of them.
 
 Takes results of `python -m benchmarks.step` and prints a table in Markdown: seconds, device and
-host memory, measured and foretold, with the errors. Without arguments: all in benchmarks/results.
+host memory, measured and foretold, with the errors. Without arguments: all in benchmarks/results,
+but for steps whose placement had a choice that has been given up.
 """
 
 import argparse
@@ -133,9 +134,13 @@ def rule_of(case: dict[str, Any]) -> Rule:
 
 def placement_of(result: dict[str, Any]) -> Placement:
     """The placement in use; choices that did not exist yet are as they are now."""
-    given = result.get("placement") or result["case"]["placement"]
-    known = {name: value for name, value in renamed(given).items() if name in Placement.names()}
+    known = {n: value for n, value in renamed(placed(result)).items() if n in Placement.names()}
     return Placement(**known | {"resident": tuple(known.get("resident", ()))})
+
+
+def placed(result: dict[str, Any]) -> dict[str, Any]:
+    """The choices of a result's placement, by their names at that time."""
+    return result.get("placement") or result["case"]["placement"]
 
 
 def machine_of(result: dict[str, Any]) -> Machine:
@@ -170,6 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     files = options.files or sorted(RESULTS.glob("step-*.json"))
     results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     on_gpu = [r for r in results if r.get("benchmark") == "step" and r["environment"]["gpu"]]
+    if not options.files:
+        on_gpu = [r for r in on_gpu if renamed(placed(r)).keys() <= {*Placement.names()}]
     print(HEAD)
     worst = [0.0, 0.0, 0.0]
     for result in on_gpu:
