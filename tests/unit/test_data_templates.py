@@ -9,13 +9,13 @@ from megatrain.data.encoders import Encoder, PlacedExample
 from megatrain.data.prompts import end_of_turn
 from megatrain.data.rows import Reading
 from megatrain.errors import InputError
+from tests.refusals import refused
 from tests.unit import data_cases
 from tests.unit.data_cases import TEMPLATES as TABLE
 from tests.unit.data_cases import (
     chat_tokenizer,
     make_tokenizer,
     one_line,
-    refused,
     shaped_tokenizer,
     talk,
 )
