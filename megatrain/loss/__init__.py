@@ -14,12 +14,12 @@ from megatrain.loss.base import (
     MultiLabel,
     Score,
     Slopes,
-    Statistics,
     TokenWeights,
     TopTokens,
     as_numbers,
     cross_entropy_sum,
     given_loss,
+    log_probs_of,
     num_labelled,
     targets_of,
 )

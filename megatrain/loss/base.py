@@ -1,8 +1,7 @@
-"""The base of losses: functions of statistics of each token's logits.
+"""The base of losses: functions of each token's logits.
 
-The head's logits `[N, V]` exist for some tokens at a time. A loss sees statistics of each token's
-logits, and gives a value of each token. It also says what the sum is divided by, over all
-micro-batches of a step.
+The head's logits `[N, V]` exist for some tokens at a time. A loss gives a value of each token. It
+also says what the sum is divided by, over all micro-batches of a step.
 
 Legend: B rows, T tokens of a row, N tokens of a micro-batch, V vocabulary, K tokens that a loss
 chooses for each label.
@@ -12,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,26 +37,15 @@ def num_labelled(targets_BT: Tensor) -> int:
     return int((targets_BT != IGNORED).sum())
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """Numbers of each token's logits `[N]`, fp32.
+def logits_of(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """The logit of each token's target `[N]`; that of token 0 without a target."""
+    return logits_NV.gather(1, targets_N.clamp(min=0)[:, None])[:, 0]
 
-    Attributes:
-        log_prob: log-probability of the target; undefined without a target.
-        lse: log-sum-exp of the logits.
-        mean: of the logits; None where the loss does not ask for it.
-        margin: the target's logit less the largest one, 0 or below; None likewise.
-        chosen: logits of the tokens that the loss chooses `[N, K]`; None likewise.
-        top: the largest logits `[N, 0, K]`, and whose they are `[N, 1, K]`; None likewise.
-    """
 
-    # Any, not Tensor | None: a loss knows which of them it has asked for.
-    log_prob: Any
-    lse: Any = None
-    mean: Any = None
-    margin: Any = None
-    chosen: Any = None
-    top: Any = None
+def log_probs_of(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """The log-probability of each token's target `[N]`; undefined without a target."""
+    lse_N = logits_NV.logsumexp(1)
+    return logits_of(logits_NV, targets_N) - lse_N
 
 
 class Loss(ABC):
@@ -68,10 +56,7 @@ class Loss(ABC):
             number for each label.
         choices: names of tensors `[B, T, K]` that it takes likewise: ids of tokens (int64) whose
             logits it reads, and after them numbers for each of these.
-        uses_mean: it reads the logits' mean.
-        uses_margin: it reads the margin, which has no gradient: only for evaluations.
         temperature: divides the logits before anything else, above 0.
-        top_k: the number of largest logits that it reads, also without gradients.
         scores: it reads the one number of a head that scores rows.
         embeds: it reads the hidden states of a model without a head.
     """
@@ -80,10 +65,7 @@ class Loss(ABC):
     embeds: ClassVar[bool] = False
     inputs: ClassVar[tuple[str, ...]] = ()
     choices: ClassVar[tuple[str, ...]] = ()
-    uses_mean: ClassVar[bool] = False
-    uses_margin: ClassVar[bool] = False
     temperature: float = 1.0
-    top_k: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
@@ -97,12 +79,13 @@ class Loss(ABC):
         return ClassHead() if self.scores else None
 
     @abstractmethod
-    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+    def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         """The loss of each token `[N]`, fp32, by torch's differentiable functions.
 
         Args:
-            extras: the tensors named in `inputs` `[N]` and `choices` `[N, K]`. Where a token has no
-                target, these and `statistics` have values of no use.
+            logits_NV: in fp32, divided by the temperature.
+            targets_N: -100 for none: there the result is of no use.
+            extras: the tensors named in `inputs` `[N]` and `choices` `[N, K]`.
         """
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
@@ -120,7 +103,7 @@ class Loss(ABC):
 
     def each_of(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         """The loss of each token `[N]`, or several numbers `[N, ...]`; 0 without a target."""
-        values = self.tokens(self.statistics(logits_NV, targets_N, *extras), *extras)
+        values = self.tokens(self.tempered(logits_NV).float(), targets_N, *extras)
         used = (targets_N != IGNORED).view(-1, *[1] * (values.ndim - 1))
         return torch.where(used, values, 0.0)
 
@@ -131,20 +114,6 @@ class Loss(ABC):
     def tempered(self, logits: Tensor) -> Tensor:
         """Logits as the loss reads them: divided by its temperature, in fp32; at 1 as they are."""
         return logits if self.temperature == 1 else logits.float() / self.temperature
-
-    def statistics(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Statistics:
-        """The statistics of some tokens' logits."""
-        logits = self.tempered(logits_NV).float()
-        lse_N = logits.logsumexp(1)
-        picked_N = logits.gather(1, targets_N.clamp(min=0)[:, None])[:, 0]
-        mean_N = logits.mean(1) if self.uses_mean else None
-        margin_N = picked_N - logits.amax(1) if self.uses_margin else None
-        chosen_NK = logits.gather(1, extras[len(self.inputs)]) if self.choices else None
-        top_N2K = None
-        if self.top_k:
-            values_NK, ids_NK = logits.topk(min(self.top_k, logits.shape[1]))
-            top_N2K = torch.stack([values_NK, ids_NK.float()], 1)
-        return Statistics(picked_N - lse_N, lse_N, mean_N, margin_N, chosen_NK, top_N2K)
 
 
 class ClassHead(NamedTuple):
@@ -180,8 +149,8 @@ class CrossEntropy(Loss):
 
     temperature: float = 1.0
 
-    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
-        return -statistics.log_prob
+    def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        return -log_probs_of(logits_NV, targets_N)
 
     def summed(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         return cross_entropy_sum(self.tempered(logits_NV), targets_N)
@@ -203,8 +172,8 @@ class TokenWeights(Loss):
     temperature: float = 1.0
     inputs: ClassVar[tuple[str, ...]] = ("token_weights",)
 
-    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
-        return -statistics.log_prob * extras[0]
+    def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        return -log_probs_of(logits_NV, targets_N) * extras[0]
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
         used = [w[t != IGNORED] for t, [w] in zip(targets, extras, strict=True)]
@@ -228,11 +197,8 @@ class Slopes(Loss):
 
     inputs: ClassVar[tuple[str, ...]] = ("slopes",)
 
-    def statistics(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Statistics:
-        return Statistics(logits_NV.float())
-
-    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
-        return -(statistics.log_prob * extras[0].view_as(statistics.log_prob)).sum(1)
+    def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        return -(logits_NV * extras[0].view_as(logits_NV)).sum(1)
 
 
 @dataclass(frozen=True)
@@ -245,9 +211,10 @@ class MultiLabel(Loss):
 
     choices: ClassVar[tuple[str, ...]] = ("classes", "truths")
 
-    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
-        each = F.binary_cross_entropy_with_logits(statistics.chosen, extras[1], reduction="none")
-        return each.mean(1)
+    def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        classes_NK, truths_NK = extras
+        chosen_NK = logits_NV.gather(1, classes_NK)
+        return F.binary_cross_entropy_with_logits(chosen_NK, truths_NK, reduction="none").mean(1)
 
 
 @dataclass(frozen=True)
@@ -260,26 +227,24 @@ class LabelSmoothing(Loss):
     """
 
     share: float
-    uses_mean: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.share < 1:
             raise InputError(f"label smoothing is {self.share!r}; it must be from 0 to below 1")
 
-    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
-        return (
-            self.share * (statistics.lse - statistics.mean) - (1 - self.share) * statistics.log_prob
-        )
+    def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        lse_N = logits_NV.logsumexp(1)
+        log_prob_N = logits_of(logits_NV, targets_N) - lse_N
+        return self.share * (lse_N - logits_NV.mean(1)) - (1 - self.share) * log_prob_N
 
 
 @dataclass(frozen=True)
 class Score(Loss):
     """Cross entropy and 1 for a label that is the likeliest token, `[N, 2]`; without gradients."""
 
-    uses_margin: ClassVar[bool] = True
-
-    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
-        return torch.stack([-statistics.log_prob, (statistics.margin >= 0).float()], 1)
+    def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        right_N = logits_of(logits_NV, targets_N) >= logits_NV.amax(1)
+        return torch.stack([-log_probs_of(logits_NV, targets_N), right_N.float()], 1)
 
     def summed(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         right = self.each_of(logits_NV, targets_N)[:, 1].sum()
@@ -307,10 +272,10 @@ class TopTokens(Loss):
             raise InputError(f"top_k is {self.top_k!r}; it must be an integer of at least 1")
         super().__post_init__()
 
-    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
-        logits_NK, ids_NK = statistics.top.unbind(1)
-        log_probs_NK = (logits_NK - statistics.lse[:, None]).clamp(max=0.0)
-        return torch.stack([log_probs_NK, ids_NK], 1)
+    def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        largest_NK, ids_NK = logits_NV.topk(min(self.top_k, logits_NV.shape[1]))
+        log_probs_NK = (largest_NK - logits_NV.logsumexp(1, keepdim=True)).clamp(max=0.0)
+        return torch.stack([log_probs_NK, ids_NK.float()], 1)
 
 
 class JointLoss(Loss):
@@ -339,9 +304,9 @@ class JointLoss(Loss):
             extras: as for `tokens`; undefined where a token has no target.
         """
 
-    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+    def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         """The log-probabilities: all that the first visit computes."""
-        return statistics.log_prob
+        return log_probs_of(logits_NV, targets_N)
 
     def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
         """Measures to log with the loss: scalars by name; NaN if undefined."""
@@ -445,16 +410,18 @@ class Distillation(Loss):
         if self.cross_entropy and self.temperature != 1:
             raise InputError("distillation has cross_entropy or a temperature; leave one out")
 
-    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+    def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        lse_N = logits_NV.logsumexp(1)
+        log_prob_N = logits_of(logits_NV, targets_N) - lse_N
         # In fp64: the slopes of reverse KL are differences of what is nearly the same.
-        model_NK = statistics.chosen.double() - statistics.lse.double()[:, None]
+        model_NK = logits_NV.gather(1, extras[0]).double() - lse_N.double()[:, None]
         teacher_NK = extras[1].double()
         if self.beta or self.add_tail:
             model_NK = torch.where(teacher_NK > _NOT_KEPT, model_NK, teacher_NK)
         if self.add_tail:
             teacher_NK, model_NK = _with_tail(teacher_NK), _with_tail(model_NK)
         divergence_N = self._divergence(teacher_NK, model_NK).float()
-        return (1 - self.cross_entropy) * divergence_N - self.cross_entropy * statistics.log_prob
+        return (1 - self.cross_entropy) * divergence_N - self.cross_entropy * log_prob_N
 
     def _divergence(self, teacher_NK: Tensor, model_NK: Tensor) -> Tensor:
         """The divergence of each token `[N]`, from log-probabilities `[N, K]`."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.loss.base import IGNORED, ClassHead, JointLoss, Loss, Slopes, Statistics
+from megatrain.loss.base import IGNORED, ClassHead, JointLoss, Loss, Slopes
 from megatrain.loss.preferences import check_numbers, check_type
 
 Pooling = Literal["last", "mean"]
@@ -26,10 +26,8 @@ class Embedding(Loss):
 
     embeds: ClassVar[bool] = True
 
-    statistics = Slopes.statistics  # a model without a head gives hidden states in place of logits
-
-    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
-        return statistics.log_prob
+    def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        return logits_NV  # a model without a head gives hidden states in their place
 
     def pooled(self, values_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         return values_BTD.sum(1) / _counts(targets_BT)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.loss.base import IGNORED, JointLoss, Loss, Slopes, Statistics
+from megatrain.loss.base import IGNORED, JointLoss, Loss, Slopes
 
 MOST_NUMBERS = 1 << 24  # that fp32 tells apart
 
@@ -205,8 +205,8 @@ class TokenScore(Loss):
 
     scores: ClassVar[bool] = True
 
-    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
-        return statistics.lse
+    def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        return logits_NV.logsumexp(1)
 
 
 TOKEN_SCORE = TokenScore()
@@ -244,8 +244,7 @@ class Reward(PairLoss):
         if self.margin:
             object.__setattr__(self, "inputs", (*type(self).inputs, "margin"))
 
-    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
-        return TOKEN_SCORE.tokens(statistics)
+    tokens = TokenScore.tokens
 
     def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         replies = self.replies(log_prob_N, targets_N, *extras)

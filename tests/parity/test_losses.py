@@ -26,6 +26,7 @@ from megatrain.loss import (
     TokenScore,
     TokenWeights,
     TopTokens,
+    log_probs_of,
 )
 from tests.families.tiny import tiny_model
 from tests.parity.cases import (
@@ -53,14 +54,14 @@ PLACEMENTS = {"chunks": Placement(head_tokens=5), "a chunk": Placement()}
 
 @dataclass(frozen=True)
 class Curved(Loss):
-    """Slopes by every statistic, which depend on all of them; divided by rows that have labels."""
+    """Slopes that depend on several numbers of a token; divided by rows that have labels."""
 
-    uses_mean: ClassVar[bool] = True
     inputs: ClassVar[tuple[str, ...]] = ("advantages", "old")
 
-    def tokens(self, found, *given):
-        ratio = (found.log_prob - given[1]).exp()
-        return -given[0] * ratio + 0.1 * found.lse.square() + 0.2 * found.mean * found.lse
+    def tokens(self, logits, targets, *given):
+        ratio = (log_probs_of(logits, targets) - given[1]).exp()
+        lse = logits.logsumexp(1)
+        return -given[0] * ratio + 0.1 * lse.square() + 0.2 * logits.mean(1) * lse
 
     def normaliser(self, targets, given):
         return sum(int((each != -100).any(1).sum()) for each in targets)

@@ -13,14 +13,15 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.device import CpuDevice
-from megatrain.loss import GRPO, Loss
+from megatrain.loss import GRPO, Loss, log_probs_of
 from megatrain.optim import NO_DECAY, Rule
 from megatrain.optim.rule import master_of
 from tests.parity.cases import llama, make_batches, make_engine, masters, parameters
 from tests.structure.source_tree import ROOT
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "engine.md"
-KNOWN = {each.__name__: each for each in (CpuDevice, Loss, Rule, Sequence, dataclass, master_of)}
+SHOWN = (CpuDevice, Loss, Rule, Sequence, dataclass, log_probs_of, master_of)
+KNOWN = {each.__name__: each for each in SHOWN}
 [STEP] = make_batches(1)
 
 
