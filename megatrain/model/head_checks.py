@@ -37,8 +37,6 @@ _TOLERANCE = 1e-6  # of the loss, in fp32
 _TOKENS, _ROWS = 3, 6  # of a trial of mixed tokens
 _MOST = 1 << 24  # values that it is made with
 
-Head = Callable[[dict[str, Tensor], Tensor], Tensor]
-
 
 def label_shift(spec: ModelSpec) -> int:
     """How far labels lie behind the logits that they are compared with: 1 token, or 0.
@@ -241,40 +239,49 @@ def _same(one: float, other: float) -> bool:
     return abs(one - other) <= _TOLERANCE * abs(other)
 
 
-def mixes_tokens(head: Head, shapes: dict[str, torch.Size], num_logits: int, width: int) -> bool:
-    """True if a token's logits depend on other tokens, or on its place in the row.
+def refuse_mixing(spec: ModelSpec) -> None:
+    """Refuse a head by which a token's logits depend on other tokens, or on its place in the row.
 
     Tried with one hidden state that is NaN, then with random weights, of few rows of the table if
     the head can be computed with them.
     """
+    model, head = spec.capture.model, spec.logits
+    shapes = {name: p.shape for name, p in model.named_parameters() if name in spec.head}
     table = max(shapes, key=lambda name: shapes[name].numel(), default=None)
     few = dict(shapes)
-    if table is not None and len(shapes[table]) == 2 and shapes[table][0] == num_logits:
-        names = [n for n, shape in shapes.items() if n == table or shape == (num_logits,)]
+    if table is not None and len(shapes[table]) == 2 and shapes[table][0] == spec.num_logits:
+        names = [n for n, shape in shapes.items() if n == table or shape == (spec.num_logits,)]
         few |= {name: torch.Size((_ROWS, *shapes[name][1:])) for name in names}
+    model.eval()  # dropout is no mixing
     with torch.no_grad(), without_modes():
-        tried = [_knows_the_place(head, sizes, width) for sizes in (few, shapes)]
+        tried = [_knows_the_place(spec, sizes) for sizes in (few, shapes)]
         # A table of 152,064 x 8,192 takes half a second each time.
         taken = shapes if tried[0] is None else few
         zeros = {name: zero_pages(shape) for name, shape in taken.items()}
-        hidden = torch.zeros(2, _TOKENS, width)
+        hidden = torch.zeros(2, _TOKENS, last_hidden(spec.trunk).shape[-1])
         hidden[0, 1] = torch.nan
-        if torch.equal(head(zeros, hidden).isnan().any(-1), hidden.isnan().any(-1)):
-            return any(tried)
-        if bool(head(zeros, torch.zeros_like(hidden)).isnan().any()):  # it divides by a weight
-            return any(tried) or tried == [None, None]
-        return True
+        mixes = any(tried)
+        if not torch.equal(head(zeros, hidden).isnan().any(-1), hidden.isnan().any(-1)):
+            divides = bool(head(zeros, torch.zeros_like(hidden)).isnan().any())  # by a weight
+            mixes |= not divides or tried == [None, None]
+    model.train()
+    if mixes:
+        raise Unsupported(
+            "its head computes a token's logits from other tokens too, or from its place in the "
+            "row; such a head is not supported"
+        )
 
 
-def _knows_the_place(head: Head, shapes: dict[str, torch.Size], width: int) -> bool | None:
+def _knows_the_place(spec: ModelSpec, shapes: dict[str, torch.Size]) -> bool | None:
     """True if logits depend on the place in a row; None: such weights cannot be tried."""
     if sum(size.numel() for size in shapes.values()) > _MOST:
         return None
-    generator = torch.Generator().manual_seed(0)
+    width, generator = last_hidden(spec.trunk).shape[-1], torch.Generator().manual_seed(0)
     weights = {n: torch.randn(s, generator=generator) / width**0.5 for n, s in shapes.items()}
     hidden = torch.randn(1, 2 * _TOKENS, width, generator=generator)
     try:
-        late, alone = head(weights, hidden)[:, _TOKENS:], head(weights, hidden[:, _TOKENS:])
+        whole, alone = (spec.logits(weights, h) for h in (hidden, hidden[:, _TOKENS:]))
+        late = whole[:, _TOKENS:]
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         return None
     return late.shape != alone.shape or not torch.allclose(late, alone, 1e-4, 1e-5, equal_nan=True)

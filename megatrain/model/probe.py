@@ -31,10 +31,10 @@ from megatrain.model.capture import (
     with_hidden,
 )
 from megatrain.model.fingerprint import INDEX_ATTRIBUTES, Reader
-from megatrain.model.head_checks import label_shift, mixes_tokens
+from megatrain.model.head_checks import label_shift, refuse_mixing
 from megatrain.model.layer_template import LayerTemplate, NumberRead, without_index
 from megatrain.model.routers import RouterLoss, router_loss, tap
-from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
+from megatrain.model.spec import PROBE_IDS, PROBE_SHAPE, Layer, ModelSpec
 from megatrain.model.state import OtherRandomness, example, refuse_state, settle
 from megatrain.model.unsupported import (
     Watch,
@@ -137,11 +137,10 @@ def _first_arguments(model: PreTrainedModel) -> list[Tensor]:
         raise Reached([leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
     weights = {name: torch.ones(()).expand(p.shape) for name, p in model.named_parameters()}
-    ids = torch.arange(PROBE_SHAPE[0] * PROBE_SHAPE[1]).remainder(4).view(PROBE_SHAPE)
     for _, stack in find_stacks(model):
         capture = Capture(model, stack)
         try:
-            reached = capture.forward(first, weights, capture.inputs({"input_ids": ids}))
+            reached = capture.forward(first, weights, capture.inputs({"input_ids": PROBE_IDS}))
         finally:
             capture.restore()
         if isinstance(reached, list):
@@ -174,8 +173,7 @@ class _Probe:
         self.alive: list[Tensor] = []  # keeps those identities valid
         self.without_gradients: list[str] = []  # layers that are called so
         self.uses = Uses()
-        self.ids = torch.arange(PROBE_SHAPE[0] * PROBE_SHAPE[1]).remainder(4).view(PROBE_SHAPE)
-        self.inputs = self.capture.inputs({"input_ids": self.ids})
+        self.inputs = self.capture.inputs({"input_ids": PROBE_IDS})
         self.weights = {n: zero_pages(p.shape, requires_grad=True) for n, p in self.outer.items()}
 
     def _refuse_shared(self) -> None:
@@ -219,7 +217,7 @@ class _Probe:
                     "which would not be run; let a layer do what it does"
                 )
             structure = self._finish(rows, constants, output)
-        self._refuse_mixing(structure)
+        refuse_mixing(structure)
         refuse_state(watch, lambda: self._again(output, rows))
         if self.without_gradients:
             raise Unsupported(
@@ -234,11 +232,11 @@ class _Probe:
         return self.capture.forward(handler, self.weights, self.inputs, rows, uses)
 
     def _rows(self, names: list[str], constants: Iterable[int]) -> Rows:
-        ids, more = self.ids, torch.tensor(sorted(constants), dtype=self.ids.dtype)
-        unique = torch.unique(torch.cat([ids.flatten(), more]))
+        more = torch.tensor(sorted(constants), dtype=PROBE_IDS.dtype)
+        unique = torch.unique(torch.cat([PROBE_IDS.flatten(), more]))
         widths = {name: self.weights[name].shape[1] for name in names}
         tables = {n: torch.zeros(len(unique), w, requires_grad=True) for n, w in widths.items()}
-        return Rows(ids, torch.searchsorted(unique, ids), tables, unique)
+        return Rows(PROBE_IDS, torch.searchsorted(unique, PROBE_IDS), tables, unique)
 
     def _again(self, output: Any, rows: Rows) -> list[Any]:
         """The layers' arguments in another run, and the results computed from their outputs."""
@@ -289,7 +287,7 @@ class _Probe:
         self._forward(first, None, uses)
         names = {id(w): name for name, w in weights.items()}
         looked_up = [(names[id(w)], used) for w, used in uses.lookups if id(w) in names]
-        of_ids = self.ids.flatten().sort().values  # a lookup may have the batch's ids in any order
+        of_ids = PROBE_IDS.flatten().sort().values  # a lookup may have the batch's ids in any order
         others = {
             n for n, used in looked_up if not torch.equal(used.flatten().sort().values, of_ids)
         }
@@ -438,7 +436,7 @@ class _Probe:
     def _logits(self, output: Any) -> Tensor:
         # Not the run's row count: a value pooled in the trunk has as many rows as the run.
         hidden = last_hidden(output).detach()[:1, :3].clone().requires_grad_()
-        few = {**self.inputs, "input_ids": self.ids[:1, :3]}
+        few = {**self.inputs, "input_ids": PROBE_IDS[:1, :3]}
         try:
             with Lookups({}, None, self.uses):
                 logits = self.capture.head(self.weights, with_hidden(output, hidden), few)
@@ -449,18 +447,6 @@ class _Probe:
         if logits.dim() != 3:
             raise Unsupported("its head does not give logits of each token; give a ...ForCausalLM")
         return logits
-
-    def _refuse_mixing(self, structure: ModelSpec) -> None:
-        width = last_hidden(structure.trunk).shape[-1]
-        self.model.eval()  # dropout is no mixing
-        shapes = {n: p.shape for n, p in self.outer.items() if n in structure.head}
-        mixes = mixes_tokens(structure.logits, shapes, structure.num_logits, width)
-        self.model.train()
-        if mixes:
-            raise Unsupported(
-                "its head computes a token's logits from other tokens too, or from its place in "
-                "the row; such a head is not supported"
-            )
 
 
 class _Tag(torch.autograd.Function):

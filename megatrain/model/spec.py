@@ -14,6 +14,7 @@ from megatrain.model.routers import BIASES, RouterLoss
 from megatrain.tile.formats import WeightFormat
 
 PROBE_SHAPE = (2, 8)  # rows, tokens of the structure run
+PROBE_IDS = torch.arange(16).remainder(4).view(PROBE_SHAPE)
 
 
 @dataclass

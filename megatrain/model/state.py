@@ -21,7 +21,7 @@ from megatrain.model.capture import Capture, stop
 from megatrain.model.fingerprint import value_of
 from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.sizes import most_tokens
-from megatrain.model.spec import PROBE_SHAPE
+from megatrain.model.spec import PROBE_IDS, PROBE_SHAPE
 from megatrain.model.unsupported import Change, Watch
 from megatrain.model.zeros import ZeroProducts, zero_pages
 
@@ -71,8 +71,7 @@ def _run_to_the_layers(
         name: zero_pages(shape) if weight == 0 else torch.full((), weight).expand(shape)
         for name, shape in shapes.items()
     }
-    ids = torch.arange(PROBE_SHAPE[0] * PROBE_SHAPE[1]).remainder(4).view(PROBE_SHAPE)
-    short = {"input_ids": ids if weight == 0 else ids.remainder(3)}
+    short = {"input_ids": PROBE_IDS if weight == 0 else PROBE_IDS.remainder(3)}
     most, tokens = most_tokens(capture.model.config) or 0, PROBE_SHAPE[1]
     with torch.no_grad():
         reached = capture.forward(stop, weights, capture.inputs(short)) is True

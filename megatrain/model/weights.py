@@ -211,7 +211,9 @@ def read_weights(
         return recipe
 
     def end_some() -> None:
-        for recipe in _end(reads):
+        for ended in wait(reads, return_when=FIRST_COMPLETED).done:
+            del reads[ended]
+            recipe = ended.result()
             unread.subtract(recipe.files)
             for path in (file for file in recipe.files if not unread[file]):
                 with suppress(OSError), path.open("rb") as file:
@@ -485,11 +487,3 @@ def _some(names: set[str]) -> str:
     if len(names) == 1:
         return f"tensor {min(names)!r} is"
     return f"{len(names)} tensors ({min(names)!r} the first) are"
-
-
-def _end(reads: dict[Future[Recipe], int]) -> list[Recipe]:
-    """Wait until at least one of the reads has ended; remove the ended ones."""
-    done = wait(reads, return_when=FIRST_COMPLETED).done
-    for ended in done:
-        del reads[ended]
-    return [ended.result() for ended in done]
