@@ -18,6 +18,7 @@ from transformers import Cache, PreTrainedModel
 from megatrain.compat.torch import has_gradient_hooks, pytree
 from megatrain.compat.transformers import without_atomic_sums
 from megatrain.errors import Unsupported, explained
+from megatrain.model import unsupported
 from megatrain.model.capture import (
     PROLOGUE,
     Capture,
@@ -36,13 +37,6 @@ from megatrain.model.layer_template import LayerTemplate, NumberRead, without_in
 from megatrain.model.routers import RouterLoss, router_loss, tap
 from megatrain.model.spec import PROBE_IDS, PROBE_SHAPE, Layer, ModelSpec
 from megatrain.model.state import OtherRandomness, example, refuse_state, settle
-from megatrain.model.unsupported import (
-    Watch,
-    layer_drops,
-    refuse_behaviour,
-    refuse_grad_modes,
-    refuse_settings,
-)
 from megatrain.model.zeros import ZeroProducts, zero_pages
 
 _MORE_STATES = "its head computes logits from more than the last hidden states"
@@ -54,8 +48,8 @@ def spec(model: PreTrainedModel, *, trained: bool = True) -> ModelSpec:
     Raises Unsupported: the model has no stack of layers, or one that cannot be streamed, or its
     configuration makes a model that cannot be run at all.
     """
-    refuse_settings(model.config)
-    refuse_behaviour(model)
+    unsupported.refuse_settings(model.config)
+    unsupported.refuse_behaviour(model)
     try:
         structure = _spec(model, router_loss(model) if trained else None)
         structure.label_shift = label_shift(structure)
@@ -205,7 +199,7 @@ class _Probe:
     def run(self) -> ModelSpec:
         randomness = OtherRandomness()
         self._find_trunk()
-        watch = Watch(self.model, "", [*self.stack])
+        watch = unsupported.Watch(self.model, "", [*self.stack])
         with torch.enable_grad():
             gathered, constants = self._tables()
             rows = self._rows(gathered, constants)
@@ -224,7 +218,7 @@ class _Probe:
                 f"{self.without_gradients[0]} is called under torch.no_grad(), and would be "
                 "trained here; freeze its parameters by requires_grad_(False) and call it without"
             )
-        if not layer_drops(self.model.config):
+        if not unsupported.layer_drops(self.model.config):
             randomness.refuse()
         return structure
 
@@ -369,7 +363,7 @@ class _Probe:
 
     def _template(self, module: nn.Module, path: str, *, numbered: bool = True) -> LayerTemplate:
         template, loss = self.capture.template(module), self.router_loss
-        refuse_grad_modes(template, path)
+        unsupported.refuse_grad_modes(template, path)
         without_atomic_sums(template)
         template = template if numbered else without_index(template)
         if loss is not None:

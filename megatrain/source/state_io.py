@@ -7,8 +7,8 @@ values are others is refused: training would go on, on another model.
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from dataclasses import dataclass, field, fields
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -438,11 +438,8 @@ def carried(place: Checkpoint | Path, model: PreTrainedModel) -> dict[str, Store
         if before and _fingerprint(tensors, before.partition(":")[0]) != before:
             raise _other_weights(place, left)
         return tensors
-    if CARRIED not in place.manifest.files:
-        return {}
-    opened = (place.folder / CARRIED).open("rb", buffering=0)
-    stored = read_header(place.folder / CARRIED)
-    return {tensor.name: replace(tensor, opened=opened) for tensor in stored}
+    opened = cache(lambda path: path.open("rb", buffering=0))
+    return {name: tensor.kept_open(opened) for name, tensor in _stored(place, CARRIED).items()}
 
 
 def _open(checkpoint: Checkpoint, left: BaseReference) -> Checkpoint | Path:
