@@ -16,7 +16,7 @@ from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.device.collectives import Collectives
 from megatrain.engine.modules import State, StreamedModule, differentiable
 from megatrain.engine.sink import GradAccumulator
-from megatrain.loss import JointLoss, Loss
+from megatrain.loss import JointLoss, Loss, Sloped
 from megatrain.model.capture import Ref, last_hidden, with_hidden
 from megatrain.model.micro_batch import Activations, Batch, MicroBatch
 from megatrain.parallel.distributed import ALONE
@@ -146,7 +146,7 @@ class Head(StreamedModule):
         return sum(sums, torch.zeros(shape, dtype=torch.float64, device=self.program.device))
 
     def _weighed(self, slot: Buffer, batch: Batch, h: State) -> tuple[Batch, list[Any]]:
-        """For a joint loss: the batch with weighed labels, and the losses; visits the head for it.
+        """For a joint loss: the batch with slopes by labels, and losses; visits the head for it.
 
         For any other loss: the batch as it is, and no losses.
         """
@@ -160,11 +160,11 @@ class Head(StreamedModule):
         log_probs = self.collectives.gather_by_sum(self.losses(slot, batch, h), shapes, here.start)
         work = partial(loss.weigh, log_probs, targets, extras, batch.normaliser)
         nothing: Any = [None] * len(log_probs), [None] * len(log_probs), {}
-        losses, weights, measured = self.device.run(COMPUTE, _NAME, work) or nothing
+        losses, slopes, measured = self.device.run(COMPUTE, _NAME, work) or nothing
         batch.measured |= measured
         micro_batches = [
-            replace(micro, loss=loss.weighed, extras=[weight])
-            for micro, weight in zip(batch.micro, weights[here], strict=True)
+            replace(micro, loss=Sloped(loss), extras=[of_labels])
+            for micro, of_labels in zip(batch.micro, slopes[here], strict=True)
         ]
         return replace(batch, micro=micro_batches, normaliser=1.0), losses[here]
 

@@ -188,17 +188,19 @@ class TokenWeights(Loss):
         return total
 
 
-TOKEN_WEIGHTS = TokenWeights()
-
-
 @dataclass(frozen=True)
-class Slopes(Loss):
-    """A loss with the slope `-slopes` `[B, T, V]`, or `[B, T]` of one logit, by labelled logits."""
+class Sloped(Loss):
+    """A loss with these `slopes` `[B, T, ...]` by the values that another gives labelled tokens."""
 
+    of: Loss
     inputs: ClassVar[tuple[str, ...]] = ("slopes",)
 
+    def tempered(self, logits: Tensor) -> Tensor:
+        return self.of.tempered(logits)
+
     def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
-        return -(logits_NV * extras[0].view_as(logits_NV)).sum(1)
+        values = self.of.tokens(logits_NV, targets_N)
+        return (values * extras[0].view_as(values)).view(len(values), -1).sum(1)
 
 
 @dataclass(frozen=True)
@@ -282,15 +284,13 @@ class JointLoss(Loss):
     """A loss whose derivative at one token depends on others; it reads labels' log-probabilities.
 
     The head is visited twice: for the log-probabilities of all micro-batches, and for the gradients
-    of every label's cross entropy with the weight that it has in the loss.
+    of each, times the slope of the loss by it (`Sloped`).
 
     Attributes:
-        weighed: what the second visit minimises, given these weights, at the same temperature.
         reads: the method of Engine that gives the values of the first visit.
         depends_on_step: which rows are together decides its value: it is evaluated as in steps.
     """
 
-    weighed: Loss = TOKEN_WEIGHTS
     reads: ClassVar[str] = "logprobs"
     depends_on_step: ClassVar[bool] = False
 
@@ -331,7 +331,7 @@ class JointLoss(Loss):
         extras: Sequence[Sequence[Tensor]],
         normaliser: float,
     ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
-        """Each micro-batch's share of the step's loss, its labels' weights, and the measures.
+        """Each micro-batch's share of the step's loss, its slopes by labels, and the measures.
 
         Args:
             log_probs: `[B, T]` of each micro-batch, 0 where there is no target; or further numbers.
@@ -339,7 +339,7 @@ class JointLoss(Loss):
             extras: the tensors named in `inputs` and `choices`, of each.
 
         Returns:
-            Scalars, all but the first 0 unless the loss is not finite; and TokenWeights' `[B, T]`.
+            Scalars, all but the first 0 unless the loss is not finite; and slopes by `log_probs`.
         """
         flat = [
             torch.cat([e.flatten(0, t.ndim - 1) for e, t in zip(part, targets, strict=True)])
@@ -353,10 +353,10 @@ class JointLoss(Loss):
             loss = self.joint(log_probs_N, targets_N, *flat) / normaliser
         [slopes_N] = torch.autograd.grad(loss, [log_probs_N])
         measured = self.measures(log_probs_N.detach(), targets_N, *flat)
-        parts = (-slopes_N).split([tensor.numel() for tensor in targets])
-        weights = [part.view_as(value) for part, value in zip(parts, log_probs, strict=True)]
+        parts = slopes_N.split([tensor.numel() for tensor in targets])
+        slopes = [part.view_as(value) for part, value in zip(parts, log_probs, strict=True)]
         total = loss.detach().float()
-        return [total, *[total * 0] * (len(weights) - 1)], weights, measured
+        return [total, *[total * 0] * (len(slopes) - 1)], slopes, measured
 
 
 def as_numbers(measured: Mapping[str, Tensor]) -> dict[str, float]:

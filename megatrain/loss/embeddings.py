@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.loss.base import IGNORED, ClassHead, JointLoss, Loss, Slopes
+from megatrain.loss.base import IGNORED, ClassHead, JointLoss, Loss
 from megatrain.loss.preferences import check_numbers, check_type
 
 Pooling = Literal["last", "mean"]
@@ -62,7 +62,6 @@ class Contrastive(Embedding, JointLoss):
     pooling: Pooling = "last"
     negatives: int = 0
     inputs: ClassVar[tuple[str, ...]] = ("pair", "text")
-    weighed = Slopes()
     reads: ClassVar[str] = "embeddings"
     depends_on_step: ClassVar[bool] = True
 
@@ -114,11 +113,11 @@ class Contrastive(Embedding, JointLoss):
     ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
         rows, of_rows = _of_rows(targets, extras)
         losses, slopes, measured = super().weigh(log_probs, rows, of_rows, normaliser)
-        weights = [
+        of_tokens = [
             (slopes_BD / _counts(target))[:, None].expand(*target.shape, -1)
             for slopes_BD, target in zip(slopes, targets, strict=True)
         ]
-        return losses, weights, measured
+        return losses, of_tokens, measured
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
         """The number of anchors. Raises InputError: a text of one is missing, or is there twice."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.loss.base import IGNORED, JointLoss, Loss, TokenWeights, num_labelled
+from megatrain.loss.base import IGNORED, JointLoss, num_labelled
 from megatrain.loss.preferences import check_numbers, check_rows, check_type, labels_of
 
 PolicyVariant = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
@@ -116,10 +116,6 @@ class GRPO(JointLoss):
     @property
     def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("example", "advantage", "old_logp", *(["reference_logp"] if self.beta else []))
-
-    @property
-    def weighed(self) -> Loss:  # type: ignore[override]
-        return TokenWeights(self.temperature)
 
     @property
     def lines(self) -> int:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.loss.base import IGNORED, JointLoss, Loss, Slopes
+from megatrain.loss.base import IGNORED, JointLoss, Loss
 
 MOST_NUMBERS = 1 << 24  # that fp32 tells apart
 
@@ -235,7 +235,6 @@ class Reward(PairLoss):
     scores: ClassVar[bool] = True
     reads: ClassVar[str] = "rewards"
     inputs: ClassVar[tuple[str, ...]] = ("pair", "chosen")
-    weighed = Slopes()
 
     def __post_init__(self) -> None:
         share = self.center_rewards_coefficient

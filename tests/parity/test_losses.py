@@ -22,7 +22,7 @@ from megatrain.loss import (
     MultiLabel,
     PairLoss,
     Score,
-    Slopes,
+    Sloped,
     TokenScore,
     TokenWeights,
     TopTokens,
@@ -149,7 +149,7 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
 def test_every_loss_of_the_package_is_tried():
     kinds = {v for v in vars(loss_package).values() if isinstance(v, type) and issubclass(v, Loss)}
     others = {Loss, JointLoss, PairLoss, CrossEntropy, Score}  # or tried below
-    others |= {TokenScore, Slopes, TopTokens}  # parts of Reward; what a teacher says
+    others |= {TokenScore, Sloped, TopTokens}  # parts of Reward; what a teacher says
     others |= {MultiLabel}  # of heads of classes: test_classes.py
     others |= {Contrastive, Embedding}  # test_embeddings.py
     elsewhere = [*DPOS, *REWARDS.values(), *POLICIES.values()]

@@ -20,7 +20,7 @@ from megatrain.device.disk import BLOCK
 from megatrain.errors import DoesNotFit, InputError, RunFailed, StepRefused
 from megatrain.forecast.workload import Generation
 from megatrain.kernels.states import GROUP
-from megatrain.loss import CROSS_ENTROPY, DPO, GRPO, TOKEN_WEIGHTS, LabelSmoothing
+from megatrain.loss import CROSS_ENTROPY, DPO, GRPO, LabelSmoothing, TokenWeights
 from megatrain.model.safetensors_io import read_header
 from megatrain.model.trained import Trained
 from megatrain.tile.formats import PACKINGS
@@ -196,7 +196,7 @@ def exact(make, **options):
     """A training whose gradients are zero on all ranks but one, and not clipped."""
     steps = weighed(make_batches(2, SHAPES))
     options = {"clip": 1e9, "precision": "bf16", "batches": steps} | options
-    return case(make, TOKEN_WEIGHTS, **options)
+    return case(make, TokenWeights(), **options)
 
 
 EXACT: dict[str, Callable[[Any], dict]] = {

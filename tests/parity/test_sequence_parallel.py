@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from megatrain import Engine, Placement
 from megatrain.device import CpuDevice
 from megatrain.errors import InputError
-from megatrain.loss import CROSS_ENTROPY, DPO, TOKEN_WEIGHTS, LabelSmoothing
+from megatrain.loss import CROSS_ENTROPY, DPO, LabelSmoothing, TokenWeights
 from megatrain.model.trained import Trained
 from tests.families.tiny import tiny_model
 from tests.parity.cases import (
@@ -95,7 +95,7 @@ CASES: dict[str, Callable[[Any], dict]] = {
     ),
     "frozen in part": case(heads, trained=Trained(freeze=("embed_tokens", "q_proj", "norm"))),
     "adapter": case(partial(qwen2, **MANY), adapter=LORA),
-    "weights of tokens": case(heads, TOKEN_WEIGHTS, weighed(make_batches(2, SHAPES))),
+    "weights of tokens": case(heads, TokenWeights(), weighed(make_batches(2, SHAPES))),
     "smoothed labels, rows with a mask": case(
         heads, LabelSmoothing(0.1), filled_up(make_batches(2, SHAPES))
     ),
