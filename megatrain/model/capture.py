@@ -247,7 +247,6 @@ class Capture:
 
         self.model = model
         self.trunk: nn.Module = model
-        self.outputs: list[Callable[[Mapping[int, Any]], Any]] = []
         self._handler: Callable[[nn.Module, tuple, dict], Any] | None = None
         self.scores_rows, self.classifies = scores_rows(model), classifies(model)
         self.embeds = embeds(model)

@@ -153,12 +153,14 @@ class Reader:
         return tuple(self.attributes(module)), tuple(weights), children
 
     def attributes(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
-        """A module's plain attributes by name, and attributes that its class keeps."""
+        """A module's plain attributes by name, and attributes that a user's class keeps."""
         self._met(module)
         held = vars(module)
         for name in sorted(held.keys() - self._left_out):
             yield name, self.of(held[name])
-        for cls in _of_users(type(module).__mro__):
+        for cls in type(module).__mro__:
+            if cls.__module__.split(".")[0] in (*_LIBRARIES, "builtins", "abc", "typing"):
+                continue
             kept = {
                 name: value
                 for name, value in vars(cls).items()
@@ -173,13 +175,6 @@ def _of_every_module() -> frozenset[str]:
     from megatrain.compat.transformers import MODULE_MARKS
 
     return frozenset([*vars(nn.Module()), *MODULE_MARKS])
-
-
-@functools.cache
-def _of_users(classes: tuple[type, ...]) -> list[type]:
-    """Those of a class and its bases that are no library's."""
-    of_libraries = (*_LIBRARIES, "builtins", "abc", "typing")
-    return [cls for cls in classes if cls.__module__.split(".")[0] not in of_libraries]
 
 
 def value_of(tensor: Tensor) -> Any:

@@ -175,12 +175,12 @@ class _Probe:
         for layer in self.stack:
             path = self.paths[id(layer)]
             for name, parameter in layer.named_parameters():
-                if id(parameter) in seen:
+                full = f"{path}.{name}"
+                if (other := seen.setdefault(id(parameter), full)) != full:
                     raise Unsupported(
-                        f"{path}.{name} is the same parameter as {seen[id(parameter)]}; weights "
-                        "that layers share are not supported"
+                        f"{full} is the same parameter as {other}; weights that layers share are "
+                        "not supported"
                     )
-            seen |= {id(p): f"{path}.{n}" for n, p in layer.named_parameters()}
 
     def _signature(self, layer: nn.Module) -> Any:
         reader = Reader(layer, left_out=INDEX_ATTRIBUTES)

@@ -127,23 +127,15 @@ class ModelSpec(Structure):
         inputs = self.capture.inputs({"input_ids": ids})
         return self.capture.head(weights, with_hidden(self.trunk, hidden_BTD), inputs)
 
-    @property
-    def computed(self) -> list[str]:
-        """Parameters that the forward computes with."""
-        of_layers = (
-            f"{layer.name}.{n}" for layer in self.layers for n, _ in layer.module.named_parameters()
-        )
-        return [*self.gathered, *self.prologue, *of_layers, *self.epilogue]
-
     def in_fp32(self, dtype: torch.dtype) -> set[str]:
         """Parameters that transformers computes with in fp32 in a model of another `dtype`."""
         from megatrain.model.build import loaded_types
 
         if dtype == torch.float32:
             return set()
-        types = loaded_types(self.capture.model, dtype)
-        computed = (name for name in (*self.computed, *self.media) if name not in self.gathered)
-        return {name for name in computed if types.get(name, dtype) == torch.float32}
+        types, others = loaded_types(self.capture.model, dtype), {*self.gathered, *self.unused}
+        names = {name for name, _ in self.capture.model.named_parameters()} - others
+        return {name for name in names if types.get(name, dtype) == torch.float32}
 
     @cached_property
     def read(self) -> set[Ref]:

@@ -20,6 +20,7 @@ from operator import methodcaller
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -73,7 +74,14 @@ def resolve_model(path_or_id: str | Path, revision: str | None = None) -> Path:
     if is_gguf(folder):
         return unpacked(folder)
     if not folder.exists():
-        folder = _download(str(path_or_id), revision)
+        problem = f"{path_or_id}: no such folder, and it cannot be had from the hub"
+        remedy = (
+            "check the spelling (owner/name), the network and HF_HUB_OFFLINE; accept the terms on "
+            "its hub page, and log in with `hf auth login`, if its owner restricts access"
+        )
+        options: dict[str, Any] = {"allow_patterns": HUB_FILES, "ignore_patterns": HUB_EXTRAS}
+        with explained(problem, remedy):  # errors of the HTTP library differ between versions
+            folder = Path(snapshot_download(str(path_or_id), revision=revision, **options))
     if not folder.is_dir():
         raise InputError(f"{path_or_id}: not a folder; give the model's folder or its hub id")
     if not (folder / "config.json").is_file():
@@ -81,19 +89,6 @@ def resolve_model(path_or_id: str | Path, revision: str | None = None) -> Path:
     if not has_weights(folder) and has_pickle_weights(folder):
         stored_tensors(folder)  # says why not and what to do
     return folder
-
-
-def _download(model_id: str, revision: str | None) -> Path:
-    problem = f"{model_id}: no such folder, and it cannot be had from the hub"
-    remedy = (
-        "check the spelling (owner/name), the network and HF_HUB_OFFLINE; accept the terms on its "
-        "hub page, and log in with `hf auth login`, if its owner restricts access"
-    )
-    with explained(problem, remedy):  # errors of the HTTP library differ between versions
-        chosen = snapshot_download(
-            model_id, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_EXTRAS
-        )
-        return Path(chosen)
 
 
 def source_dtype(folder: Path) -> torch.dtype:
@@ -126,12 +121,6 @@ class Recipe:
     target: str  # with a converter: the name its outputs are derived from
     converter: WeightConverter | None
     sources: list[tuple[str, Stored]]  # (the converter's pattern, tensor)
-
-    @property
-    def working_bytes(self) -> int:
-        """Memory while the target is built; merging needs the pieces and the result at once."""
-        stored = sum(stored.num_bytes for _, stored in self.sources)
-        return stored if self.converter is None else 2 * stored
 
     @property
     def files(self) -> set[Path]:
@@ -223,8 +212,10 @@ def read_weights(
     with ThreadPoolExecutor(threads, thread_name_prefix="read-weights") as pool:
         try:
             for recipe in recipes:
-                # Within IN_FLIGHT_BYTES; a larger one is alone.
-                num_bytes = min(recipe.working_bytes, IN_FLIGHT_BYTES)
+                # Within IN_FLIGHT_BYTES; a larger one is alone. Merging holds pieces and result.
+                num_bytes = sum(stored.num_bytes for _, stored in recipe.sources)
+                num_bytes *= 1 if recipe.converter is None else 2
+                num_bytes = min(num_bytes, IN_FLIGHT_BYTES)
                 while sum(reads.values()) + num_bytes > IN_FLIGHT_BYTES:
                     end_some()
                 reads[pool.submit(deliver, recipe)] = num_bytes
