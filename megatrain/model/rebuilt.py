@@ -98,12 +98,13 @@ def _again(model: PreTrainedModel, dtype: torch.dtype, with_code: bool) -> PreTr
     known: Any = type(model.config) if of_folder else CONFIG_MAPPING[model.config.model_type]
     own: Any = type(model) if of_folder else None
     kinds: set[Any] = set(map(type, model.modules()))
+    wide = "_keep_in_fp32_modules_strict"
     return _built(
         known,
         own,
         saved_config(model, dtype).to_json_string(use_diff=True),
         tuple((attention_of(part), experts_of(part)) for _, part in configs(model.config)),
-        frozenset((kind, kind.__init__) for kind in kinds),
+        frozenset((kind, kind.__init__, str(vars(kind).get(wide))) for kind in kinds),
     )
 
 
