@@ -144,8 +144,7 @@ class Layer(StreamedModule):
         """The part of a graph that waits for the backward; None: no graph waits."""
         if self.policy.saves != "nothing":
             return None if self.policy.saves == "attention" else self.policy.saves
-        weights = partial(self.weights, at.slot)
-        return "nothing" if self.program.repeats(self.visit, weights, at.micro) else None
+        return "nothing" if self.program.repeats(self.visit, at.micro) else None
 
     def vjp(
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, accumulator: GradAccumulator

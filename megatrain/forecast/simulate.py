@@ -3,7 +3,7 @@
 It is the engine's own step, on a device that keeps time, for `auto` and for `megatrain plan`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from megatrain.forecast.prices import CostModel, Declared
 from megatrain.forecast.profile import Profile, grouped, visited_twice
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.machine import Machine, mapping_bytes
-from megatrain.model.micro_batch import MicroBatch, Weights
+from megatrain.model.micro_batch import MicroBatch
 from megatrain.optim import Plane
 from megatrain.parallel.distributed import ALONE, Foreseen
 from megatrain.placement import Placement
@@ -279,7 +279,7 @@ def assembled(
 ) -> Assembly:
     """The assembly of a model whose units do not compute; `more`: as of `Assembly`."""
 
-    def repeats(visit: int, weights: Callable[[], Weights], batch: MicroBatch) -> bool:
+    def repeats(visit: int, batch: MicroBatch) -> bool:
         assert measured is not None
         return measured.layer(visit, len(batch.inputs["input_ids"])).repeating is not None
 

@@ -22,7 +22,7 @@ from megatrain.compat.torch import (
 from megatrain.errors import RunFailed
 from megatrain.model.fingerprint import INDEX_ATTRIBUTES
 from megatrain.model.routers import taken
-from megatrain.model.token_chunks import ChunkedOverTokens, draws, parts
+from megatrain.model.token_chunks import ChunkedOverTokens, parts
 from megatrain.placement import Saves
 
 _log = logging.getLogger(__name__)
@@ -50,19 +50,19 @@ class LayerTemplate:
     Attributes:
         module: the template; parameters on the meta device, buffers real.
         output_spec: what a call returns and what it put into containers, as a pytree.
-        arguments: those of the structure run, of PROBE_SHAPE tokens.
-        example: its flat outputs (zeros).
+        example: its flat outputs in the structure run (zeros).
+        routes: a call's last output is its routers' sums (model/routers.py).
+        random: in training it draws random numbers.
+        states: attributes of modules in which a call leaves tensors.
     """
 
     module: nn.Module
     output_spec: Any = None
-    arguments: tuple[tuple, dict[str, Any]] = ((), {})
     example: list[Any] = field(default_factory=list)
     compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    routes: bool = False  # a call's last output is its routers' sums (model/routers.py)
-    random: bool | None = None  # whether it draws random numbers in training; None: not tried yet
-    # that a call leaves in modules; None: unknown
-    states: list[tuple[nn.Module, str]] | None = None
+    routes: bool = False
+    random: bool = False
+    states: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def call(
         self,
@@ -81,38 +81,27 @@ class LayerTemplate:
         if saves == "nothing":
             purpose = REPEAT
         elif saves is not None:
-            keeps_all = saves == "all" or self._random(weights)
-            purpose = KEEP_ALL if keeps_all else KEEP
+            # Within a budget, torch's partitioner may compute any operation again in the backward
+            # (torch/_functorch/partitioners.py, `choose_saved_values_set`), a random one with other
+            # numbers than in the forward: GPT-2's gradient was off by 30 %. Without a budget it
+            # never computes random operations or attention again.
+            purpose = KEEP_ALL if saves == "all" or self.random else KEEP
         function = self.compiled.get(purpose, _apply)
         output = function(self.module, weights, args, kwargs, counted_N)
         leaves, self.output_spec = pytree.tree_flatten(output)
         self.routes = bool(output[2])
-        if torch.is_grad_enabled():
-            self._detach_states()
-        return leaves
-
-    def _detach_states(self) -> None:
-        """Let go of the graph of tensors that the call has left in attributes of modules."""
-        if self.states is None:
-            attributes = ((m, n, v) for m in self.module.modules() for n, v in vars(m).items())
-            self.states = [
-                (module, name)
-                for module, name, value in attributes
-                if isinstance(value, Tensor) and value.grad_fn is not None
-            ]
         for module, name in self.states:
             if isinstance(value := getattr(module, name), Tensor):
-                setattr(module, name, value.detach())
+                setattr(module, name, value.detach())  # else it keeps the call's graph
+        return leaves
 
-    def repeats(self, weights: Callable[[], Mapping[str, Tensor]]) -> bool:
+    @property
+    def repeats(self) -> bool:
         """True if a graph that saves only the layer's arguments may wait (`saves="nothing"`).
 
         Its backward is compiled together with what it computes again, and leaves out what only the
-        layer's result needs: an MLP's last product, a quarter of a layer's forward. `weights` are
-        asked for once.
+        layer's result needs: an MLP's last product, a quarter of a layer's forward.
         """
-        if self.compiled and self.random is None:
-            self._random(weights())
         return bool(self.compiled) and not self.random
 
     def compile(self, name: str) -> None:
@@ -131,29 +120,6 @@ class LayerTemplate:
 
         for part in parts(self.module):  # tried at the first call, with its weights
             part.forward = ChunkedOverTokens(part, tokens, fast)
-
-    def _random(self, weights: Mapping[str, Tensor]) -> bool:
-        """True if the layer, in training, draws random numbers; tried at the first call.
-
-        Tried on few tokens: eager attention over whole rows may take more memory than a step.
-
-        Within a budget, torch's partitioner may compute any operation again in the backward
-        (torch/_functorch/partitioners.py, `choose_saved_values_set`), a random one with other
-        numbers than in the forward: GPT-2's gradient was off by 30 %. Without a budget it never
-        computes random operations or attention again.
-        """
-        if self.compiled and self.random is None:
-            floats = [weight for weight in weights.values() if weight.is_floating_point()]
-            # Some may stay in fp32, some are codes.
-            weight = min(floats, key=lambda w: (w.itemsize == 1, w.itemsize))
-
-            def like(leaf: Tensor) -> Tensor:
-                dtype = weight.dtype if leaf.is_floating_point() else leaf.dtype
-                return leaf.to(weight.device, dtype)
-
-            args, kwargs = pytree.tree_map_only(Tensor, like, self.arguments)
-            self.random = draws(lambda: _apply(self.module, dict(weights), args, kwargs), weights)
-        return bool(self.random)
 
 
 def _apply(

@@ -326,9 +326,9 @@ class ModelProgram:
         """The buffers that layer `visit` computes with: its own, and those of its template."""
         return [*self.buffers[visit].values(), *self.spec.layers[visit].kind.module.buffers()]
 
-    def repeats(self, visit: int, weights: Callable[[], Weights], batch: MicroBatch) -> bool:
+    def repeats(self, visit: int, batch: MicroBatch) -> bool:
         """True if a graph that saves nothing may wait; see `LayerTemplate.repeats`."""
-        return self.spec.layers[visit].kind.repeats(lambda: {**self.buffers[visit], **weights()})
+        return self.spec.layers[visit].kind.repeats
 
     def epilogue(self, weights: Weights, batch: MicroBatch, values: Activations) -> Any:
         """Run what follows the layers; returns the trunk's output (hidden states `[B, T, D]`)."""

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatrain.compat.torch import buffers_of, is_saved, memory_of, pytree, version_of
+from megatrain.compat.torch import buffers_of, is_saved, memory_of, version_of
 from megatrain.errors import Unsupported
 from megatrain.model.capture import Capture, stop
 from megatrain.model.fingerprint import value_of
 from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.sizes import most_tokens
 from megatrain.model.spec import PROBE_IDS, PROBE_SHAPE
+from megatrain.model.token_chunks import draws
 from megatrain.model.unsupported import Change, Watch
 from megatrain.model.zeros import ZeroProducts, zero_pages
 
@@ -87,7 +88,7 @@ def _run_to_the_layers(
 
 
 def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Run a kind once on zeros, note its outputs, and refuse one that keeps state between runs.
+    """Run a kind once on zeros, note what it makes, and refuse one that keeps state between runs.
 
     Kept values are replaced by NaN, to see if a second run reads them. Zeros may make NaN
     themselves, where a weight is divided by its norm: then a run on ones decides.
@@ -97,10 +98,14 @@ def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwar
     weights = zeros | buffers
     watch, before = Watch(kind.module, path), {n: _written(w) for n, w in weights.items()}
     randomness = OtherRandomness()
-    kind.arguments = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-    with torch.no_grad(), ZeroProducts(zeros.values()):
+
+    def run() -> None:
         kind.example = kind.call(weights, args, kwargs)
+
+    with torch.no_grad(), ZeroProducts(zeros.values()):
+        kind.random = draws(run, zeros)
         changes = watch.changes()
+        kind.states = [(change.module, change.name) for change in changes]
         if changes and _reads(changes, partial(kind.call, weights, args, kwargs)):
             # Experts, which are three-dimensional and may be large, stay zeros.
             ones = {n: torch.ones(z.shape) if z.dim() <= 2 else z for n, z in zeros.items()}
