@@ -68,6 +68,11 @@ class Untrained:
     carried: Mapping[str, Stored] = field(default_factory=dict)
     rounded: bool = False
 
+    @property
+    def values(self) -> dict[str, Callable[[], Tensor]]:
+        """A function for each buffer that returns it, as exports need."""
+        return {name: partial(Tensor.detach, buffer) for name, buffer in self.buffers.items()}
+
     def as_came(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
         """Dtypes of tensors that an export in `dtype` (None: any) writes unchanged."""
         parameters = self.dtypes if dtype is None else {}

@@ -117,8 +117,7 @@ def write_model(
     if source.base not in ("bf16", "folder"):
         text = "frozen linear layers were rounded to %s when read, and are written so"
         _log.warning(text, source.base)
-    values, as_came = dict(masters), untrained.as_came(dtype)
-    values |= {name: partial(Tensor.detach, b) for name, b in untrained.buffers.items()}
+    values, as_came = {**masters, **untrained.values}, untrained.as_came(dtype)
     if adapters is not None:
         whole, names = merged_into_base(model, values), {**adapters.held, **adapters.copies}
         unchanged = {n for n in names if n in values and whole.get(names[n]) is values[n]}
