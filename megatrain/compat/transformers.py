@@ -8,10 +8,12 @@ from itertools import count
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, masking_utils, video_utils
 from transformers.audio_utils import load_audio
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -35,6 +37,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.import_utils import is_torchvision_available
+from transformers.video_utils import load_video, make_batched_metadata
 
 from megatrain.base.changed import changed
 from megatrain.compat.torch import FORWARD_HOOKS, contiguous_copy
@@ -353,6 +357,46 @@ def has_decoder_of_sound() -> bool:
     """True if a package is installed with which `load_audio` decodes sounds."""
     names = ("torchcodec", "soundfile")
     return any(importlib.util.find_spec(name) is not None for name in names)
+
+
+def decoder_of_films() -> str | None:
+    """The name of an installed decoder with which `film_of` reads files; None: there is none."""
+    packages = {"torchcodec": "torchcodec", "pyav": "av", "decord": "decord", "opencv": "cv2"}
+    names = [name for name, of in packages.items() if importlib.util.find_spec(of) is not None]
+    # torchvision 0.26 has none any more.
+    has = getattr(video_utils, "is_torchvision_video_decoding_available", is_torchvision_available)
+    return next(iter([*names, *["torchvision"] * has()]), None)
+
+
+def film_of(
+    processor: Any, film: str | NDArray[Any], check: Callable[[int, Any], None]
+) -> tuple[NDArray[Any], dict[str, Any]]:
+    """The frames `[F, H, W, 3]` that a processor takes of a film, and what it has to know of them.
+
+    Args:
+        film: a file, or all its frames.
+        check: gets the number of frames and the film's VideoMetadata before a file is decoded.
+    """
+    videos: Any = getattr(processor, "video_processor", None)
+    sample: Any = None
+    if getattr(videos, "do_sample_frames", False):
+        settings = {n: getattr(videos, n, None) for n in videos.valid_kwargs.__annotations__}
+        sample = partial(videos.sample_frames, **settings)
+
+    def chosen(metadata: Any, **_: Any) -> Any:
+        every = np.arange(metadata.total_num_frames)
+        taken = every if sample is None else sample(metadata=metadata)
+        check(len(taken), metadata)
+        metadata.frames_indices = taken
+        return taken
+
+    if not isinstance(film, str):
+        [metadata] = make_batched_metadata([film], None)
+        frames = film if sample is None else film[chosen(metadata)]
+        return frames, {} if videos is None else vars(metadata)
+    loaded, metadata = load_video(film, backend=decoder_of_films(), sample_indices_fn=chosen)
+    frames = np.asarray(loaded)
+    return frames if frames.shape[-1] == 3 else frames.transpose(0, 2, 3, 1), vars(metadata)
 
 
 def unpacked() -> AbstractContextManager[None]:

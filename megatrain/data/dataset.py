@@ -218,10 +218,10 @@ class PackedDataset:
         rows = (self.images(row, lines, whole=False) for row in range(len(self)))
 
         def tokens(images: list[Medium]) -> int:
-            return sum(len(processor.replacement(image.kind, image.size)) for image in images)
+            return sum(len(processor.replacement(*image.shape)) for image in images)
 
         images = max(rows, key=tokens)
-        return processor.example([(image.kind, image.size) for image in images]) if images else None
+        return processor.example([image.shape for image in images]) if images else None
 
     def with_images(self, batch: MicroBatch) -> MicroBatch:
         """A micro-batch with its images' tensors, as the model's processor makes them.

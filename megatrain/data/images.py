@@ -10,6 +10,7 @@ import binascii
 import copy
 import hashlib
 import io
+import json
 import re
 import stat
 import threading
@@ -17,7 +18,10 @@ import warnings
 import wave
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
+from operator import methodcaller
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +30,13 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from megatrain.compat.transformers import has_decoder_of_sound, load_audio, types_tokens
+from megatrain.compat.transformers import (
+    decoder_of_films,
+    film_of,
+    has_decoder_of_sound,
+    load_audio,
+    types_tokens,
+)
 from megatrain.data.refused_fields import empty
 from megatrain.errors import InputError, explained, in_one_line
 
@@ -38,13 +48,14 @@ PARTS = {
 }  # fmt: skip
 """Types of content parts, and the kind of each."""
 MOST_PIXELS = 89_478_485  # as Pillow warns of: 256 MiB when decoded
+_MOST_OF_FILMS = 1 << 31  # pixels of all frames that the model sees: 6 GiB when decoded
 MOST_BYTES = 512 << 20  # of a file
 _FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://")
 _SIZES = 4096  # whose tokens are remembered
 
 
-Source = str | bytes | tuple[str, ...]
+Source = str | bytes | tuple[str | bytes, ...]
 
 
 class Medium(NamedTuple):
@@ -54,9 +65,10 @@ class Medium(NamedTuple):
         path: of its file, or of each frame, a line each; empty if the row itself holds the bytes.
         digest: of its encoded bytes.
         size: width and height in pixels, after the number of a film's frames; samples of a sound.
-        state: size and time (ns) of each file.
+        state: size and time (ns) of each file; of frames in a row the bytes of each.
         data: the encoded bytes, unless they are in a file.
         kind: of `PLACES`.
+        film: what its processor has to know of a film's frames (rate, places), as JSON.
     """
 
     path: str
@@ -65,6 +77,12 @@ class Medium(NamedTuple):
     state: tuple[int, ...]
     data: bytes = b""
     kind: str = "image"
+    film: str = ""
+
+    @property
+    def shape(self) -> tuple[str, tuple[int, ...], str]:
+        """All that the number of its tokens depends on."""
+        return self.kind, self.size, self.film
 
     @property
     def name(self) -> str:
@@ -80,15 +98,19 @@ class Medium(NamedTuple):
         except OSError:
             return True
 
-    def decoded(self, rate: int) -> Any:
-        """An upright RGB image, frames `[F, H, W, 3]`, or a wave at a rate (Hz)."""
-        data = [self.data] if self.data else [_read(path, path) for path in self.path.split("\n")]
+    def decoded(self, processor: "ImageProcessor") -> Any:
+        """An upright RGB image, frames `[F, H, W, 3]` with facts, or a wave at the model's rate."""
+        if self.path:
+            data = [_read(path, path) for path in self.path.split("\n")]
+        else:
+            ends = [0, *accumulate(self.state or [len(self.data)])]
+            data = [self.data[start:end] for start, end in pairwise(ends)]
         if _digest(b"".join(data)) != self.digest:
             raise InputError(
                 f"{self.path or 'an image'}: not as it was when its row was made tokens: restore "
                 "it, or start a new run"
             )
-        return _decoded(self.kind, data, self.path, rate)
+        return _decoded(self.kind, data, self.path, processor)
 
 
 def sources(value: object, kind: str, where: str) -> list[Source]:
@@ -111,10 +133,11 @@ def _source(value: object, kind: str, where: str) -> Source:
         value = encoded or value.get("bytes") or value.get("url") or value.get("path")
     if kind == "video" and isinstance(value, list):
         frames = [_source(frame, "image", where) for frame in value]
-        paths = tuple(frame for frame in frames if isinstance(frame, str))
-        if not paths or len(paths) < len(frames):
-            raise InputError(f"{where}: a film is a list of files of its frames: name these")
-        return paths
+        if len({isinstance(frame, str) for frame in frames}) != 1:
+            raise InputError(
+                f"{where}: a film's frames are a list of files, or of bytes, not of both"
+            )
+        return (*frames,)  # type: ignore[arg-type]
     if isinstance(value, str) and value.startswith("data:"):
         with explained(f"{where}: an {kind}'s data: address is not base64", of=binascii.Error):
             value = base64.b64decode(value.partition(",")[2], validate=True)
@@ -172,22 +195,27 @@ def read_medium(
     """A medium, read and decoded once. Raises InputError: it is none, or cannot be trained on."""
     with explained(where, of=InputError):
         processor.token(kind)
-    paths, data = list[str](), [source] if isinstance(source, bytes) else []
-    name, state = f"{where}: the {kind} in the row", tuple[int, ...]()
-    if not isinstance(source, bytes):
-        files = (source,) if isinstance(source, str) else source
-        paths = [str(folder / Path(file).expanduser()) for file in files]
+    parts = source if isinstance(source, tuple) else (source,)
+    paths = [str(folder / Path(part).expanduser()) for part in parts if isinstance(part, str)]
+    data = [part for part in parts if isinstance(part, bytes)]
+    name, state = f"{where}: the {kind} in the row", tuple(map(len, data[1:] and data))
+    if paths:
         name = f"{where}: {kind} {paths[0]}"
         data = [_read(path, f"{where}: {kind} {path}") for path in paths]
         state = _state(paths)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, of sizes and of palettes
-        decoded = _decoded(kind, data, name, processor.rate)
-    size = decoded.size if kind == "image" else decoded.shape
+        decoded = _decoded(kind, data, name, processor)
     if kind == "video":
-        size = (len(decoded), decoded.shape[2], decoded.shape[1])
-    kept = b"" if paths else data[0]
-    return Medium("\n".join(paths), _digest(b"".join(data)), tuple(size), state, kept, kind)
+        frames, facts = decoded
+        size, film = (
+            (len(frames), frames.shape[2], frames.shape[1]),
+            json.dumps(facts, default=methodcaller("tolist")),
+        )
+    else:
+        size, film = tuple(decoded.size if kind == "image" else decoded.shape), ""
+    kept, digest = b"" if paths else b"".join(data), _digest(b"".join(data))
+    return Medium("\n".join(paths), digest, size, state, kept, kind, film)
 
 
 def _state(paths: Sequence[str]) -> tuple[int, ...]:
@@ -209,19 +237,12 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _decoded(kind: str, data: Sequence[bytes], name: str, rate: int) -> Any:
+def _decoded(kind: str, data: Sequence[bytes], name: str, processor: "ImageProcessor") -> Any:
     """Decode an image, as `Medium.decoded`. Raises InputError: it is broken, moves, or is huge."""
     try:
         if kind == "audio":
-            return _wave(data[0], rate)
-        if kind == "image":
-            return _image(data[0])
-        if len(data) == 1:
-            raise InputError(
-                "films are lists of files of frames, as ffmpeg -i FILM -vf fps=2 %04d.png makes "
-                "them: name these, or leave the row out"
-            )
-        return np.stack([np.asarray(_image(frame)) for frame in data])
+            return _wave(data[0], processor.rate)
+        return _image(data[0]) if kind == "image" else processor.film(data)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
     except Exception as error:  # decoders raise errors of many types
@@ -298,9 +319,24 @@ class ImageProcessor:
         name = type(self._processor()).__name__
         raise InputError(f"a {name} has no place for {kind}s: leave them out")
 
-    def _replacement(self, kind: str, size: tuple[int, ...]) -> str:
-        """The text in place of a medium, which follows from its kind and size alone."""
-        blank = {kind: [[_blank(kind, size)]]}
+    def film(self, data: Sequence[bytes]) -> Any:
+        """The frames that the model sees of a film's file, or of all its frames, with facts."""
+        if len(data) > 1:
+            frames = np.stack([np.asarray(_image(frame)) for frame in data])
+            return film_of(self._processor(), frames, _refuse_large)
+        if decoder_of_films() is None:
+            raise InputError(
+                "no decoder of films is installed: pip install torchcodec (or av), or name the "
+                "files of its frames in a list, as ffmpeg -i FILM -vf fps=2 %04d.png makes them"
+            )
+        with NamedTemporaryFile() as file:
+            file.write(data[0])
+            file.flush()
+            return film_of(self._processor(), file.name, _refuse_large)
+
+    def _replacement(self, kind: str, size: tuple[int, ...], film: str = "") -> str:
+        """The text in place of a medium, which follows from its kind, size and film alone."""
+        blank = {kind: [[_blank(kind, size, film)]]}
         processed = self._processed(blank, 1, return_text_replacement_offsets=True)
         text = str(processed["text_replacement_offsets"][0][0]["replacement"])
         longest = getattr(_hearing(self._processor()), "n_samples", None)
@@ -321,7 +357,7 @@ class ImageProcessor:
 
         These are the processor's of all media, and the type of each token `[B, T]`.
         """
-        processor, rate, types = self._processor(), self.rate, dict[str, Tensor]()
+        processor, types = self._processor(), dict[str, Tensor]()
         if types_tokens(processor):
             of_ids = torch.tensor(processor.create_mm_token_type_ids(ids))
             types = dict.fromkeys(self._type_names, of_ids)
@@ -329,7 +365,7 @@ class ImageProcessor:
         if not rows:
             return types
         decoded = {
-            kind: [[m.decoded(rate) for m in row if m.kind == kind] for row in rows]
+            kind: [[m.decoded(self) for m in row if m.kind == kind] for row in rows]
             for kind in {medium.kind for row in rows for medium in row}
         }
         of_text = ("input_ids", "attention_mask")
@@ -339,9 +375,9 @@ class ImageProcessor:
             if name not in of_text and not name.endswith("token_type_ids")
         }
 
-    def example(self, sizes: Sequence[tuple[str, tuple[int, ...]]]) -> dict[str, Tensor]:
-        """All tensors of a row that is nothing but blank media, of these kinds and sizes."""
-        blank = {kind: [[_blank(k, size) for k, size in sizes if k == kind]] for kind, _ in sizes}
+    def example(self, shapes: Sequence[tuple[str, tuple[int, ...], str]]) -> dict[str, Tensor]:
+        """All tensors of a row that is nothing but blank media, as `Medium.shape` has them."""
+        blank = {kind: [[_blank(*s) for s in shapes if s[0] == kind]] for kind, *_ in shapes}
         return dict(self._processed(blank, 1))
 
     def _processed(self, media: Mapping[str, list[list[Any]]], rows: int, **options: Any) -> Any:
@@ -352,6 +388,10 @@ class ImageProcessor:
             token = self.token(kind)
             text = [row + token * len(own) for row, own in zip(text, of_rows, strict=True)]
             flat = [medium for own in of_rows for medium in own]
+            if kind == "video":
+                flat, facts = map(list, zip(*flat, strict=True))
+                if all(facts):
+                    inputs["videos_kwargs"] = {"video_metadata": facts, "do_sample_frames": False}
             inputs |= {"images": of_rows} if kind == "image" else {_NAMES[kind]: flat}
         if "audio" in inputs:
             inputs["audio_kwargs"] = {"sampling_rate": self.rate}
@@ -389,12 +429,21 @@ def _hearing(processor: Any) -> Any:
     return getattr(processor, "audio_processor", getattr(processor, "feature_extractor", None))
 
 
-def _blank(kind: str, size: tuple[int, ...]) -> Any:
+def _refuse_large(frames: int, film: Any) -> None:
+    if frames * (film.width or 1) * (film.height or 1) > _MOST_OF_FILMS:
+        raise InputError(
+            f"the model would see {frames:,} frames of {film.width} x {film.height}, more than "
+            f"{_MOST_OF_FILMS:,} pixels: make it shorter or smaller"
+        )
+
+
+def _blank(kind: str, size: tuple[int, ...], film: str = "") -> Any:
     if kind == "image":
         return Image.new("RGB", (size[0], size[1]))
     if kind == "audio":
         return np.zeros(size, np.float32)
-    return np.zeros((size[0], size[2], size[1], 3), np.uint8)
+    frames = np.zeros((size[0], size[2], size[1], 3), np.uint8)
+    return frames, json.loads(film or "{}")
 
 
 def with_media(
@@ -412,7 +461,7 @@ def with_media(
     with explained(where):
         for medium in media:
             token = processor.token(medium.kind)
-            of_kind.setdefault(token, []).append(processor.replacement(medium.kind, medium.size))
+            of_kind.setdefault(token, []).append(processor.replacement(*medium.shape))
     matches = [*re.finditer("|".join(map(re.escape, of_kind)), text)]
     for token, parts in of_kind.items():
         if (number := sum(match[0] == token for match in matches)) != len(parts):

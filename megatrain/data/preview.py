@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatrain.data.dataset import PackedDataset
-from megatrain.data.images import Medium
+from megatrain.data.images import ImageProcessor, Medium
 from megatrain.data.row_packing import Ints
 
 _REPEATED = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])\1{3,}")  # an image's tokens
@@ -55,9 +55,21 @@ def summary(data: PackedDataset) -> list[str]:
         "learnt",
         f"tokens of {what}: {lengths.min():,} to {lengths.max():,}, half of them at most "
         f"{int(np.median(lengths)):,}",
+        *_of_media(data),
         *_warnings(data, what, is_chat=kind != "text"),
         *_by_source(data, what),
     ]
+
+
+def _of_media(data: PackedDataset) -> Iterator[str]:
+    counts = [len(data.images(row, slice(None), whole=False)) for row in range(len(data))]
+    rows, lengths = np.flatnonzero(counts), data.row_lengths
+    if len(rows):
+        fill = data.fill * lengths[rows].mean() / lengths.mean()
+        yield (
+            f"{sum(counts):,} images, films and sounds are in {len(rows):,} of the rows, which are "
+            f"{fill:.0%} full"
+        )
 
 
 def _warnings(data: PackedDataset, what: str, *, is_chat: bool) -> Iterator[str]:
@@ -112,7 +124,7 @@ def shown(data: PackedDataset, row: int, tokenizer: Any) -> list[ShownDocument]:
     places, folder = data.places(row), folder_of(data.store.names)
 
     def described(image: Medium) -> str:
-        tokens = tokenizer.tokenize(data.image_processor.replacement(image.kind, image.size))
+        tokens = tokenizer.tokenize(data.image_processor.replacement(*image.shape))
         return f"{image.name.replace(folder, '', 1)}: {len(tokens)} tokens"
 
     return [
@@ -131,7 +143,11 @@ def samples(data: PackedDataset, tokenizer: Any) -> list[dict[str, Any]]:
     documents = (
         {
             "place": piece.place,
-            "images": [_thumbnail(medium) for medium in media[:_IMAGES] if medium.kind == "image"],
+            "images": [
+                _thumbnail(medium, data.image_processor)
+                for medium in media[:_IMAGES]
+                if medium.kind == "image"
+            ],
             "runs": [[run.text[:_CHARACTERS], run.learnt] for run in piece.runs[:_CHARACTERS]],
         }
         for row in range(len(data))
@@ -142,8 +158,8 @@ def samples(data: PackedDataset, tokenizer: Any) -> list[dict[str, Any]]:
     return list(itertools.islice(documents, _SAMPLES))
 
 
-def _thumbnail(medium: Medium) -> str:
-    image, file = medium.decoded(0), io.BytesIO()
+def _thumbnail(medium: Medium, processor: ImageProcessor) -> str:
+    image, file = medium.decoded(processor), io.BytesIO()
     image.thumbnail((160, 160))
     image.save(file, "jpeg")
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"

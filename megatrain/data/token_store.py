@@ -116,9 +116,9 @@ class TokenStore:
             return 0, images
         end, entries = json.loads(bytes(self._images(at, size)))
         at += size
-        for path, digest, dimensions, state, length, kind in entries:
+        for path, digest, dimensions, state, length, *rest in entries:
             data = bytes(self._images(at, length)) if whole and length else b""
-            images.append(Medium(path, digest, (*dimensions,), (*state,), data, kind))
+            images.append(Medium(path, digest, (*dimensions,), (*state,), data, *rest))
             at += length
         return end, images
 
@@ -277,7 +277,7 @@ def _write(part: Path, documents: Iterable[Document]) -> tuple[str, int, int]:
             end = -16 if len(document.labels) else -24 if document.margin else -32
             digest.update(stored.tobytes() + record.tobytes()[:end])
             digest.update("".join(image.digest for image in document.images).encode())
-            entries = [[*m[:4], len(m.data), m.kind] for m in document.images]
+            entries = [[*m[:4], len(m.data), m.kind, m.film] for m in document.images]
             names = json.dumps([document.images_end, entries]).encode() if entries else b""
             record["images"], record["images_size"] = images.tell(), len(names)
             images.write(names + b"".join(image.data for image in document.images))

@@ -338,6 +338,9 @@ def test_the_data_command_shows_images(megatrain, model, tmp_path):
         assert f"image {name} ({size}): 4 tokens" in output
     assert "image in the row (15 x 23): 4 tokens" in output
     assert "the sea, and <image> x 4<|im_end|>" in output and "⟦sunny<|im_end|>⟧" in output
+    packed = sets(data__packing=True, data__sequence_length=96)
+    output = megatrain.done("data", file, *packed).output
+    assert "6 images, films and sounds are in 2 of the rows, which are 88% full" in output
 
 
 def test_plans_count_the_encoder_of_images(megatrain, model):

@@ -1,12 +1,14 @@
 """Run files on conversations with sounds and films: what is trained is plain transformers' own."""
 
 import base64
+import json
 import wave
 
 import numpy as np
 import pytest
 import transformers
 from PIL import Image
+from transformers.video_utils import load_video
 
 from tests.cli.cases import sets
 from tests.cli.test_images import (
@@ -161,15 +163,20 @@ def frames(folder, number, count):
     return [picture(folder, f"film{number}/{n}.png", 10 * number + n) for n in range(count)]
 
 
+def address(path):
+    return f"data:;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_run_with_films_is_plain_training(megatrain, tmp_path, packing):
     pytest.importorskip("torchvision", reason="processors of films need it")
     model = write_model(tmp_path / "model", qwen2_5_vl)
     files = [frames(tmp_path, number, 4 + 2 * number) for number in range(2)]
+    encoded = [address(tmp_path / file) for file in files[1]]
     text, place = {"type": "text", "text": "the sea"}, {"type": "video"}
     talks = [
         (talk([{"type": "video", "video": files[0]}, text], "calm"), files[:1]),
-        (talk("<video>the sea", "sunny and It is 42.", videos=[files[1]]), files[1:]),
+        (talk("<video>the sea", "sunny and It is 42.", videos=[encoded]), files[1:]),  # as bytes
         (talk([text], "Thanks!"), []),
     ]
     keys = {"steps": 3, "batch_size": 3}
@@ -184,3 +191,61 @@ def test_a_run_with_films_is_plain_training(megatrain, tmp_path, packing):
         question, reply = [*[place] * len(films), text], row["messages"][1]["content"]
         batches.append(labelled(processor, question, reply, videos=seen or None))
     assert_plain(tmp_path / "run", model, batches, "visual")
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_files_of_films_are_decoded_as_transformers_does(megatrain, tmp_path, sampled):
+    """One in a file, one in the row: the frames the processor takes. A list of all beside."""
+    pytest.importorskip("torchvision", reason="processors of films need it")
+    av = pytest.importorskip("av", reason="a decoder of films")
+    model = write_model(tmp_path / "model", qwen2_5_vl)
+    config = model / "processor_config.json"
+    settings = json.loads(config.read_text())
+    settings["video_processor"] |= {"do_sample_frames": sampled, "fps": 5 if sampled else None}
+    config.write_text(json.dumps(settings))
+    for number in range(2):
+        with av.open(str(tmp_path / f"{number}.mp4"), "w") as film:
+            stream = film.add_stream("mpeg4", rate=10)
+            stream.width = stream.height = 32
+            for at in range(10 + 4 * number):
+                pixels = np.full((32, 32, 3), 15 * at + 5 * number, np.uint8)
+                film.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+            film.mux(stream.encode())
+    text, place = {"type": "text", "text": "the sea"}, {"type": "video"}
+    still = frames(tmp_path, 2, 6)
+    seen = np.stack([np.asarray(Image.open(tmp_path / file)) for file in still])
+    talks = [
+        (talk([{"type": "video", "video": "0.mp4"}, text], "calm"), str(tmp_path / "0.mp4")),
+        (talk("<video>the sea", "sunny", videos=[{"bytes": address(tmp_path / "1.mp4")}]),
+         str(tmp_path / "1.mp4")),
+        (talk("<video>the sea", "It is 42.", videos=[still]), seen),
+    ]  # fmt: skip
+    talks[2] = talks[0] if sampled else talks[2]  # nobody knows the rate of frames alone
+    file = write_run(tmp_path, model, "visual", steps=3, batch_size=3)
+    write_jsonl(tmp_path / "rows.jsonl", [row for row, _ in talks])
+    megatrain.done("train", file)
+    shown = megatrain.done("data", file, "--rows", "2").output
+    assert f"video 0.mp4 ({4 if sampled else 10} x 32 x 32)" in shown
+    processor = transformers.AutoProcessor.from_pretrained(model)
+
+    def fetch(films, sample_indices_fn=None):  # the processor's own takes torchcodec alone
+        decoded = (
+            load_video(f, backend="pyav", sample_indices_fn=sample_indices_fn) for f in films
+        )
+        return [*zip(*decoded, strict=True)]
+
+    processor.video_processor.fetch_videos = fetch
+    batches = [
+        labelled(processor, [place, text], row["messages"][1]["content"], videos=[film])
+        for row, film in talks
+    ]
+    assert_plain(tmp_path / "run", model, batches, "visual")
+
+
+def test_without_a_decoder_a_line_says_what_to_install(megatrain, tmp_path, monkeypatch):
+    pytest.importorskip("torchvision", reason="processors of films need it")
+    monkeypatch.setattr("megatrain.data.images.decoder_of_films", lambda: None)
+    (tmp_path / "a.mp4").write_bytes(b"a film")
+    file = write_run(tmp_path, write_model(tmp_path / "model", qwen2_5_vl), "visual")
+    write_jsonl(tmp_path / "rows.jsonl", [talk("<video>What is it?", "calm", videos=["a.mp4"])])
+    assert_named(megatrain("train", file), "a.mp4: no decoder of films .* pip install torchcodec")
