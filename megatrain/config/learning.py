@@ -134,17 +134,20 @@ class OptimizerSection(NamedSection):
         return rule(**values)
 
 
-# For each loss: its class, the data that it needs (None: texts or chats), and keys of a run file
-# that the class does not have.
-_LOSSES: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    "sft": ("CrossEntropy", None, {"label_smoothing": 0.0}),
-    "distill": ("Distillation", None, {"teacher": None, "top_k": 64}),
-    "dpo": ("DPO", "pairs", {}),
-    "reward": ("Reward", "pairs", {}),
-    "sequence_classification": ("CrossEntropy", "classes", {"labels": None, "problem_type": None}),
-    "token_classification": ("CrossEntropy", "tags", {"labels": None}),
-    "contrastive": ("Contrastive", "anchors", {}),
-    "grpo": ("GRPO", "prompts", {}),
+_RIGHT = ("loss", "accuracy")
+_REPLIES = ("loss", *(f"rewards/{k}" for k in ("chosen", "rejected", "margins", "accuracies")))
+_OF_ROWS = {"labels": None, "problem_type": None}
+# For each loss: its class, the data that it needs (None: texts or chats), the metrics of
+# evaluations, and keys of a run file that the class does not have.
+_LOSSES: dict[str, tuple[str, Any, tuple[str, ...], dict[str, Any]]] = {
+    "sft": ("CrossEntropy", None, ("loss", "perplexity", "accuracy"), {"label_smoothing": 0.0}),
+    "distill": ("Distillation", None, ("loss",), {"teacher": None, "top_k": 64}),
+    "dpo": ("DPO", "pairs", _REPLIES, {}),
+    "reward": ("Reward", "pairs", _REPLIES, {}),
+    "sequence_classification": ("CrossEntropy", "classes", _RIGHT, _OF_ROWS),
+    "token_classification": ("CrossEntropy", "tags", _RIGHT, {"labels": None}),
+    "contrastive": ("Contrastive", "anchors", _RIGHT, {}),
+    "grpo": ("GRPO", "prompts", ("reward",), {}),
 }  # fmt: skip
 
 
@@ -188,7 +191,7 @@ class LossSection(NamedSection):
 
     @classmethod
     def defaults(cls, name: str) -> dict[str, Any] | None:
-        return _loss_fields(name) | _LOSSES[name][2] if name in _LOSSES else None
+        return _loss_fields(name) | _LOSSES[name][3] if name in _LOSSES else None
 
     @field_validator("name", mode="before")
     @classmethod
@@ -252,18 +255,7 @@ class LossSection(NamedSection):
     @property
     def metrics(self) -> tuple[str, ...]:
         """The names of evaluations' metrics."""
-        if self.name == "sft":
-            return "loss", "perplexity", "accuracy"
-        if self.kind == "prompts":
-            return ("reward",)
-        if self.labels:
-            return ("loss",) if self.several else ("loss", "accuracy")
-        if self.name == "distill":
-            return ("loss",)
-        if self.name == "contrastive":
-            return "loss", "accuracy"
-        kinds = ("chosen", "rejected", "margins", "accuracies")
-        return "loss", *(f"rewards/{kind}" for kind in kinds)
+        return ("loss",) if self.several else _LOSSES[self.name][2]
 
 
 def _loss_fields(name: str) -> dict[str, Any]:

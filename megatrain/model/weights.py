@@ -63,10 +63,14 @@ HUB_EXTRAS = ["*/*", "consolidated*"]  # other formats of the same weights
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def resolve_model(path_or_id: str | Path, revision: str | None = None) -> Path:
+def resolve_model(
+    path_or_id: str | Path, revision: str | None = None, *, weights: bool = True
+) -> Path:
     """The folder of a model: a local one as it is, of a GGUF file its unpacked one, or the hub's.
 
-    Args: `revision`: of a model on the hub; None: its newest.
+    Args:
+        revision: of a model on the hub; None: its newest.
+        weights: False leaves out the weights of a model on the hub.
 
     Raises InputError: no such folder or hub model, no access, no network, or only pickle weights.
     """
@@ -79,14 +83,15 @@ def resolve_model(path_or_id: str | Path, revision: str | None = None) -> Path:
             "check the spelling (owner/name), the network and HF_HUB_OFFLINE; accept the terms on "
             "its hub page, and log in with `hf auth login`, if its owner restricts access"
         )
-        options: dict[str, Any] = {"allow_patterns": HUB_FILES, "ignore_patterns": HUB_EXTRAS}
+        files = [name for name in HUB_FILES if weights or name != "*.safetensors"]
+        options: dict[str, Any] = {"allow_patterns": files, "ignore_patterns": HUB_EXTRAS}
         with explained(problem, remedy):  # errors of the HTTP library differ between versions
             folder = Path(snapshot_download(str(path_or_id), revision=revision, **options))
     if not folder.is_dir():
         raise InputError(f"{path_or_id}: not a folder; give the model's folder or its hub id")
     if not (folder / "config.json").is_file():
         raise InputError(f"{path_or_id}: no config.json there, so it is not a model's folder")
-    if not has_weights(folder) and has_pickle_weights(folder):
+    if weights and not has_weights(folder) and has_pickle_weights(folder):
         stored_tensors(folder)  # says why not and what to do
     return folder
 

@@ -276,10 +276,12 @@ def picture(draw: Callable[..., None], content: Sequence[Any]) -> str | None:
 _TEMPLATES = FileSystemLoader(Path(__file__).parent / "templates")
 
 
-def write_report(folder: Path, output: Path | None = None) -> Path:
+def write_report(folder: Path, output: Path | None = None, *, pictures: bool = False) -> Path:
     """Write the page of a run.
 
-    Args: `output`: the file to write; `report.html` in the run's folder by default.
+    Args:
+        output: the file to write; `report.html` in the run's folder by default.
+        pictures: draw its loss and a recorded step into the folder, too.
 
     Returns the page's path.
 
@@ -294,14 +296,14 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
         raise InputError(f"{output}: the page would replace it; name one that ends in .html")
     template = Environment(loader=_TEMPLATES, autoescape=True).get_template("run.html")
     files = {"Machine, versions and placement": environment, "Configuration": config}
-    parts = breakdown(spans, COMPUTE)
+    parts, curves = breakdown(spans, COMPUTE), charts(metrics)
     rows = parts.rows()[:SHOWN_WORK]
     page = template.render(
         name=folder.resolve().name,
         status=_status(metrics, config, folder),
         notes=notes,
         figures=figures(metrics, environment),
-        charts=picture(draw_charts, charts(metrics)),
+        charts=picture(draw_charts, curves),
         timeline=picture(draw_step, spans),
         recorded_step=recorded_step or "",
         files={
@@ -314,4 +316,8 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     write_file(output, page.encode("utf-8", "replace").decode())  # names of files may be no UTF-8
+    if pictures:
+        draw_charts([c for c in curves if c.title == LOSS], folder / "loss.png", columns=1)
+    if pictures and spans:
+        draw_step(spans, folder / "timeline.png", "One step")
     return output

@@ -28,14 +28,12 @@ from megatrain.errors import (
     os_reason,
 )
 from megatrain.parallel.distributed import Ranks, joined, local_rank
-from megatrain.report.page import LOSS, charts, collect, write_report
+from megatrain.report import write_report
 from megatrain.run_folder import layout
 from megatrain.source.write_model import write_saved
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.host import environment
-from megatrain.telemetry.metrics import MetricsWriter, read_metrics
-from megatrain.telemetry.pictures import draw_charts, draw_step
-from megatrain.telemetry.timeline import Span
+from megatrain.telemetry.metrics import MetricsWriter
 from megatrain.train.evaluations import Evaluations, Watch
 from megatrain.train.resume import (
     Damaged,
@@ -356,7 +354,7 @@ def _run(
                 best = run.finish()
         finally:  # plots can be drawn later; whoever stops a run may be in a hurry
             if job.ranks.rank == 0:
-                draw(folder, run.timeline.spans)
+                draw(folder)
     engine, early = job.engine, None if run.is_last else run.watch.stop
     return Outcome(
         folder, run.steps.done, engine.num_parameters, engine.memory(), stopped, early, best
@@ -384,8 +382,8 @@ class _Run:
         log_file, listeners = (log_file, listeners) if is_first else (Path(os.devnull), [])
         metrics = MetricsWriter(log_file, also=listeners)
         left = job.total_steps - first if is_first else 0
-        self.timeline = RunTimeline(job.engine.recording, self._folder, left)
-        self.steps = Steps(job, metrics, self.timeline)
+        timeline = RunTimeline(job.engine.recording, self._folder, left)
+        self.steps = Steps(job, metrics, timeline)
         self.watch = Watch(self._config, logged)
         self.checkpoints = Checkpointing(job, first, self.best_kept)
         self.evaluations = Evaluations(job, metrics, logged, signals)
@@ -506,13 +504,9 @@ def write_model(job: Job, step: int | None) -> None:
         job.write_tokenizer(partial)
 
 
-def draw(run: Path, spans: Sequence[Span]) -> None:
-    """Draw a recorded step and the loss over the steps, and write the page; errors only warn."""
+def draw(run: Path) -> None:
+    """Write the page of a run and its pictures; errors only warn."""
     try:
-        if spans:
-            draw_step(spans, run / "timeline.png", "One step")
-        write_report(run)
-        drawn = [c for c in charts(collect(read_metrics(run / layout.METRICS))) if c.title == LOSS]
-        draw_charts(drawn, run / "loss.png", columns=1)
+        write_report(run, pictures=True)
     except Exception as error:  # `megatrain report` can write them at any time
         log.warning("no report.html, or a picture is missing: %s", error)

@@ -121,15 +121,19 @@ class ResolvedModel:
         return hashlib.blake2b(json.dumps(files).encode(), digest_size=12).hexdigest()
 
 
-def model_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+def model_config(
+    section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, weights: bool = True
+) -> PreTrainedConfig:
     """The configuration of `model.path`, or the one written out in `model.config`.
+
+    Args: `weights`: as of `resolve_model`.
 
     Raises InputError: it cannot be read, or has unknown fields or impossible values.
     """
     if section.config is not None:
         return _written_out(dict(section.config), tokenizer)
     assert section.path is not None
-    folder = resolve_model(section.path)
+    folder = resolve_model(section.path, weights=weights)
     return load_config(folder, trust_remote_code=section.trust_remote_code)
 
 
@@ -223,9 +227,9 @@ def run_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def run_images(model: ModelSection) -> ImageProcessor:
-    """The processor of images of a run's model."""
-    folder = None if model.path is None else resolve_model(model.path)
+def run_images(model: ModelSection, *, weights: bool = True) -> ImageProcessor:
+    """The processor of images of a run's model; `weights`: as of `resolve_model`."""
+    folder = None if model.path is None else resolve_model(model.path, weights=weights)
     return ImageProcessor(folder, trust_remote_code=model.trust_remote_code)
 
 
@@ -248,16 +252,12 @@ def data_alone(
 ) -> tuple[PreTrainedTokenizerBase, PackedDataset, dict[str, PackedDataset]]:
     """Tokenizer, training and evaluation rows of a run, without the model's weights."""
     model = ResolvedModel.of(config.model).section
-    trusted = model.trust_remote_code
-    tokenizer = run_tokenizer(model)
-    if model.path is None:
-        hf_config = model_config(model, tokenizer)
-    else:
-        hf_config = load_config(Path(model.path).expanduser(), trust_remote_code=trusted)
+    tokenizer, images = run_tokenizer(model), run_images(model, weights=False)
+    hf_config = model_config(model, tokenizer, weights=False)
     check_sequence_length(hf_config, config.data.sequence_length)
     vocab_size = hf_config.get_text_config(decoder=True).vocab_size
     evaluation: Any  # as training
-    training, evaluation = open_data(config, tokenizer, vocab_size, run_images(model))
+    training, evaluation = open_data(config, tokenizer, vocab_size, images)
     if isinstance(training, Prompts):
         raise InputError(f"loss.name {config.loss.name}: prompts have no tokens to learn to show")
     return tokenizer, training, evaluation

@@ -28,7 +28,6 @@ from megatrain.telemetry.metrics import MetricsWriter, model_tflops
 from megatrain.telemetry.timeline import (
     Breakdown,
     Recording,
-    Span,
     StepRecorder,
     breakdown,
     chrome_trace,
@@ -50,7 +49,6 @@ class RunTimeline:
 
     Attributes:
         breakdown: of the last step's time; None: it was not recorded.
-        spans: of the recorded step, if there was one.
     """
 
     def __init__(self, recording: Recording, folder: Path, steps: int) -> None:
@@ -59,7 +57,6 @@ class RunTimeline:
         self.breakdown: Breakdown | None = None
         self._left = min(RECORDED_STEP, steps)  # steps up to the recorded one, itself included
         self._begun = False
-        self.spans: list[Span] = []
 
     def step(self, number: int, step: Callable[[], Result]) -> Result:
         """Do step `number` of the run, and write `timeline.json` if it was to be recorded."""
@@ -78,13 +75,13 @@ class RunTimeline:
             raise
         self._left -= 1
         if kept:
-            self.spans, self._begun = self._recorder.end(), False
-            trace = chrome_trace(self.spans) | {"otherData": {"step": number}}
+            spans, self._begun = self._recorder.end(), False
+            trace = chrome_trace(spans) | {"otherData": {"step": number}}
             try:
                 (self._folder / TIMELINE).write_text(json.dumps(trace), encoding="utf-8")
             except OSError as error:  # a full disk costs the timeline, never the run
                 log.warning("no timeline: %s", error)
-            self.breakdown = breakdown(self.spans, COMPUTE)
+            self.breakdown = breakdown(spans, COMPUTE)
         return result
 
 

@@ -518,3 +518,6 @@ def test_never_downloads_pickles(tmp_path, hub):
     hub["answer"] = folder = model_folder(tmp_path / "m")
     assert resolve_model("owner/name") == folder
     assert not any(each.endswith(("bin", "pt", "pth", "*")) for each in hub["allow_patterns"])
+    assert "*.safetensors" in hub["allow_patterns"]
+    assert resolve_model("owner/name", weights=False) == folder
+    assert "*.safetensors" not in hub["allow_patterns"]
