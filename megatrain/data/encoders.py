@@ -254,9 +254,9 @@ class Encoder:
         """A conversation, whose images are read, or a completion, as a document."""
         if isinstance(talk, Labelled):
             examples.notes["after"] = len(self._own[1])
-            return self._labelled(placed._replace(example=talk))
+            return self._labelled(placed, talk)
         if not isinstance(talk, Conversation):
-            return self._completion(placed._replace(example=talk))
+            return self._completion(placed, talk)
         if not talk.images:
             return self.conversation(placed._replace(example=talk))
         if self._images is None or not self._images.identity:
@@ -286,7 +286,7 @@ class Encoder:
             tokens = token_ids(ids, self._vocab_size, place.where)
             yield Document(place.source, place.number, tokens, np.ones(len(tokens), dtype=bool))
 
-    def _completion(self, placed: PlacedExample) -> Document:
+    def _completion(self, placed: PlacedExample, example: Completion) -> Document:
         """A prompt, not learnt, and its completion with the end token, which is learnt.
 
         A token that spans the prompt's end and the completion's beginning is learnt, but not a
@@ -296,8 +296,7 @@ class Encoder:
             InputError: the tokenizer cannot say where a token came from; an id is outside the
                 vocabulary.
         """
-        assert isinstance(placed.example, Completion)
-        (prompt, completion), (before, after) = placed.example, self._surroundings
+        (prompt, completion), (before, after) = example, self._surroundings
         ids, offsets = placed_tokens(self._tokenizer, prompt + completion, placed.where)
         first = first_token(prompt + completion, offsets, ids, self._added, len(prompt))
         lead = absent(before, ids[: len(before)])
@@ -309,13 +308,12 @@ class Encoder:
         tokens = token_ids(ids, self._vocab_size, placed.where)
         return Document(placed.source, placed.number, tokens, targets)
 
-    def _labelled(self, placed: PlacedExample) -> Document:
+    def _labelled(self, placed: PlacedExample, example: Labelled) -> Document:
         """A text with the tokenizer's own special tokens, and its classes or those of its words.
 
         A word's class is that of its first token, as in transformers' examples.
         """
-        assert isinstance(placed.example, Labelled)
-        (text, labels, words), (before, after) = placed.example, self._own
+        (text, labels, words), (before, after) = example, self._own
         own, offsets = placed_tokens(self._tokenizer, text, placed.where)
         ids = token_ids([*before, *own, *after], self._vocab_size, placed.where)
         classes = np.array(labels, np.int32)
