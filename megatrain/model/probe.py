@@ -165,7 +165,6 @@ class _Probe:
         self.layers: list[Layer] = []
         self.origin: dict[Hashable, Ref] = {}  # identity of an activation -> where it came from
         self.alive: list[Tensor] = []  # keeps those identities valid
-        self.without_gradients: list[str] = []  # layers that are called so
         self.uses = Uses()
         self.inputs = self.capture.inputs({"input_ids": PROBE_IDS})
         self.weights = {n: zero_pages(p.shape, requires_grad=True) for n, p in self.outer.items()}
@@ -213,11 +212,6 @@ class _Probe:
             structure = self._finish(rows, constants, output)
         refuse_mixing(structure)
         refuse_state(watch, lambda: self._again(output, rows))
-        if self.without_gradients:
-            raise Unsupported(
-                f"{self.without_gradients[0]} is called under torch.no_grad(), and would be "
-                "trained here; freeze its parameters by requires_grad_(False) and call it without"
-            )
         if not unsupported.layer_drops(self.model.config):
             randomness.refuse()
         return structure
@@ -271,26 +265,23 @@ class _Probe:
 
     def _tables(self) -> tuple[list[str], list[int]]:
         """Tables from which the prologue takes rows and no more: of the batch's ids, or fixed."""
-        uses, weights = Uses(), self.weights
-        arguments: list[Any] = []
+        uses, arguments = Uses(), list[Any]()
 
         def first(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
             arguments.extend(pytree.tree_leaves((args, kwargs)))
             raise Reached(None)
 
         self._forward(first, None, uses)
-        names = {id(w): name for name, w in weights.items()}
+        names = {id(w): name for name, w in self.weights.items()}
         looked_up = [(names[id(w)], used) for w, used in uses.lookups if id(w) in names]
         of_ids = PROBE_IDS.flatten().sort().values  # a lookup may have the batch's ids in any order
         others = {
             n for n, used in looked_up if not torch.equal(used.flatten().sort().values, of_ids)
         }
+        others |= {names[i] for i in uses.read.union(map(id, arguments)) if i in names}
         mine = sorted({name for name, _ in looked_up} - others)
         constants = {row for table, row in uses.constants if row >= 0 and names.get(table) in mine}
-        arguments.clear()
-        self._forward(first, self._rows(mine, constants))
-        dense = uses.read | reach(a for a in arguments if isinstance(a, Tensor)).leaves
-        return [name for name in mine if id(weights[name]) not in dense], sorted(constants)
+        return mine, sorted(constants)
 
     def _record(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Note a layer, its kind and its inputs; returns the kind's example as its outputs."""
@@ -299,7 +290,10 @@ class _Probe:
         if any(layer.name == path for layer in self.layers):
             raise Unsupported(f"{path} is called more than once in a forward")
         if not torch.is_grad_enabled():
-            self.without_gradients.append(path)
+            raise Unsupported(
+                f"{path} is called under torch.no_grad(), and would be trained here; freeze its "
+                "parameters by requires_grad_(False) and call it without"
+            )
         leaves, tree_spec = pytree.tree_flatten((args, kwargs))
         if any(isinstance(leaf, Cache) for leaf in leaves):
             raise Unsupported(f"{path} is given a key-value cache in training")
