@@ -230,18 +230,31 @@ class Profile(Once):
     def head(self, rows: int, chunk: int, loss: Loss = CROSS_ENTROPY) -> Work:
         """The work of epilogue, logits, loss and their gradients, `chunk` tokens at a time.
 
-        That of many chunks follows from a few: each full one takes as much.
+        That of one chunk of several rows, and of many, follows from a few runs: it is affine in
+        tokens and chunks; the peak of one is that of its weights or of its logits.
         """
         tokens = rows * self.tokens
-        full, rest = divmod(tokens, chunk)
-        if full <= _CHUNKS_RUN:
+
+        def run(tokens: int, chunk: int = chunk) -> Work:
             return self._head(rows, tokens, chunk, loss)
-        two, three, last = (
-            self._head(rows, count, chunk, loss)
-            for count in (2 * chunk, 3 * chunk, 2 * chunk + rest)
+
+        chunks, largest = -(-tokens // chunk), 8192
+        if chunks == 1 and rows > 1:
+            pairs = [
+                on_line(run(size, largest), run(2 * size, largest), tokens - size, size)
+                for size in (32, 512, largest // 2)
+            ]
+            return pairs[-1]._replace(peak_bytes=max(work.peak_bytes for work in pairs))
+        if chunks <= 2:
+            return run(tokens)
+        half, more, lacking = chunk // 2, chunks - 2, chunks * chunk - tokens  # in the last one
+        works = zip(run(2 * chunk), run(3 * chunk), run(2 * chunk + half), strict=True)
+        # A token of the last chunk counts as one of the third, of which a half was left out.
+        work = Work(
+            *(a + more * (b - a) - (b - c) * lacking // (chunk - half) for a, b, c in works)
         )
-        values = zip(last, on_line(two, three, full - 2, 1), two, strict=True)
-        work = Work(*(value + more - less for value, more, less in values))
+        if tokens // chunk <= _CHUNKS_RUN:
+            return work
         # All tokens may take more than a chunk's logits.
         return work._replace(peak_bytes=max(work.peak_bytes, self._hidden_bytes(rows, chunk)))
 
