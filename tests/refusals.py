@@ -11,7 +11,7 @@ import yaml
 from megatrain.errors import InputError
 
 
-def table(beside: str, name: str) -> dict[str, Any]:
+def table(beside: str, name: str) -> Any:
     """A YAML file in the folder of the test file `beside`."""
     return yaml.safe_load(Path(beside).with_name(name).read_text(encoding="utf-8"))
 

@@ -20,6 +20,7 @@ from tests.checkpoint.test_damage import change
 from tests.cli.cases import sets, tiny_llama
 from tests.families.tiny import tiny_config
 from tests.forks import forked
+from tests.refusals import table
 from tests.reliability.cases import start_run, toy_run
 from tests.reliability.readers import feed, fuzz, limit_memory, readers
 
@@ -46,35 +47,17 @@ def test_only_errors_of_our_own_come_out(made, name, monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# What the fuzzer has found, kept.
+CONFIGS = ({"num_hidden_layers": 2**64}, {"head_dim": 2**31}, {"attention_bias": None})
 FOUND = [
-    ("config.json", json.dumps(tiny_llama(num_hidden_layers=2**64)).encode()),
-    ("config.json", json.dumps(tiny_llama(head_dim=2**31)).encode()),
-    ("index", json.dumps({"weight_map": {"a": "9" * 400}}).encode()),
-    ("run file", b"!!timestamp 2001-13-45NaNdata: 1"),
-    ("config.json", json.dumps(tiny_llama(attention_bias=None)).encode()),
-    (
-        "tokenizer.json",
-        b'{"model": {"type": "BPE", "unk_token": "", "vocab": {"t": 0}, "merges": []}}',
-    ),
-    (
-        "tokenizer.json",
-        b'{"normalizer": {"type": "Prepend", "prepend": ""}, "pre_tokenizer": {"type": "ByteLevel",'
-        b' "add_prefix_space": false, "trim_offsets": true, "use_regex": true},'
-        b' "model": {"type": "BPE", "vocab": {"t": 0}, "merges": []}}',
-    ),
-    (
-        "tokenizer.json",
-        b'{"added_tokens": [{"id": 0, "content": "<|endoftext|>", "single_word": false, "lstrip":'
-        b' false, "rstrip": false, "normalized": false, "special": true}], "model": {"type": "BPE",'
-        b' "vocab": {"t": 0, "h": 1, "<|endoftext|>": 2147483648}, "merges": []}}',
-    ),
+    *(("config.json", json.dumps(tiny_llama(**sizes))) for sizes in CONFIGS),
+    ("index", json.dumps({"weight_map": {"a": "9" * 400}})),
+    *map(tuple, table(__file__, "found.yaml")),
 ]
 
 
 @pytest.mark.parametrize(("name", "data"), FOUND)
 def test_what_was_found_once(made, name, data):
-    assert not feed(made[name], data)
+    assert not feed(made[name], data.encode())
 
 
 @pytest.mark.exhaustive

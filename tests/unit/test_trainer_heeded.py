@@ -24,8 +24,9 @@ from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer, heeded
 from megatrain.integrations.objectives import Scores, Waiting
 from tests.families.tiny import tiny_model
+from tests.refusals import table
 from tests.sweeps import few, quick
-from tests.unit.data_cases import chat_tokenizer
+from tests.unit.data_cases import chat_tokenizer, talk
 from tests.unit.trainer_cases import (
     Streamed,
     alike,
@@ -83,28 +84,7 @@ def test_a_table_has_every_name_of_the_installed_versions_once(kind):
 SHORT = {"max_steps": 4, "gradient_accumulation_steps": 2, "save_strategy": "no", "eval_steps": 3}
 SHORT["warmup_steps"] = 0
 SAVES = {"save_strategy": "steps", "save_steps": 1, "eval_steps": 1}
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    "adam_beta2": {"adam_beta2": 0.5},
-    "adam_epsilon": {"adam_epsilon": 1e-2},
-    "dataloader_drop_last": {"dataloader_drop_last": True, "per_device_train_batch_size": 3},
-    "gradient_accumulation_steps": {"gradient_accumulation_steps": 3},
-    "greater_is_better": SAVES
-    | {"load_best_model_at_end": True, "greater_is_better": True, "metric_for_best_model": "loss"},
-    "include_num_input_tokens_seen": {"include_num_input_tokens_seen": "non_padding"},
-    "learning_rate": {"learning_rate": 3e-3},
-    "logging_steps": {"logging_steps": 2},
-    "lr_scheduler_kwargs": {"lr_scheduler_kwargs": {"num_cycles": 1.5}},
-    "lr_scheduler_type": {"lr_scheduler_type": "linear"},
-    "plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"},
-    "max_grad_norm": {"max_grad_norm": 0.1},
-    "max_steps": {"max_steps": 2},
-    "num_train_epochs": {"max_steps": -1, "num_train_epochs": 0.5},
-    "per_device_train_batch_size": {"per_device_train_batch_size": 3},
-    "warmup_steps": {"warmup_steps": 0.4},  # 2 steps: a share is rounded up
-    "weight_decay": {"weight_decay": 3.0},
-}
-
-
+HEEDED = table(__file__, "arguments.yaml")
 USUAL = ("max_grad_norm", "plateau", "warmup_steps")  # the others exhaustively
 
 
@@ -116,42 +96,23 @@ def base(tmp_path_factory):
     return lines(made)
 
 
-@pytest.mark.parametrize("name", quick(ARGUMENTS, USUAL))
+@pytest.mark.parametrize("name", quick(HEEDED["Trainer"], USUAL))
 def test_an_argument_is_heeded(name, tmp_path, base):
-    changed = SHORT | ARGUMENTS[name]
+    changed = SHORT | HEEDED["Trainer"][name]
     plain, _ = alike(lambda kind: trainer(kind, tmp_path / kind.__name__, **changed))
     assert lines(plain) != base
 
 
-# 9 pairs in micro-batches of 2, 3 of them a step: the last step of an epoch has 2 and 1.
-UNEVEN = {"count": 9, "gradient_accumulation_steps": 3, "logging_steps": 2, "max_steps": 4}
-UNEVEN["spread"] = True
-TALKS = [
-    {"messages": [{"role": "user", "content": f"is {n}"}, {"role": "assistant", "content": "so"}]}
-    for n in range(8)
-]
-TOKENS = [{"input_ids": [5 + n, 6, 7], "labels": [-100, 6, 7]} for n in range(8)]
-TEXT_ARGUMENTS = [
-    (trl.SFTTrainer, {"completion_only_loss": False}),
-    (trl.SFTTrainer, {"max_length": 4, "truncation_mode": "keep_end"}),
-    (trl.SFTTrainer, {"packing": True, "max_length": 24}),
-    (trl.SFTTrainer, {"pad_to_multiple_of": 8, "include_num_input_tokens_seen": "all"}),
-    (trl.SFTTrainer, {"data": TALKS, "assistant_only_loss": True}),
-    (trl.SFTTrainer, {"data": TOKENS, "dataset_kwargs": {"skip_prepare_dataset": True}}),
-    (trl.DPOTrainer, {"beta": 0.5}),
-    (trl.DPOTrainer, {"loss_type": ["hinge"]}),
-    (trl.DPOTrainer, {"loss_type": ["ipo"]}),
-    (trl.DPOTrainer, {"loss_type": ["sigmoid_norm"]}),
-    (trl.DPOTrainer, {"loss_type": ["robust"], "label_smoothing": 0.2}),
-    (trl.DPOTrainer, {"loss_type": ["ipo"], "max_length": 3, "truncation_mode": "keep_end"}),
-    (trl.RewardTrainer, {"center_rewards_coefficient": 0.3}),
-    (trl.DPOTrainer, UNEVEN),
-    (trl.RewardTrainer, UNEVEN | {"margins": True}),
-]
+DATA: dict[str, list[dict[str, Any]]] = {
+    "talks": [{"messages": talk(f"is {n}", "so")} for n in range(8)],
+    "tokens": [{"input_ids": [5 + n, 6, 7], "labels": [-100, 6, 7]} for n in range(8)],
+}
 
 
-@pytest.mark.parametrize(("plain", "changes"), few(TEXT_ARGUMENTS, 2, 9, 14))
-def test_an_argument_of_trl_is_heeded(plain, changes, tmp_path):
+@pytest.mark.parametrize("changes", few(HEEDED["TRL"], 2, 9, 14))
+def test_an_argument_of_trl_is_heeded(changes, tmp_path):
+    plain = getattr(trl, f"{changes['of']}Trainer")
+    changes = {n: DATA[v] if n == "data" else v for n, v in changes.items() if n != "of"}
     made = alike(lambda kind: text_trainer(kind, tmp_path, **changes), (plain, mixed(plain)))
     assert lines(made[0]) != text_base(plain, tmp_path.parent)
 
