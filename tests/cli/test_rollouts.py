@@ -18,68 +18,13 @@ from megatrain.train.rollouts import Rewards
 from tests.cli.cases import MISTAKES, SENTENCES, change_run, records, sets, tiny_llama
 from tests.cli.test_ranks import assert_same_run, one_rank, run_of, two_then_three
 from tests.parity.ranks import run_ranks
+from tests.refusals import table
 from tests.structure.source_tree import ROOT
 from tests.sweeps import few
 from tests.unit.data_cases import write_jsonl
 
-REWARDS = """
-import torch
-
-def short(completions, completion_ids, **kwargs):
-    return [-len(ids) / 8 for ids in completion_ids]
-
-def wanted(prompts, completions, answer, trainer_state, log_metric, **kwargs):
-    said = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    log_metric("seen", trainer_state.global_step)
-    return [None if a == "none" else float(s.count(a)) for s, a in zip(said, answer)]
-
-def even(completion_ids, **kwargs):
-    return [sum(each % 2 == 0 for each in ids) / len(ids) for ids in completion_ids]
-
-def alike(completions, trainer_state, **kwargs):
-    return [float(n % 3 if trainer_state.global_step == 1 else 1) for n in range(len(completions))]
-
-def nothing(completions, **kwargs):
-    return [None] * len(completions)
-
-def undefined(completions, **kwargs):
-    return torch.full((len(completions),), torch.nan)
-
-def at_first(completions, trainer_state, **kwargs):
-    return [None if trainer_state.global_step == 0 else 1.0] * len(completions)
-
-
-def few(completions, **kwargs):
-    return [1.0]
-
-def text(completions, **kwargs):
-    return ["good"] * len(completions)
-
-def digits(completions, **kwargs):
-    return "1" * len(completions)
-
-def broken(completions, **kwargs):
-    raise KeyError("no such thing")
-
-def exits(completions, **kwargs):
-    raise SystemExit(0)
-
-def hasty(completions, log_metric, **kwargs):
-    log_metric("loss", 0)
-
-
-number = 3
-"""
-
-
-NOTE = """
-import json
-
-def note(prompts, completion_ids, **kwargs):
-    with open("noted", "a") as file:
-        file.write(json.dumps([prompts, completion_ids]) + "\\n")
-    return [0.0] * len(prompts)
-"""
+PLANTED = table(__file__, "planted.yaml")
+NOTE = PLANTED["note"]
 
 
 @pytest.fixture
@@ -94,7 +39,7 @@ def rollout_file(run_file, base, tmp_path):
             for number, text in enumerate(texts)
         ]
         data = write_jsonl(tmp_path / "prompts.jsonl", rows)
-        (tmp_path / "rewards.py").write_text(REWARDS)
+        (tmp_path / "rewards.py").write_text(PLANTED["rewards"])
         return change_run(
             run_file,
             model={"path": str(base)},

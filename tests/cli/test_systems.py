@@ -9,33 +9,12 @@ from safetensors.torch import load_file
 
 from tests.cli.cases import sets
 from tests.parity.cases import same
+from tests.refusals import table
 from tests.structure.source_tree import ROOT
 
 MAIN = "from megatrain.cli import main; main()"
 
-# psutil reads a Mac's figures elsewhere, so it goes on reading them here.
-MAC = """
-import builtins, fcntl, io, mmap, os, sys
-for name in ("sched_getaffinity", "sched_setaffinity", "O_DIRECT", "posix_fadvise",
-             "posix_fallocate", "fdatasync", "process_cpu_count"):
-    if hasattr(os, name):
-        delattr(os, name)
-for name in [name for name in dir(mmap) if name.startswith(("MADV_HUGE", "MAP_NORESERVE"))]:
-    delattr(mmap, name)
-plain = io.open
-def opened(file, *args, **kwargs):
-    theirs = sys._getframe(1).f_globals.get("__name__", "").startswith("psutil")
-    if not theirs and str(file).startswith(("/proc", "/sys")):
-        raise FileNotFoundError(2, "No such file or directory", str(file))
-    return plain(file, *args, **kwargs)
-builtins.open = io.open = opened
-"""
-
-ROCM = """
-import sys, torch
-torch.version.hip, torch.version.cuda = "7.0.51831", None
-sys.modules["pynvml"] = None
-"""
+MAC, ROCM, LOOK = map(table(__file__, "planted.yaml").get, ("mac", "rocm", "look"))
 
 
 def run(prelude, *arguments):
@@ -58,14 +37,6 @@ def test_a_run_needs_nothing_of_linux(run_file, tmp_path, megatrain):
     run(MAC, "train", run_file, *short, *sets(output__folder=str(tmp_path / "mac")))
     folders = [tmp_path / name / "model" / "model.safetensors" for name in ("here", "mac")]
     assert same(*map(load_file, folders))
-
-
-LOOK = """
-from pathlib import Path
-from megatrain.plan import doctor
-facts = doctor.collect("auto", Path("."))
-assert (facts.gpu, facts.huge_pages, facts.untested) == (None, None, "AMD's GPUs"), facts
-"""
 
 
 def test_torch_for_rocm_plans_where_there_is_no_gpu_and_no_file_of_the_system(run_file):

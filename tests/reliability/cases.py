@@ -14,19 +14,13 @@ from megatrain.checkpoint import verify
 from megatrain.cli import main
 from tests.cli.cases import leave_out, records, write_run_file
 from tests.forks import start
+from tests.refusals import table
 
 # What of a line of `metrics.jsonl` follows from the run alone; times and memory do not.
 EXACT = ("step", "epoch", "loss", "grad_norm", "lr", "tokens", "eval_loss", "skipped")
 
-# Python done before a run: at the beginning of each step, it calls `at(number)`.
-AT_STEP = """
-import megatrain.train.steps as steps
-take = steps.Steps.take
-def counted(self):
-    at(self.done + 1)
-    return take(self)
-steps.Steps.take = counted
-"""
+PLANTED = table(__file__, "planted.yaml")
+AT_STEP = PLANTED["at step"]
 
 
 class Run:

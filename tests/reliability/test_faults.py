@@ -13,7 +13,7 @@ import pytest
 
 from megatrain.checkpoint import verify
 from tests.cli.cases import records, sets
-from tests.reliability.cases import AT_STEP, logged, model_bytes, start_run, toy_run
+from tests.reliability.cases import AT_STEP, PLANTED, logged, model_bytes, start_run, toy_run
 from tests.sweeps import few
 
 SLOW = pytest.mark.exhaustive
@@ -129,55 +129,17 @@ def at(step):
     assert (saved / "keep").exists()
 
 
-NAN_AT = """
-import megatrain.train.steps as steps
-from megatrain.engine.head import Head
-loss_and_vjp = Head.loss_and_vjp
-step_of, at = {steps!r}, [0]
-take = steps.Steps.take
-def counted(self):
-    at[0] = self.done + 1
-    return take(self)
-steps.Steps.take = counted
-def poisoned(self, weights, batch, h, room):
-    if at[0] in step_of:
-        {then}
-        h = [{{name: value * {times} for name, value in state.items()}} for state in h]
-    return loss_and_vjp(self, weights, batch, h, room)
-Head.loss_and_vjp = poisoned
-"""
-
-
 def poisoned_in(steps, times='float("nan")', then="pass"):
-    return NAN_AT.format(steps=steps, times=times, then=then)
+    return PLANTED["poisoned"].format(steps=steps, times=times, then=then)
 
 
-CHANGED = (
-    AT_STEP
-    + """
-import glob, os
-def at(step):
-    if step == 5:
-        path, = glob.glob("{folder}/cache/*/tokens.bin")
-        {change}
-"""
-)
-DYING = """
-from {module} import {owner}
-whole, calls = {owner}.{name}, []
-def dying(*args, **named):
-    calls.append({call})
-    if {when}:
-        raise {error}
-    return whole(*args, **named)
-{owner}.{name} = dying
-"""
+CHANGED = AT_STEP + PLANTED["changed"]
 
 
 def dying(module, owner, name, error="ValueError('lost')", when="True", call="None"):
     """A function that fails, at the call that `when` says."""
     names = {"module": module, "owner": owner, "name": name, "when": when, "call": call}
-    return DYING.format(**names, error=error)
+    return PLANTED["dying"].format(**names, error=error)
 
 
 def rows_lost(error):
@@ -291,17 +253,6 @@ def test_a_spike_is_left_out(start, run):
     assert logged(run.parent / "run") == whole
 
 
-FAILING = """
-import errno, os
-from megatrain import kernels
-move = kernels.move_file
-def fail(*given, writes=True, **at_once):
-    if not writes:
-        return move(*given, writes=writes, **at_once)
-    raise OSError(errno.{code}, os.strerror(errno.{code}))
-"""
-
-
 @pytest.fixture
 def spilled(tmp_path):
     """Options that put all moments on a disk."""
@@ -311,7 +262,7 @@ def spilled(tmp_path):
 
 
 def test_a_disk_without_room_is_told_before_anything_is_written(start, spilled, run):
-    fault = FAILING.format(code="ENOSPC") + "\nos.posix_fallocate = fail"
+    fault = PLANTED["failing"].format(code="ENOSPC") + "\nos.posix_fallocate = fail"
     failed_with(start(fault, *spilled), 3, "no room for planes on this disk", "No space left")
     assert not (run.parent / "run" / "checkpoints").exists()
 

@@ -6,43 +6,10 @@ import pytest
 
 from megatrain.checkpoint import open_checkpoint, verify
 from tests.cli.cases import sets
-from tests.reliability.cases import checkpoint_steps, logged, model_bytes
+from tests.reliability.cases import PLANTED, checkpoint_steps, logged, model_bytes
 from tests.sweeps import few
 
 CHOICES = {"training__steps": 6, "training__eval_every": 2, "checkpoint__every": 3}
-
-# Makes a part of the run say its name and wait, so that a signal meets it.
-HELD = """
-import pathlib, time
-from {module} import {owner}
-def slow(*args, whole={owner}.{name}, **kwargs):
-    print("PHASE", flush=True)
-    while not pathlib.Path({go!r}).exists():
-        time.sleep(0.01)
-    return whole(*args, **kwargs)
-{owner}.{name} = slow
-"""
-
-# Has the step after the first save wait until a signal has met that.
-BESIDE = """
-from megatrain.api import Engine
-def beside(engine, *args, step=Engine.step, **kwargs):
-    while engine.steps >= 3 and not pathlib.Path({go!r}).exists():
-        time.sleep(0.01)
-    return step(engine, *args, **kwargs)
-Engine.step = beside
-"""
-
-# The clock of `Signals`: stands still until a file is there, and says when it is looked at.
-CLOCK = """
-import itertools, os, pathlib, types
-import megatrain.train.signals as stop
-looks = itertools.count(1)
-def monotonic():
-    os.write(1, b"look %d\\n" % next(looks))
-    return 1.0 + pathlib.Path({later!r}).exists()
-stop.time = types.SimpleNamespace(monotonic=monotonic)
-"""
 
 PHASES = {
     "reading": ("megatrain.train", "setup", "run_tokenizer"),
@@ -58,7 +25,7 @@ PHASES = {
 def held(phase, go):
     """The part waits until the file `go` is there: after a signal, however late that comes."""
     module, owner, name = PHASES[phase]
-    return HELD.format(module=module, owner=owner, name=name, go=str(go))
+    return PLANTED["held"].format(module=module, owner=owner, name=name, go=str(go))
 
 
 @pytest.fixture
@@ -87,7 +54,7 @@ def test_one_signal_ends_the_run_well_and_loses_nothing(
 ):
     before = held(phase, go)
     if phase == "save":  # the steps beside it shall not be over before the signal
-        before += BESIDE.format(go=str(go))
+        before += PLANTED["beside"].format(go=str(go))
     first = start(before)
     first.until("PHASE")
     first.send(number)
@@ -114,7 +81,7 @@ def test_one_signal_ends_the_run_well_and_loses_nothing(
 def test_a_second_signal_ends_it_at_once(run, tmp_path, start, phase, go):
     """Whatever it is doing; the checkpoint before is whole."""
     start("", *sets(training__steps=3)).finish()
-    before = held(phase, go) + CLOCK.format(later=str(tmp_path / "later"))
+    before = held(phase, go) + PLANTED["clock"].format(later=str(tmp_path / "later"))
     process = start(before, "--resume", *sets(training__steps=100000))
     process.until("PHASE")
     if phase != "resuming":  # there the first one ends it
