@@ -43,11 +43,11 @@ def _print_row(console: Console, row: int, pieces: Sequence[ShownDocument]) -> N
         for image in piece.images:
             console.print(Text(f"   {image}", style="cyan"), soft_wrap=True)
         text, room = Text(), _LONGEST
-        for run in piece.runs:
-            part = run.text[: max(room, 0)]
-            room -= len(run.text)
-            part = f"⟦{part}⟧" if run.learnt and not coloured and part else part
-            text.append(part, style="green" if run.learnt else "dim")
+        for run, learnt in piece.runs:
+            part = run[: max(room, 0)]
+            room -= len(run)
+            part = f"⟦{part}⟧" if learnt and not coloured and part else part
+            text.append(part, style="green" if learnt else "dim")
         if room < 0:
             text.append(f" ... {-room:,} more characters", style="cyan")
         console.print(text, soft_wrap=True)

@@ -117,6 +117,7 @@ class PackedDataset:
         kind: text, chat (completions included), pairs, or classes.
         sequence_length: the most tokens in a row.
         packing: True if rows may hold several documents (and all have the same length).
+        has_images: some document has images; then `with_images` completes micro-batches.
         image_processor: of the model, for rows with images.
         pad: the model's padding token, for heads that score rows.
     """
@@ -129,7 +130,7 @@ class PackedDataset:
         self.documents = documents
         self._layout, self._part = layout, part
         self.kind, self.packing = layout.kind, layout.packing
-        self.sequence_length = layout.sequence_length
+        self.sequence_length, self.has_images = layout.sequence_length, store.has_images
         self._rows = layout.arrange(documents)
         if len(self._rows) == 0:
             raise InputError(
@@ -196,11 +197,6 @@ class PackedDataset:
         if self.has_images:
             batch[ROWS] = torch.tensor([(row, 0) for row in rows])
         return batch
-
-    @property
-    def has_images(self) -> bool:
-        """True if some document has images; then `with_images` completes micro-batches."""
-        return self.store.has_images
 
     def images(self, row: int, lines: slice, *, whole: bool = True) -> list[Medium]:
         """The images of some documents in a row; not `whole`: without bytes that no file holds."""

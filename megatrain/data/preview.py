@@ -20,22 +20,16 @@ _SOURCES = 20  # that are listed
 _SAMPLES, _IMAGES, _CHARACTERS = 3, 4, 1000  # of a report; images of a document
 
 
-class TextRun(NamedTuple):
-    """Text of neighbouring tokens that are all learnt, or all not."""
-
-    text: str
-    learnt: bool
-
-
 class ShownDocument(NamedTuple):
-    """A document in a row, or a part of it: its place and its learnt and unlearnt text.
+    """A document in a row, or a part of it.
 
+    runs: the text of neighbouring tokens that are all learnt, or all not, and True if they are.
     images: the file, size and number of tokens of each.
     """
 
     place: str
     num_tokens: int
-    runs: list[TextRun]
+    runs: list[tuple[str, bool]]
     images: list[str]
 
 
@@ -148,7 +142,7 @@ def samples(data: PackedDataset, tokenizer: Any) -> list[dict[str, Any]]:
                 for medium in media[:_IMAGES]
                 if medium.kind == "image"
             ],
-            "runs": [[run.text[:_CHARACTERS], run.learnt] for run in piece.runs[:_CHARACTERS]],
+            "runs": [[text[:_CHARACTERS], learnt] for text, learnt in piece.runs[:_CHARACTERS]],
         }
         for row in range(len(data))
         if data.images(row, slice(None), whole=False)  # texts of other rows are not decoded
@@ -165,12 +159,12 @@ def _thumbnail(medium: Medium, processor: ImageProcessor) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def _runs(ids: Ints, labels: Ints, tokenizer: Any) -> list[TextRun]:
+def _runs(ids: Ints, labels: Ints, tokenizer: Any) -> list[tuple[str, bool]]:
     learnt = labels != -100
     learnt[:1] = False  # no token before it predicts it
     edges = [0, *(np.flatnonzero(np.diff(learnt)) + 1).tolist(), len(ids)]
     return [
-        TextRun(
+        (
             _REPEATED.sub(
                 lambda same: f"{same[1]} x {len(same[0]) // len(same[1])}",
                 tokenizer.decode(ids[start:stop].tolist(), clean_up_tokenization_spaces=False),
