@@ -74,7 +74,7 @@ def validate(tree: Mapping[str, Any], source: str, overridden: Iterable[str] = (
         names = set(overridden)
         by_key = {tuple(map(str, d["loc"][:2])): d for d in reversed(details)}  # of a union's arms
         problems = [_describe(detail, names) for detail in reversed(by_key.values())]
-        theirs = [d for d in details if d["type"] == "extra_forbidden" and foreign(_name(d))]
+        theirs = [d for d in details if d["type"] == "extra_forbidden" and _name(d) in foreign()]
         remedies = [f" (and {len(problems) - _MOST} more)"] if len(problems) > _MOST else []
         if len(theirs) > 2:
             remedies.append(f"; the keys of other trainers: {shipped('docs/coming-from.md')}")
@@ -161,7 +161,7 @@ def _remedy(name: str, sections: Sequence[type[Section]]) -> str:
     ]
     if places and len(sections) < 3:
         return f"; its name here is {' or '.join(places)}"
-    answer = foreign(name) if len(sections) < 3 else None
+    answer = foreign().get(name) if len(sections) < 3 else None
     return f"; {answer}" if answer else nearest(name, list(sections[-1].model_fields))
 
 
@@ -173,13 +173,9 @@ _PLACE = re.compile(
 )
 
 
-def foreign(name: str) -> str | None:
-    """The remedy for a key that another trainer has; None: no trainer has it."""
-    return _answers().get(name)
-
-
 @cache
-def _answers() -> dict[str, str]:
+def foreign() -> dict[str, str]:
+    """The remedies for keys that other trainers have, by the names of these."""
     answers: dict[str, str] = {}
     try:
         document = shipped("docs/coming-from.md").read_text(encoding="utf-8")
