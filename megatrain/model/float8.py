@@ -87,12 +87,8 @@ def multiplied(spec: ModelSpec) -> set[str]:
     }
 
 
-def multiply(module: nn.Module, names: Iterable[str], device: torch.device) -> None:
-    """Let linear modules of a layer's template, by their weights' names, compute by operands.
-
-    Raises InputError: the GPU has no float8.
-    """
-    require_float8(device)
+def multiply(module: nn.Module, names: Iterable[str]) -> None:
+    """Let linear modules of a layer's template, by their weights' names, compute by operands."""
     for name in names:
         linear = module.get_submodule(name.removesuffix(".weight"))
         linear.__class__ = FrozenLinear
@@ -106,10 +102,7 @@ def convert(module: nn.Module, device: torch.device, wide: Collection[str] = ())
     Without a GPU the casts are real and products are computed in the type of the inputs.
 
     Args: `wide`: names of parameters that stay in fp32.
-
-    Raises InputError: the GPU has no float8.
     """
-    require_float8(device)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def takes(child: nn.Module, name: str) -> bool:

@@ -33,7 +33,7 @@ from megatrain.model.capture import (
 )
 from megatrain.model.causal_attention import takes_lengths
 from megatrain.model.documents import BY_LENGTHS, TOLD, attend, attend_by_images, set_to
-from megatrain.model.float8 import convert, multiplied, multiply
+from megatrain.model.float8 import convert, multiplied, multiply, require_float8
 from megatrain.model.layer_template import move_buffers
 from megatrain.model.media import FrozenParts, Recorder, calls_of, in_one_row, replaced, replayed
 from megatrain.model.micro_batch import Activations, MicroBatch, Weights
@@ -85,6 +85,7 @@ class ModelProgram:
 
     def _in_float8(self) -> list[nn.Module]:
         """Let linear modules compute in it; returns those with one scale for all their tokens."""
+        require_float8(self.device)
         whole, frozen = list[nn.Module](), multiplied(self.spec)
         for kind in self.kinds:
             layer = next(layer for layer in self.spec.layers if layer.kind is kind)
@@ -92,7 +93,7 @@ class ModelProgram:
             if adapted(self.spec.capture.model) is None:
                 wide = {n for n, full in names.items() if self.type_of(full) != self.dtype}
                 whole += convert(kind.module, self.device, wide)
-            multiply(kind.module, (n for n, full in names.items() if full in frozen), self.device)
+            multiply(kind.module, (n for n, full in names.items() if full in frozen))
         if not whole and not frozen:
             raise InputError(
                 "precision is 'fp8', but no layer has an nn.Linear of sizes that are multiples of "
