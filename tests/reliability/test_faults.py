@@ -13,6 +13,7 @@ import pytest
 
 from megatrain.checkpoint import verify
 from tests.cli.cases import records, sets
+from tests.refusals import table
 from tests.reliability.cases import AT_STEP, PLANTED, logged, model_bytes, start_run, toy_run
 from tests.sweeps import few
 
@@ -133,69 +134,24 @@ def poisoned_in(steps, times='float("nan")', then="pass"):
     return PLANTED["poisoned"].format(steps=steps, times=times, then=then)
 
 
-CHANGED = AT_STEP + PLANTED["changed"]
-
-
 def dying(module, owner, name, error="ValueError('lost')", when="True", call="None"):
     """A function that fails, at the call that `when` says."""
     names = {"module": module, "owner": owner, "name": name, "when": when, "call": call}
     return PLANTED["dying"].format(**names, error=error)
 
 
-def rows_lost(error):
-    """A thread that loads rows dies."""
-    fault = dying("megatrain.data", "PackedDataset", "batch", error, "len(calls) == 13")
-    return fault, ("its rows cannot be read: ", "lost", "in dying", "is saved; --resume goes on")
+FAULTS = table(__file__, "faults.yaml")
 
 
-NO_ROOM = "OSError(28, 'No space left on device')"
-BROKEN_OFF = "the state before the failure is not saved: a step was broken off"
-# What is wrong, and what is said of it.
-FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "no room for the model": (
-        dying("megatrain.train", "loop", "write_model", NO_ROOM),
-        ("No space left on device", "the state after step 8 is saved"),
-    ),
-    "data cut short": (
-        CHANGED.replace("{change}", "os.truncate(path, 100)"),
-        ("tokens.bin: ", "is not as it was written", "is saved; --resume"),
-    ),
-    "an evaluation": (
-        dying("megatrain.api", "Engine", "score", "RuntimeError('lost')"),
-        ("the state after step 4 is saved", "lost"),
-    ),
-    "an update": (
-        dying("megatrain", "kernels", "update", when="calls.count(5) == 3", call="args[3].step"),
-        ("in dying", BROKEN_OFF),
-    ),
-    "rows": rows_lost("ValueError('lost')"),
-    "a step that comes out otherwise the second time": (
-        poisoned_in([5], then="step_of.remove(at[0])"),
-        (
-            *("step 5: loss and gradient norm are 4.", "and were nan and nan"),
-            *("fault of the hardware", "the state after step 4 is saved"),
-        ),
-    ),
-    "a loss that is not finite": (
-        poisoned_in([5]),
-        ("step 5: the loss is nan", "rows.jsonl:", "the state after step 4 is saved"),
-    ),
-    "data overwritten": (
-        CHANGED.replace("{change}", "open(path, 'r+b').write(b'1234')"),
-        ("tokens.bin: ", "is not as it was written"),
-    ),
-    "data grown": (
-        CHANGED.replace("{change}", "open(path, 'ab').write(b'1234')"),
-        ("tokens.bin: ", "is not as it was written"),
-    ),
-    "rows without memory": rows_lost("MemoryError('lost')"),
-    "rows on a bad disk": rows_lost("OSError('lost')"),
-}
+def planted(fault):
+    if "changed" in fault:
+        return AT_STEP + PLANTED["changed"].replace("{change}", fault["changed"])
+    return dying(**fault["dying"]) if "dying" in fault else poisoned_in(**fault["poisoned"])
 
 
 @pytest.mark.parametrize("name", few(FAULTS, *range(7)))
 def test_what_fails_ends_the_run_and_loses_no_step_that_was_whole(start, goes_on, run, name):
-    fault, texts = FAULTS[name]
+    fault, texts = planted(FAULTS[name]), FAULTS[name]["said"]
     process = start(fault.replace("{folder}", str(run.parent)), *sets(checkpoint__at_end=False))
     assert process.wait() == 4, process.output
     assert [text for text in texts if text not in process.output] == []
