@@ -20,7 +20,8 @@ from tests.race.schedule import (
     shared_schedules,
     trace,
 )
-from tests.sweeps import few
+from tests.refusals import table
+from tests.sweeps import few, placement
 
 PARTS = 12  # of all schedules; the first, which has every wait, is in the plain run
 
@@ -82,65 +83,20 @@ def test_weights_that_stay_cross_the_bus_once_a_version():
     assert len(kept) == 6 and set(kept.values()) == {STEPS + 1}
 
 
-# What is beside the plain schedule, its waits, and what races without one of them.
-DISK = Placement(slots=2, disk_moments=9, disk_remainder=9, disk_weights=9)
-COMPARED = Placement(slots=2, disk_moments=9, disk_weights=2, resident=("layer 2",))
-GATHERS = ("shard arrived", "weights arrived", "slot free for the disk", "disk weights due")
-UPDATES = ("disk planes arrived", "disk planes updated", "disk lane free")
-SUMS = ("sums of this host", "sums of all ranks")
-NEEDED: dict[str, tuple[dict, tuple[str, ...], tuple[str, ...]]] = {
-    "weights that stay": (
-        {"placement": Placement(keep_weights=9, passes=3)},
-        ("version due", "weights arrived", "slot free"),
-        ("kept weights", "weights ->"),
-    ),
-    "a layer that reads the plane itself, before its update": (
-        {"placement": Placement(slots=0), "precision": "fp32"},
-        ("version due", "rows due"),
-        ("layer 0 on compute is not ordered against update", "gather on compute"),
-    ),
-    "an update while a layer reads the plane itself": (
-        {"placement": Placement(slots=0), "max_grad_norm": None, "tied": True},
-        ("gradient landed", "host gradient free"),
-        ("on update is not ordered against layer", "round layer"),
-    ),
-    "sums of several hosts": (
-        {"tied": True, "ranks": Alike(1, 4, hosts=2)},
-        ("sums ready", *SUMS),
-        ("of all hosts on hosts", "sum layer"),
-    ),
-    "hosts of one rank": (
-        {"tied": True, "ranks": Alike(1, 2, hosts=2)},
-        SUMS,
-        ("of all hosts on hosts", "sum layer"),
-    ),
-    "directions of ranks": (
-        {"max_grad_norm": None, "rule": "muon", "ranks": Alike(1, 3)},
-        ("shard arrived", "blocks of all ranks", "directions' state arrived"),
-        ("direct layer", "average"),
-    ),
-    "directions that are clipped": (
-        {"rule": "muon clipped", "ranks": Alike(1, 3)},
-        ("shard arrived", "blocks of all ranks"),
-        ("direct layer", "average"),
-    ),
-    "blocks of ranks on a disk": (
-        {"placement": DISK, "ranks": Alike(1, 3), "saves": (0, 1)},
-        (*GATHERS, *UPDATES, "version to save from the disk"),
-        ("slot", "disk lane", "layer"),
-    ),
-    "planes compared before a save": (
-        {"placement": COMPARED, "saves": (0, 1), "compared": True},
-        ("disk version to check",),
-        ("check ",),
-    ),
-}
+NEEDED = table(__file__, "needed.yaml")
 
 
-@pytest.mark.parametrize(("beside", "waits", "racing"), NEEDED.values(), ids=NEEDED)
-def test_each_wait_of_their_way_is_needed(beside, waits, racing):
+def asked(*, hosts=1, **beside):
+    """The arguments of `trace` that a row of the table stands for."""
+    beside |= {"placement": placement(beside["placement"])} if "placement" in beside else {}
+    return beside | ({"ranks": Alike(*beside["ranks"], hosts=hosts)} if "ranks" in beside else {})
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_each_wait_of_their_way_is_needed(name):
+    beside, racing = asked(**NEEDED[name]["beside"]), NEEDED[name]["racing"]
     assert not trace(**PLAIN | beside).races
-    for why in waits:
+    for why in NEEDED[name]["waits"]:
         races = trace(**PLAIN | beside, without=frozenset({why})).races
         assert any(text in race for race in races for text in racing), why
 
