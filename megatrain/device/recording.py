@@ -5,16 +5,8 @@ from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatrain.device.base import (
-    DEVICE_STREAMS,
-    DISK_STREAMS,
-    HOST_STREAMS,
-    UPDATE,
-    Buffer,
-    Buffers,
-    Device,
-    Work,
-)
+from megatrain.device import base
+from megatrain.device.base import Buffer, Buffers, Device, Work
 from megatrain.device.disk import move
 from megatrain.errors import RunFailed
 from megatrain.telemetry.timeline import Span
@@ -52,7 +44,7 @@ class Recording(_Passing):
     def stop(self) -> list[Span]:
         """Everything since `start`; waits until it is done."""
         self._on = False
-        for stream in (*DEVICE_STREAMS, *HOST_STREAMS):
+        for stream in (*base.DEVICE_STREAMS, *base.HOST_STREAMS):
             self._device.synchronize(self._device.record(stream), "recording stops")
         seconds = self._device.seconds
         spans = [
@@ -69,9 +61,9 @@ class Recording(_Passing):
         if not self._on:
             return self._device.run(stream, name, work, reads, writes)
         after = tuple(self._waits.pop(stream, ()))
-        if stream in HOST_STREAMS:
-            num_bytes = update_bytes(reads, writes) if stream == UPDATE else 0
-            if stream in DISK_STREAMS:
+        if stream in base.HOST_STREAMS:
+            num_bytes = update_bytes(reads, writes) if stream == base.UPDATE else 0
+            if stream in base.DISK_STREAMS:
                 num_bytes = sum(buffer.data.nbytes for buffer in reads)
             timed = self._timed(stream, name, work, after, num_bytes)
             return self._device.run(stream, name, timed, reads, writes)
@@ -96,7 +88,7 @@ class Recording(_Passing):
         if not self._on:
             return self._device.copy(stream, to, source, numel)
         name = f"{source.name} -> {to.name}"
-        if stream in HOST_STREAMS:
+        if stream in base.HOST_STREAMS:
             return self.run(stream, name, partial(move, to, source, numel), [source], [to])
         after, begin = tuple(self._waits.pop(stream, ())), self._device.mark(stream)
         self._device.copy(stream, to, source, numel)

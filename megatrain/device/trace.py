@@ -6,17 +6,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatrain.device.base import (
-    COMPUTE,
-    HOST_STREAMS,
-    Abilities,
-    Buffer,
-    Buffers,
-    Device,
-    Memory,
-    Name,
-    Work,
-)
+from megatrain.device import base
+from megatrain.device.base import Buffer, Buffers, Device, Work
 from megatrain.telemetry.timeline import Span
 
 CALLER = "caller"  # the thread that puts work on streams is a stream, too
@@ -25,7 +16,7 @@ CALLER = "caller"  # the thread that puts work on streams is a stream, too
 class MetaDevice(Device):
     """Computes nothing: its buffers have no memory, and its streams no order."""
 
-    kind, can = "trace", Abilities()
+    kind, can = "trace", base.Abilities()
     torch_device = torch.device("meta")
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
@@ -100,11 +91,11 @@ class ClockDevice(MetaDevice):
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
         buffer = Buffer(name, self._costs.empty(name, numel, dtype))
         # A caching allocator hands out memory that compute work put on before may still be using.
-        self.run(COMPUTE, f"allocate {name}", lambda: None, writes=[buffer])
+        self.run(base.COMPUTE, f"allocate {name}", lambda: None, writes=[buffer])
         return buffer
 
     def in_place(self, buffer: Buffer) -> Buffer:
-        return replace(buffer, name=Name(Memory.IN_PLACE, buffer.name))
+        return replace(buffer, name=base.Name(base.Memory.IN_PLACE, buffer.name))
 
     def run(
         self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
@@ -121,7 +112,7 @@ class ClockDevice(MetaDevice):
 
     def _pass(self, stream: str, name: str, cost: Cost) -> None:
         start = max(self._at[stream], self._at[CALLER])
-        if stream not in HOST_STREAMS:
+        if stream not in base.HOST_STREAMS:
             self._at[CALLER] += self._costs.put_seconds + cost.launching
         if not cost.seconds:
             return  # what waited for the same is still to come

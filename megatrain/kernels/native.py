@@ -15,18 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain.kernels import states
 from megatrain.kernels.reference import RULES
-from megatrain.kernels.states import (
-    GROUP,
-    Scalars,
-    TileRange,
-    UpdateOptions,
-    check_copy,
-    check_planes,
-    check_rows,
-    check_tensor,
-    check_update,
-)
+from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
 
 _ABI = 9
 """The number that megatrain_abi() in csrc/api.cpp must return."""
@@ -100,9 +91,9 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
     Raises ValueError: a tensor has the wrong dtype, size or layout, or is not on the CPU; or sums
     do not begin at a multiple of two groups.
     """
-    check_update(rule, tile, options)
-    weights, remainder, states, grad = tile
-    planes = (weights, remainder, *states, *[None] * (4 - len(states)), grad)
+    states.check_update(rule, tile, options)
+    weights, remainder, kept, grad = tile
+    planes = (weights, remainder, *kept, *[None] * (4 - len(kept)), grad)
     sums: list[Any] = [None] * 4
     if options.sums is not None:
         read, written, first = (
@@ -110,8 +101,8 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
         )
         for blocks in (*read, *written):
             if blocks is not None:
-                check_tensor("blocks", blocks, (torch.int64,))
-        if options.sums.first[0] % (2 * GROUP * weights.element_size()):
+                states.check_tensor("blocks", blocks, (torch.int64,))
+        if options.sums.first[0] % (2 * states.GROUP * weights.element_size()):
             raise ValueError(f"sums begin at byte {options.sums.first[0]} of the weights")
         sums = [
             *((c_void_p * len(planes))(*map(_address, blocks)) for blocks in (read, written)),
@@ -120,7 +111,7 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
         ]
     _call["update"](
         *map(_address, planes),
-        _ADAMW[states[0].dtype] if rule == "adamw" else _RULES[rule],
+        _ADAMW[kept[0].dtype] if rule == "adamw" else _RULES[rule],
         0 if remainder is None else _REMAINDERS[remainder.dtype],
         grad.dtype == torch.bfloat16,
         weights.numel(),
@@ -139,8 +130,8 @@ def _address(plane: Tensor | None) -> int | None:
 
 def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) -> None:
     """See `reference.checksum`; `at` is a multiple of 8."""
-    check_tensor("bytes", bytes_uint8, (torch.uint8,))
-    check_tensor("blocks", blocks, (torch.int64,))
+    states.check_tensor("bytes", bytes_uint8, (torch.uint8,))
+    states.check_tensor("blocks", blocks, (torch.int64,))
     data, size = bytes_uint8.data_ptr(), bytes_uint8.numel()
     _call["checksum"](data, size, blocks.data_ptr(), at, threads)
 
@@ -149,20 +140,20 @@ def split(
     master_fp32: Tensor, weights_bf16: Tensor, remainder: Tensor, *, threads: int = 1
 ) -> None:
     """See `reference.split`."""
-    check_planes(master=master_fp32, weights=weights_bf16, remainder=remainder)
+    states.check_planes(master=master_fp32, weights=weights_bf16, remainder=remainder)
     planes, size = (master_fp32, weights_bf16, remainder), remainder.element_size()
     _call["split"](*map(_address, planes), size, remainder.numel(), threads)
 
 
 def join(weights: Tensor, remainder: Tensor, master_fp32: Tensor, *, threads: int = 1) -> None:
     """See `reference.join`."""
-    check_planes(master=master_fp32, weights=weights, remainder=remainder)
+    states.check_planes(master=master_fp32, weights=weights, remainder=remainder)
     planes, size = (weights, remainder, master_fp32), remainder.element_size()
     _call["join"](*map(_address, planes), size, remainder.numel(), threads)
 
 
 def _rows(name: str, table: Tensor, row_ids: Tensor, rows: Tensor, *, threads: int = 1) -> None:
-    check_rows(table, row_ids, rows)
+    states.check_rows(table, row_ids, rows)
     row_bytes = table.shape[1] * table.element_size()
     _call[name](*map(_address, (table, row_ids, rows)), row_ids.numel(), row_bytes, threads)
 
@@ -173,7 +164,7 @@ gather_rows, scatter_rows = partial(_rows, "gather_rows"), partial(_rows, "scatt
 
 def first_touch(bytes_uint8: Tensor, *, threads: int = 1) -> None:
     """See `reference.first_touch`."""
-    check_tensor("bytes", bytes_uint8, (torch.uint8,))
+    states.check_tensor("bytes", bytes_uint8, (torch.uint8,))
     _call["first_touch"](bytes_uint8.data_ptr(), bytes_uint8.numel(), threads)
 
 
@@ -181,7 +172,7 @@ def move_file(
     file: int, offset: int, bytes_uint8: Tensor, *, writes: bool, piece: int, threads: int
 ) -> None:
     """See `reference.move_file`; `threads` requests of `piece` bytes run at once."""
-    check_tensor("bytes", bytes_uint8, (torch.uint8,))
+    states.check_tensor("bytes", bytes_uint8, (torch.uint8,))
     data, size = bytes_uint8.data_ptr(), bytes_uint8.numel()
     if code := _call["move_file"](file, writes, offset, data, size, piece, threads):
         raise OSError(code, os.strerror(code))
@@ -189,11 +180,11 @@ def move_file(
 
 def fill_zero(tensor: Tensor, *, threads: int = 1) -> None:
     """See `reference.fill_zero`."""
-    check_tensor("tensor", tensor, None)
+    states.check_tensor("tensor", tensor, None)
     _call["fill_zero"](tensor.data_ptr(), tensor.numel() * tensor.element_size(), threads)
 
 
 def copy(to_uint8: Tensor, from_uint8: Tensor, *, threads: int = 1) -> None:
     """See `reference.copy`."""
-    check_copy(to_uint8, from_uint8)
+    states.check_copy(to_uint8, from_uint8)
     _call["copy"](to_uint8.data_ptr(), from_uint8.data_ptr(), from_uint8.numel(), threads)

@@ -16,20 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatrain.kernels import states
-from megatrain.kernels.states import (
-    GROUP,
-    Scalars,
-    TileRange,
-    UpdateOptions,
-    check_copy,
-    check_planes,
-    check_rows,
-    check_tensor,
-    check_update,
-    exact_sqrt,
-    load_moments,
-    store_moments,
-)
+from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
 
 UPDATE_BLOCK = 1 << 21
 """Elements worked on at a time: temporaries stay under 100 MiB, and torch's threads, which meet
@@ -67,7 +54,7 @@ def split(
         weights_bf16: [N] bfloat16, written.
         remainder: [N] int16 or int8, written.
     """
-    check_planes(master=master_fp32, weights=weights_bf16, remainder=remainder)
+    states.check_planes(master=master_fp32, weights=weights_bf16, remainder=remainder)
     for master, weights, rest in _blocks(master_fp32, weights_bf16, remainder):
         split_block(master, weights, rest)
 
@@ -97,7 +84,7 @@ def join(weights: Tensor, remainder: Tensor, master_fp32: Tensor, *, threads: in
         remainder: [N] int16, read; or int8, which stands for 256 times as much.
         master_fp32: [N] float32, written.
     """
-    check_planes(master=master_fp32, weights=weights, remainder=remainder)
+    states.check_planes(master=master_fp32, weights=weights, remainder=remainder)
     for high, low, master in _blocks(weights, remainder, master_fp32):
         join_block(high, low, master)
 
@@ -142,9 +129,9 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
     with AdamW.
     """
     if tile.weights.is_cpu:
-        check_update(rule, tile, options)
+        states.check_update(rule, tile, options)
     for part, param, g in _masters(tile, options):
-        groups = slice(part.start // GROUP, part.stop // GROUP)
+        groups = slice(part.start // states.GROUP, part.stop // states.GROUP)
         kept = [plane[part] for plane in tile.states[:2]]
         kept += [plane[groups] for plane in tile.states[2:]]  # scales
         RULES[rule](param, g, kept, by, options._replace(at=options.at + part.start))
@@ -179,13 +166,13 @@ def _adamw(
     than there: the root is correctly rounded, where torch's CPU builds call MKL's, which is one
     unit in the last place off for every fifth number.
     """
-    m, v = load_moments(kept)
+    m, v = states.load_moments(kept)
     param.mul_(by.decay)
     m.lerp_(g, by.weight1)
     v.mul_(by.beta2).addcmul_(g, g, value=by.weight2)
-    denominator = (exact_sqrt(v) / by.root_correction2).add_(by.eps)
+    denominator = (states.exact_sqrt(v) / by.root_correction2).add_(by.eps)
     param.addcdiv_(m, denominator, value=by.negative_step_size)
-    store_moments((m, v), kept, at=options.at, step=options.step)
+    states.store_moments((m, v), kept, at=options.at, step=options.step)
 
 
 def _lion(param: Tensor, g: Tensor, kept: Sequence[Tensor], by: Scalars, *_: Any) -> None:
@@ -232,7 +219,7 @@ def gather_rows(
 
     Args: `row_ids_int64`: [N]; the caller has checked that they lie inside the table.
     """
-    check_rows(table_2d, row_ids_int64, out_2d)
+    states.check_rows(table_2d, row_ids_int64, out_2d)
     torch.index_select(table_2d, 0, row_ids_int64, out=out_2d)
 
 
@@ -240,13 +227,13 @@ def scatter_rows(
     table_2d: Tensor, row_ids_int64: Tensor, rows_2d: Tensor, *, threads: int = 1
 ) -> None:
     """`table[row_ids[i]] = rows[i]`, as of `gather_rows`; of an id twice, either row may stay."""
-    check_rows(table_2d, row_ids_int64, rows_2d)
+    states.check_rows(table_2d, row_ids_int64, rows_2d)
     table_2d.index_copy_(0, row_ids_int64, rows_2d)
 
 
 def first_touch(bytes_uint8: Tensor, *, threads: int = 1) -> None:
     """Write a zero to one byte of every page of a mapping, so that the system allocates it now."""
-    check_tensor("bytes", bytes_uint8, (torch.uint8,))
+    states.check_tensor("bytes", bytes_uint8, (torch.uint8,))
     bytes_uint8[::_PAGE_BYTES].zero_()
 
 
@@ -262,7 +249,7 @@ def move_file(
 
     Raises OSError: the system's; or ENODATA, where the file ends or nothing more is moved.
     """
-    check_tensor("bytes", bytes_uint8, (torch.uint8,))
+    states.check_tensor("bytes", bytes_uint8, (torch.uint8,))
     data, call = bytes_uint8.numpy().data, os.pwritev if writes else os.preadv
     while len(data) > 0:
         # What remains of a request cut short begins with a whole block again.
@@ -274,11 +261,11 @@ def move_file(
 
 def fill_zero(tensor: Tensor, *, threads: int = 1) -> None:
     """Set every byte of a contiguous tensor of any shape and dtype to zero."""
-    check_tensor("tensor", tensor, None)
+    states.check_tensor("tensor", tensor, None)
     tensor.zero_()
 
 
 def copy(to_uint8: Tensor, from_uint8: Tensor, *, threads: int = 1) -> None:
     """Copy [N] bytes to other memory."""
-    check_copy(to_uint8, from_uint8)
+    states.check_copy(to_uint8, from_uint8)
     to_uint8.copy_(from_uint8)
