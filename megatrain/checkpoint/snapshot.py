@@ -140,8 +140,8 @@ class StagingBlocks:
         self.num_bytes = self.reserved = 0
         self.free: list[Tensor] = []
 
-    def prepare(self, planes: Sequence[int], *, leaving: bool, background: bool) -> None:
-        """Allocate the memory for a save of planes of these bytes, or as much as there is.
+    def prepare(self, pieces: Sequence[int], *, leaving: bool, background: bool) -> None:
+        """Allocate the memory for a save of pieces of these bytes, or as much as there is.
 
         Raises DoesNotFit: there is not even enough to copy planes `leaving` the device or a disk.
         """
@@ -154,9 +154,8 @@ class StagingBlocks:
             if most is None:
                 # Half: steps may grow, and so may the process.
                 most = host_available_bytes(self._host_limit) // 2
-            # A piece takes a block; small planes are written so soon that not all need one.
-            pieces = sum(-(-plane // files.PIECE_BYTES) for plane in planes)
-            useful = min(pieces, 2 * -(-sum(planes) // files.PIECE_BYTES))
+            # A piece takes a block; small ones are written so soon that not all need one.
+            useful = min(len(pieces), 2 * -(-sum(pieces) // files.PIECE_BYTES))
             blocks = min(most // files.PIECE_BYTES, useful)
             while blocks > 0:
                 try:

@@ -202,7 +202,7 @@ class Stream:
         if tile.rests.weights is Tier.DISK:
             for slot in place.slots:
                 self._device.wait(DISK_WEIGHTS, slot.free, "slot free for the disk")
-            self.disk.bring(tile, tile.weights, place.buffer, tile.spans)
+            self.disk.bring(tile, place.buffer)
             place.ready = self._gather(tile, place.buffer, DISK_WEIGHTS)
             return
         self._device.wait(COPY_IN, tile.updated, "version due")

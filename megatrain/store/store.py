@@ -531,33 +531,32 @@ class DiskReader:
     def __init__(self, device: Device, buffers: Sequence[Buffer]) -> None:
         """Args: `buffers`: those that rest on a disk may be read later."""
         self._device = device
-        sizes = [buffer.data for buffer in buffers if isinstance(buffer, disk.DiskBuffer)]
-        self._piece = min(disk.PIECE, max(map(len, sizes), default=0))
-        room = align(self._piece * max((data.itemsize for data in sizes), default=0), BLOCK)
+        data = [buffer.data for buffer in buffers if isinstance(buffer, disk.DiskBuffer)]
+        self._piece = min(disk.PIECE, max(map(len, data), default=0))
+        room = align(self._piece * max((each.itemsize for each in data), default=0), BLOCK)
         name = Name(Memory.DISK, "disk lane in the device")
-        lane = device.host(name, room, torch.uint8, pinned=True).data if sizes else None
-        self._lane = lane
+        self._lane = device.host(name, room, torch.uint8, pinned=True).data
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory of the lane."""
-        return 0 if self._lane is None else self._lane.nbytes
+        return self._lane.nbytes
 
-    def bring(self, tile: Tile, source: Buffer, to: Buffer, spans: Sequence[Span]) -> Any:
-        """Start copying a tile's `source` to free device memory; returns the event of its arrival.
+    def bring(self, tile: Tile, to: Buffer) -> Any:
+        """Start copying a tile's weights to free device memory; returns the event of their arrival.
 
-        Args: `spans`: the places of its parts in `to`.
+        This rank's blocks come to their places in `to`.
         """
-        device = self._device
+        device, source = self._device, tile.weights
         device.wait(DISK_WEIGHTS, tile.written, "disk weights due")
         # `.data` hides this thread's writes from autograd, which would take a write into one slot,
         # while a layer computes, for a change of all slots.
-        work = partial(self._read, source, to.data.data, spans)
+        work = partial(self._read, source, to.data.data, tile.spans)
         device.run(DISK_WEIGHTS, f"{source.name} -> {to.name}", work, [source], [to])
         return device.record(DISK_WEIGHTS)
 
     def _read(self, source: Buffer, to: torch.Tensor, spans: Sequence[Span]) -> None:
-        assert isinstance(source, disk.DiskBuffer) and self._lane is not None
+        assert isinstance(source, disk.DiskBuffer)
         for start in range(0, len(source.data), self._piece):
             part = source.data[start : start + self._piece]
             lane = self._lane[: align(part.nbytes, BLOCK)]
