@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
+from megatrain.compat.torch import pytree
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.engine.modules import Graph, State, StreamedModule, differentiable
 from megatrain.engine.saved_tensors import (
     HostOffload,
     KeepAttention,
-    KeptAttention,
-    KeptGraph,
     OffloadPlan,
     ReplayAttention,
     SavedTensors,
+    from_host,
     packed_bytes,
 )
 from megatrain.engine.sink import GradAccumulator
@@ -125,17 +125,20 @@ class Layer(StreamedModule):
         if saves is not None:
             inputs = {ref: value for ref, value in at.values.items() if ref in self.inputs}
             outside = [*at.micro.calls[self.visit].leaves, *self.program.buffers_of(self.visit)]
-            held = SavedTensors(at.slot.data, inputs, outside, leaving)
-            with held.saving():
+            saved = SavedTensors(at.slot.data, inputs, outside, leaving)
+            with saved.saving():
                 graph, produced = self._graph(at, saves)
-            held.let_go()
+            saved.let_go()
             graph.let_go()
-            self.waiting[at.index] = KeptGraph(graph, held)
+            graph.saved, self.waiting[at.index] = saved, graph
             return produced
         if train and self.policy.saves == "attention":
             with KeepAttention() as kept:
                 _, produced = self._graph(at)
-            self.waiting[at.index] = KeptAttention(kept.results, leaving)
+            results = kept.results
+            if leaving is not None:
+                results = pytree.tree_map_only(Tensor, leaving.view, results)
+            self.waiting[at.index] = results
             return produced
         with torch.no_grad():
             return self.program.layer(self.visit, self.weights(at.slot), at.micro, at.values)
@@ -170,11 +173,10 @@ class Layer(StreamedModule):
     ) -> Activations:
         """One micro-batch's gradients of the inputs; `returned`: tensors back from the host."""
         waiting = self.waiting.pop(at.index, None)
-        if isinstance(waiting, KeptGraph):
-            waiting.held.give_back(at.slot.data, at.values, returned)
-            return waiting.graph.backward(dh, accumulator)
-        kept = nullcontext() if waiting is None else ReplayAttention(waiting.results(returned))
-        with kept:
+        if isinstance(waiting, Graph):
+            waiting.saved.give_back(at.slot.data, at.values, returned)
+            return waiting.backward(dh, accumulator)
+        with nullcontext() if waiting is None else ReplayAttention(from_host(waiting, returned)):
             graph = self._graph(at)[0]  # not the outputs, which would live through the backward
         return graph.backward(dh, accumulator)
 

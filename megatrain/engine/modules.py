@@ -39,12 +39,15 @@ class Graph:
         parameters: the trained ones, by their names in the tile.
         edges: of the outputs that have a gradient.
         outputs: all of them.
+        saved: its SavedTensors, where it waits. They must not hold the graph, whose hooks hold
+            them: nothing frees such a cycle, since half of it is torch's.
     """
 
     inputs: dict[Any, Tensor]
     parameters: dict[str, Tensor]
     edges: dict[Ref, GradientEdge]
     outputs: set[Ref]
+    saved: Any = None
 
     def let_go(self) -> None:
         """Free the inputs' memory: autograd needs only their identity."""

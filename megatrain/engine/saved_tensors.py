@@ -12,7 +12,7 @@ the logarithms of the softmax's sums are all that its backward needs besides que
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from megatrain.base.units import align
 from megatrain.compat.torch import FakeTensor, TorchDispatchMode, memory_of, pytree, schema_of
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Kind, Memory, Name
-from megatrain.engine.modules import Graph, StreamedModule
+from megatrain.engine.modules import StreamedModule
 from megatrain.model.micro_batch import Activations
 
 _STEP = 256  # bytes: every tensor starts on a boundary that the widest loads like
@@ -130,34 +130,9 @@ class SavedTensors:
         return packed if isinstance(packed, Tensor) else packed.on(self._memory[packed.source])
 
 
-class KeptGraph(NamedTuple):
-    """A graph that waits, and the tensors that it saved.
-
-    The graph's hooks hold the saved tensors, which must not hold the graph: nothing frees such a
-    cycle, since half of it is torch's.
-    """
-
-    graph: Graph
-    held: SavedTensors
-
-
-class KeptAttention:
-    """Results of a layer's attention, on the device or on their way to the host."""
-
-    def __init__(self, results: list[Any], leaving: OffloadPlan | None) -> None:
-        leaves, self._spec = pytree.tree_flatten(results)
-        self._leaves = [
-            leaving.view(leaf) if leaving is not None and isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
-        ]
-
-    def results(self, returned: list[Tensor]) -> list[Any]:
-        """The results as `ReplayAttention` takes them."""
-        leaves = [
-            leaf.on(returned[leaf.source]) if isinstance(leaf, _View) else leaf
-            for leaf in self._leaves
-        ]
-        return pytree.tree_unflatten(leaves, self._spec)
+def from_host(results: list[Any], returned: list[Tensor]) -> list[Any]:
+    """Results of attention, of which `OffloadPlan.view` has sent some to the host, back again."""
+    return pytree.tree_map_only(_View, lambda view: view.on(returned[view.source]), results)
 
 
 @dataclass
