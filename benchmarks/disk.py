@@ -264,7 +264,7 @@ def in_engine(table: Table, file: PlaneFile, seconds: float) -> None:
 
 def main() -> None:
     given = parse(__doc__, folder=Path("/tmp"), gib=24, seconds=1.5, output=Path)
-    table, file = Table(given.folder), PlaneFile.create(given.folder, given.gib * GIB)
+    table, file = Table(given.folder), PlaneFile(given.folder, given.gib * GIB)
     print(f"direct access: {file.direct}; {' '.join(table.disk.queue())}")
     first = host_range("room", _REQUEST, torch.uint8).random_()
     quarter = file.num_bytes // 4

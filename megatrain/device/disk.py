@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,34 +52,28 @@ def disk_bytes(folder: str | os.PathLike[str], most: int | None) -> int:
 class PlaneFile:
     """Bytes on a disk, zeros at first. Threads may read and write different ranges at once."""
 
-    def __init__(self, handle: Any, folder: Path, num_bytes: int) -> None:
-        self.folder, self.num_bytes = folder, num_bytes
-        self._handle = handle
-        self.direct = pass_cache_by(handle.fileno())
-        if not self.direct:
-            _log.warning(
-                "%s: the file system has no direct access (O_DIRECT); planes on disk go through "
-                "the page cache, which takes host memory and is slower",
-                folder,
-            )
-
-    @classmethod
-    def create(cls, folder: str | os.PathLike[str], num_bytes: int) -> "PlaneFile":
+    def __init__(self, folder: str | os.PathLike[str], num_bytes: int) -> None:
         """A file of `num_bytes`, rounded up to whole blocks, in `folder`, all of its room taken.
 
         Raises:
             InputError: no file can be made in `folder`.
             DoesNotFit: the disk has less room.
         """
-        folder, num_bytes = Path(folder).expanduser(), align(num_bytes, BLOCK)
-        with explained(f"{folder}: no file for planes can be made there", of=OSError):
-            handle = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        self.folder, self.num_bytes = Path(folder).expanduser(), align(num_bytes, BLOCK)
+        with explained(f"{self.folder}: no file for planes can be made there", of=OSError):
+            self._handle = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
         try:
-            _take_room(handle.fileno(), folder, num_bytes)
+            _take_room(self._handle.fileno(), self.folder, self.num_bytes)
+            self.direct = pass_cache_by(self._handle.fileno())
         except BaseException:
-            handle.close()
+            self._handle.close()
             raise
-        return cls(handle, folder, num_bytes)
+        if not self.direct:
+            _log.warning(
+                "%s: the file system has no direct access (O_DIRECT); planes on disk go through "
+                "the page cache, which takes host memory and is slower",
+                self.folder,
+            )
 
     def read(self, offset: int, tensor: Tensor) -> None:
         """Fill `tensor` from byte `offset` on.

@@ -280,7 +280,7 @@ def disk_measurements(folder: Path, *, num_bytes: int = 2 * GIB) -> list[Measure
     def file() -> PlaneFile:
         if not wanted:
             raise DoesNotFit("too little disk space is free")
-        return PlaneFile.create(folder, wanted)
+        return PlaneFile(folder, wanted)
 
     def write(at: int) -> None:
         file().write(at, rooms[0])

@@ -471,7 +471,7 @@ class EngineSetup:
                     f"the placement keeps {size(every)} on the disk, and disk_space is "
                     f"{size(self.disk_space)}; raise it"
                 )
-            files.append(PlaneFile.create(self.disk, num_bytes))
+            files.append(PlaneFile(self.disk, num_bytes))
 
         try:
             self.ranks.agree(create)

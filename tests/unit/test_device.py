@@ -378,7 +378,7 @@ def file(request, tmp_path, monkeypatch):
     if request.param == "a Mac's":
         for name in ("O_DIRECT", "posix_fallocate", "posix_fadvise", "fdatasync"):
             monkeypatch.delattr(os, name, raising=False)
-    made = PlaneFile.create(tmp_path, BLOCKS * BLOCK)
+    made = PlaneFile(tmp_path, BLOCKS * BLOCK)
     yield made
     made.close()
 
@@ -406,7 +406,7 @@ def test_random_requests_are_those_of_a_bytearray(file):
 
 
 def test_the_file_has_no_name_and_leaves_with_its_last_user(tmp_path):
-    one, other = (PlaneFile.create(tmp_path, BLOCK) for _ in range(2))
+    one, other = (PlaneFile(tmp_path, BLOCK) for _ in range(2))
     assert os.listdir(tmp_path) == []
     one.write(0, drawn(BLOCK, 3))
     found = drawn(BLOCK, 4)
@@ -420,10 +420,10 @@ def test_the_file_has_no_name_and_leaves_with_its_last_user(tmp_path):
 
 def test_a_full_disk_is_told_at_the_start(tmp_path, monkeypatch):
     with pytest.raises(DoesNotFit, match=rf"{tmp_path}: no room .* 1048576.0 GiB wanted.*missing"):
-        PlaneFile.create(tmp_path, 1 << 50)
+        PlaneFile(tmp_path, 1 << 50)
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.EDQUOT), raising=False)
     with pytest.raises(DoesNotFit, match="quota exceeded"):
-        PlaneFile.create(tmp_path, BLOCK)
+        PlaneFile(tmp_path, BLOCK)
 
 
 @pytest.mark.skipif(not hasattr(os, "O_PATH"), reason="opens without access on Linux alone")
