@@ -38,7 +38,7 @@ from megatrain.model.capture import Call
 from megatrain.model.document_check import TOLERANCE, at_least_two, change_of, limits_of
 from megatrain.model.documents import OURS, set_to
 from megatrain.model.program import ModelProgram
-from megatrain.parallel.distributed import ALONE, Ranks, SequenceRanks
+from megatrain.parallel.distributed import ALONE, ProcessGroups, Ranks
 
 _TOKENS = 8  # of a share that is tried
 _TAKEN = ("input_ids", "labels", "position_ids", "attention_mask")
@@ -179,7 +179,7 @@ class RowTrial:
         self._share, self._program = share, program
         self._losses, self._limits = losses, limits_of(config)
         self._equal: set[tuple[int, int]] = set()
-        if not isinstance(share.ranks, SequenceRanks):
+        if not isinstance(share.ranks, ProcessGroups):
             return
         spec = program.spec
         for reason, applies in {
@@ -200,7 +200,7 @@ class RowTrial:
 
         Raises InputError: the model does not compute the same with rows cut between the ranks.
         """
-        if not isinstance(self._share.ranks, SequenceRanks):
+        if not isinstance(self._share.ranks, ProcessGroups):
             return
         size = self._share.ranks.size
         for micro in micro_batches:
@@ -275,7 +275,7 @@ def _same(every: Sequence[Call], alone: Sequence[Call], share: int) -> bool:
 
 # In a trial: the tokens of a row; masks that change anything in rows of this length are refused.
 _tried: ContextVar[int | None] = ContextVar("_tried", default=None)
-_ranks: list[SequenceRanks | None] = []  # by the number that a compiled graph knows them by
+_ranks: list[ProcessGroups | None] = []  # by the number that a compiled graph knows them by
 
 
 @torch.library.custom_op("megatrain::exchange", mutates_args=())
@@ -320,7 +320,7 @@ def _share(ranks: int, size: int, out: Tensor) -> Tensor:
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-def attention_of(size: int, ranks: SequenceRanks | None = None) -> str:
+def attention_of(size: int, ranks: ProcessGroups | None = None) -> str:
     """The name of the implementation for `size` ranks, each of which has its share of every row.
 
     Args: `ranks`: None: in a trial by one process, a micro-batch's rows are the shares of one row.

@@ -204,6 +204,7 @@ class ProcessGroups(Ranks):
         saves: like `host`, for the thread of a save.
         incoming, outgoing: groups for the device's gathers and sums, which run at the same time.
         parts: `shards` and `replicas`, if there are several hosts.
+        beneath: for what layers exchange, on the stream that computes; None: ranks share no rows.
     """
 
     together = True
@@ -211,6 +212,7 @@ class ProcessGroups(Ranks):
     incoming: ProcessGroup | None = None
     outgoing: ProcessGroup | None = None
     parts: tuple[Ranks, Ranks] | None = None
+    beneath: ProcessGroup | None = None
 
     @property
     def shards(self) -> Ranks:
@@ -261,6 +263,15 @@ class ProcessGroups(Ranks):
         with self._peer_errors():  # as integers: a sum with zeros keeps every bit
             dist.all_reduce(whole.view(torch.int32), group=self.host)
         return whole.view(tuple(shape))
+
+    def exchange_blocks(self, received: Tensor, sent: Tensor) -> None:
+        """Block n of `sent` `[size, ...]` goes to rank n; `received` has theirs, in their order.
+
+        Both are contiguous.
+        """
+        to, source = (t.view(self.size, -1).view(torch.uint8) for t in (received, sent))
+        with self._peer_errors():
+            dist.all_to_all_single(to, source, group=self.beneath)
 
     def _block(self, whole: Tensor) -> Tensor:
         block = len(whole) // self.size
@@ -414,26 +425,6 @@ def joined() -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class SequenceRanks(ProcessGroups):
-    """Ranks with a communicator for what layers exchange, beside those of gathers and sums.
-
-    Attributes:
-        beneath: that communicator; its work is on the stream that computes.
-    """
-
-    beneath: ProcessGroup | None = None
-
-    def exchange_blocks(self, received: Tensor, sent: Tensor) -> None:
-        """Block n of `sent` `[size, ...]` goes to rank n; `received` has theirs, in their order.
-
-        Both are contiguous.
-        """
-        to, source = (t.view(self.size, -1).view(torch.uint8) for t in (received, sent))
-        with self._peer_errors():
-            dist.all_to_all_single(to, source, group=self.beneath)
-
-
 def open_sequence_ranks(ranks: Ranks, device: torch.device, number: Any) -> Ranks:
     """The ranks that share every row: all of them, or this one alone. All ranks call this.
 
@@ -450,7 +441,7 @@ def open_sequence_ranks(ranks: Ranks, device: torch.device, number: Any) -> Rank
     if number == 1:
         return ALONE
     assert isinstance(ranks, ProcessGroups)
-    return SequenceRanks(**vars(ranks), beneath=_communicator(ranks.host, device))
+    return replace(ranks, beneath=_communicator(ranks.host, device))
 
 
 @cache  # as of the other communicators: they live as long as torch.distributed
