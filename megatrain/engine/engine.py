@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -269,7 +269,7 @@ class PlacedEngine:
             for unit in parts.encoded[:1]:
                 if not batch.has_media and unit.trained:
                     parts.sink.leave_out(unit.tile)
-            parts = _for_batch(parts, batch)
+            parts = parts.of(batch)
             parts = parts.under(self._policies(device=saves and not joint, host=saves))
             return train_step(replace(parts, passes=1) if joint else parts, batch)
 
@@ -383,7 +383,7 @@ class PlacedEngine:
         self, batch: Batch, finish: Callable[[Head, Buffer, Batch, State], Result]
     ) -> Result:
         with self._undisturbed():
-            return forward_only(_for_batch(self._parts, batch), batch, finish)
+            return forward_only(self._parts.of(batch), batch, finish)
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -580,11 +580,3 @@ class PlacedEngine:
 
     def __exit__(self, *error: Any) -> None:
         self.close()
-
-
-AnyParts = TypeVar("AnyParts", bound=Parts)
-
-
-def _for_batch(parts: AnyParts, batch: Batch) -> AnyParts:
-    """The parts of a step of this batch: with encoders, if it has images or sounds."""
-    return replace(parts, trunk=parts.encoded) if batch.has_media else parts

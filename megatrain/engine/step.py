@@ -9,7 +9,7 @@ are and what waits for what.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from torch import Tensor
 
@@ -43,6 +43,10 @@ class Parts:
     stream: Stream
     encoded: list[Unit]
 
+    def of(self, batch: Batch) -> Self:
+        """The parts of a step of this batch: with encoders, if it has images or sounds."""
+        return replace(self, trunk=self.encoded) if batch.has_media else self
+
 
 @dataclass
 class TrainingParts(Parts):
@@ -57,7 +61,7 @@ class TrainingParts(Parts):
     update: Update
     passes: int = 1
 
-    def under(self, policies: Sequence[ActivationPolicy]) -> "TrainingParts":
+    def under(self, policies: Sequence[ActivationPolicy]) -> Self:
         """These parts with other activation policies, one for each layer."""
         return replace(self, trunk=[unit.under(policies) for unit in self.trunk])
 
