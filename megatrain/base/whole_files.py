@@ -60,6 +60,10 @@ def forget_pages(descriptor: int, offset: int = 0, num_bytes: int = 0) -> None:
         os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
+BLOCK = 4096
+"""Past the page cache, offsets, lengths and addresses of requests are multiples of it."""
+
+
 def pass_cache_by(descriptor: int) -> bool:
     """Let whole blocks go past the page cache (O_DIRECT); False: the file system has no such way.
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatrain.base import huge_pages
-from megatrain.base.whole_files import fill, forget_pages, hidden, pass_cache_by
+from megatrain.base.whole_files import BLOCK, fill, forget_pages, hidden, pass_cache_by
 from megatrain.errors import InputError, RunFailed, explained, os_reason
 
 try:
@@ -33,7 +33,6 @@ _log = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20
 _DIRECT_BYTES = 8 << 20  # of a file that are on their way past the page cache
-_BLOCK = 4096  # what offset, length and address of such bytes are multiples of
 MAX_PIECE_BYTES = 256 << 20  # a reader makes room for one, whatever a manifest says
 
 PARTIAL, REPLACED, REMOVED = (f".checkpoint-{end}" for end in ("partial", "replaced", "removed"))
@@ -69,11 +68,11 @@ class NewFile:
         """Put `data` (bytes or a flat memoryview of them) at `offset`; one thread at a time."""
         left = memoryview(data)
         while len(left) > 0:
-            blocks = min(len(left) // _BLOCK * _BLOCK, _DIRECT_BYTES)
+            blocks = min(len(left) // BLOCK * BLOCK, _DIRECT_BYTES)
             if not self._direct:
                 count = self._write_cached(left, offset)
-            elif offset % _BLOCK or not blocks:
-                count = self._write_cached(left[: -offset % _BLOCK or len(left)], offset)
+            elif offset % BLOCK or not blocks:
+                count = self._write_cached(left[: -offset % BLOCK or len(left)], offset)
             else:
                 room = self._room[:blocks]
                 room[:] = np.frombuffer(left[:blocks], np.uint8)  # without Python's lock

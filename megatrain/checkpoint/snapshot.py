@@ -22,11 +22,12 @@ from torch import Tensor
 
 from megatrain import kernels
 from megatrain.base.units import align
+from megatrain.base.whole_files import BLOCK
 from megatrain.checkpoint import files, manifest
 from megatrain.checkpoint.read import planes_of
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, SAVE
-from megatrain.device.disk import BLOCK, DiskBuffer
+from megatrain.device.disk import DiskBuffer
 from megatrain.errors import DoesNotFit, RunFailed
 from megatrain.model.safetensors_io import DTYPE_NAMES, header_bytes
 from megatrain.store.store import Reader, Tier, Tile
@@ -34,7 +35,6 @@ from megatrain.telemetry.host import host_available_bytes, update_threads
 
 _log = logging.getLogger(__name__)
 
-_PAGE = 4096  # pieces fill whole pages of the page cache
 AT_ONCE = 4  # files that are written, and leave the device, at a time
 TO_LEAVE = 2 * AT_ONCE  # blocks: a file is written from one while it gets the next
 
@@ -101,7 +101,7 @@ def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
         n: torch.empty(lengths[n], dtype=p.dtype, device="meta") for n, p in planes.items()
     }
     metadata = {"tile": tile.name, "version": str(tile.version)}
-    header = header_bytes(described, metadata, boundary=_PAGE)
+    header = header_bytes(described, metadata, boundary=BLOCK)  # pieces fill whole pages
     end, pieces = len(header), []
     for plane, tensor in zip(planes.values(), described.values(), strict=True):
         buffer, tier, size = tile.planes[plane], tile.rests.tier(plane), plane.dtype.itemsize
@@ -218,7 +218,7 @@ class Snapshot:
             return
         kept = block[: piece.num_bytes]
         if isinstance(piece.source, DiskBuffer) and piece.source.at % BLOCK == 0:
-            piece.source.read(block[: align(piece.num_bytes, _PAGE)])
+            piece.source.read(block[: align(piece.num_bytes, BLOCK)])
         elif isinstance(piece.source, DiskBuffer):  # a rank's block of what is frozen
             kept.copy_(piece.source.values())
         else:

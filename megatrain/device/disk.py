@@ -20,14 +20,11 @@ from torch import Tensor
 
 from megatrain import kernels
 from megatrain.base.units import align, size
-from megatrain.base.whole_files import forget_pages, pass_cache_by
+from megatrain.base.whole_files import BLOCK, forget_pages, pass_cache_by
 from megatrain.device.base import Buffer
 from megatrain.errors import DoesNotFit, InputError, RunFailed, explained, os_reason
 
 _log = logging.getLogger(__name__)
-
-BLOCK = 4096
-"""Offsets, lengths and addresses of requests are multiples of it, as direct access demands."""
 
 # So many pieces of a read, and of a write, are on their way at once.
 PIECE_BYTES, THREADS = 8 << 20, 4

@@ -84,10 +84,6 @@ def add(total: Activations, refs: Sequence[Ref], gradients: Iterable[Tensor | No
     return total
 
 
-MEDIA_NAME = Name(Kind.PROLOGUE, "media")
-PROLOGUE_NAME = Name(Kind.PROLOGUE, "prologue")
-
-
 class StreamedModule:
     """The weights of one tile as a function.
 
@@ -179,8 +175,8 @@ class Media(StreamedModule):
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The features of every micro-batch, `[N]` values; none where there are no media."""
-        work = partial(self.forward, slot, train=train)
-        return self.each(MEDIA_NAME, batch, work, reads=[slot, *self.embedding.rows])
+        name, work = Name(Kind.PROLOGUE, "media"), partial(self.forward, slot, train=train)
+        return self.each(name, batch, work, reads=[slot, *self.embedding.rows])
 
     def forward(self, slot: Buffer, micro: MicroBatch, *, train: bool) -> Activations:
         """The features of one micro-batch."""
@@ -227,8 +223,8 @@ class Prologue(StreamedModule):
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The first activations of every micro-batch; `h` has the features of media, if any."""
-        work = partial(self.forward, slot)
-        return self.each(PROLOGUE_NAME, batch, work, h, reads=[slot, *self.embedding.rows])
+        name, work = Name(Kind.PROLOGUE, "prologue"), partial(self.forward, slot)
+        return self.each(name, batch, work, h, reads=[slot, *self.embedding.rows])
 
     def forward(self, slot: Buffer, micro: MicroBatch, h: Activations) -> Activations:
         """The first activations of one micro-batch."""

@@ -17,18 +17,16 @@ from torch import Tensor
 
 from megatrain import kernels
 from megatrain.base.units import align
+from megatrain.base.whole_files import BLOCK
 from megatrain.device import Buffer, Device, disk
 from megatrain.device.base import COMPUTE, DISK_IN, DISK_OUT, DISK_WEIGHTS, UPDATE, Memory, Name
-from megatrain.device.disk import BLOCK, PlaneFile
+from megatrain.device.disk import PlaneFile
 from megatrain.errors import InputError
 from megatrain.kernels.reference import UPDATE_BLOCK, join_block
 from megatrain.optim import Plane, PlaneKind, Rule, tile_planes
 from megatrain.parallel.distributed import Ranks
 from megatrain.placement import CPU_PLACEMENT, Placement
 from megatrain.tile import Entry, TileKind, TileLayout
-
-# Planes of different tiles start on pages of their own.
-_PAGE = 4096
 
 # What is copied to the device or from it lies in pinned memory.
 _PINNED = (PlaneKind.WEIGHTS, PlaneKind.GRADIENT)
@@ -229,7 +227,7 @@ class Tile:
             weights.copy_(high)  # onto itself: nothing
             remainder.copy_(low)
 
-    def read_master(self, entry: Entry, threads: int = 1) -> Tensor:
+    def read_master(self, entry: Entry) -> Tensor:
         """A CPU copy of a parameter's fp32 master; with several ranks, this rank's flat part of it.
 
         With several ranks, not for packed parameters.
@@ -243,7 +241,7 @@ class Tile:
             return weights.to("cpu", torch.float32, copy=True).view(shape)
         master = torch.empty(len(weights), dtype=torch.float32)
         remainder = rest.values(place).cpu()
-        kernels.join(weights.cpu(), remainder, master, threads=threads)
+        kernels.join(weights.cpu(), remainder, master)
         return master.view(shape)
 
     def copy_masters(self, threads: int = 1) -> None:
@@ -411,7 +409,7 @@ def planes(
     disk_room: disk.DiskRoom | None = None,
 ) -> list[Buffer]:
     """A buffer of one plane for each tile: a piece of one host range or file, or device memory."""
-    step = _PAGE // plane.dtype.itemsize
+    step = BLOCK // plane.dtype.itemsize  # planes of different tiles start on pages of their own
     lengths = [plane.own_numel(layout, rank) for layout in layouts]
     on_host = sum(
         align(numel, step) for numel, tier in zip(lengths, tiers, strict=True) if tier is Tier.HOST
