@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import cycle
 from typing import Any, Protocol
 
 import torch
@@ -175,7 +176,7 @@ class Sink:
             for tile in (visited if placement.passes > 1 else ())
             if tile not in their_own
         }
-        self._first, self._last, self._lane_index = True, True, 0
+        self._first, self._last, self._next_lane = True, True, cycle(self._lanes)
         self._collectives = shared.collectives
         self._reached = set[str]()  # by the encoders' gradient, of earlier passes as well
         self.squares = device.empty("squares", len(tiles) + 1, torch.float32)
@@ -270,7 +271,7 @@ class Sink:
         for span in tile.spans:
             left = max(0, min(span.numel, numel - span.at))  # the rest is frozen
             for start, stop in self._pieces(left):
-                lane = self._next_lane()
+                lane = next(self._next_lane)
                 device.wait(COMPUTE, lane.free, "outgoing buffer free")
                 self._round(accumulator, slice(span.at + start, span.at + stop), lane.buffer)
                 device.wait(COPY_OUT, device.record(COMPUTE), "gradient ready")
@@ -291,7 +292,7 @@ class Sink:
             to = sums.piece(first, first + len(source.data))
             lane = None
             if not tile.rests.local:
-                lane = self._next_lane()
+                lane = next(self._next_lane)
                 device.wait(COPY_IN, lane.free, "outgoing buffer free to return")
                 device.copy(COPY_IN, lane.buffer, source, len(source.data))
                 device.wait(COMPUTE, device.record(COPY_IN), "gradient returned")
@@ -301,10 +302,6 @@ class Sink:
             if lane is not None:
                 lane.free = device.record(COMPUTE)
         return GradAccumulator(tile, sums)
-
-    def _next_lane(self) -> Lane:
-        self._lane_index += 1
-        return self._lanes[self._lane_index % len(self._lanes)]
 
     def _round(self, accumulator: GradAccumulator, part: slice, to: Buffer) -> None:
         def work() -> None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Directions:
         device, tiles = shared.device, shared.tiles
         directed = {t.index: [e for e in t.layout.trainable if rule.directed(e)] for t in tiles}
         self._directed = {index: entries for index, entries in directed.items() if entries}
-        self._next_room, self._fetched = 0, {}  # type: ignore[var-annotated]
+        self._fetched: dict[int, Lane] = {}
         with_state = [tile for tile in tiles if tile.index in self._directed]
         outside = [tile for tile in with_state if tile.layout.kind is not TileKind.LAYER]
         if outside:
@@ -61,13 +62,14 @@ class Directions:
             )
         moving = [tile for tile in with_state if not tile.rests.local]
         numels = [stop - start for start, stop in map(self._range, moving)]
-        self._rooms = [
+        rooms = [
             Lane(device.empty(Name(Memory.GRADIENTS, name), max(numels), torch.float32))
             for name in (f"state {i} of directions" for i in range(_ROOMS if numels else 0))
         ]
-        for room in self._rooms:
+        for room in rooms:
             device.run(COMPUTE, "allocate state of directions", lambda: None, writes=[room.buffer])
             room.free = device.record(COMPUTE)
+        self._next_room = cycle(rooms)
 
     def has_any(self, tile: Tile) -> bool:
         """True if a tile has parameters whose gradients become directions."""
@@ -97,8 +99,7 @@ class Directions:
         """Start copying the state to the device, ahead of the time its gradient is complete."""
         if not self.has_any(tile) or tile.rests.local:
             return
-        room, device = self._rooms[self._next_room % _ROOMS], self._device
-        self._next_room += 1
+        room, device = next(self._next_room), self._device
         self._fetched[tile.index], state = room, self._state(tile)
         to = room.buffer.piece(0, len(state.data))
         device.wait(COPY_IN, room.free, "directions' room free")

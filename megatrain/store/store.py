@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from itertools import chain
+from itertools import chain, cycle
 from typing import Any
 
 import torch
@@ -473,7 +473,7 @@ class DiskStaging:
             )
             for i in range(LANES if numels else 0)
         ]
-        self._turn = 0
+        self._next_lane = cycle(self._lanes)
 
     @property
     def host_bytes(self) -> int:
@@ -497,8 +497,7 @@ class DiskStaging:
             stop = min(start + self._piece, own_numel(tile))
             places = {plane: plane.place(start, stop) for plane in tile.planes}
             parts = {p: b.piece(places[p].start, places[p].stop) for p, b in tile.planes.items()}
-            lane = self._lanes[self._turn % len(self._lanes)]
-            self._turn += 1
+            lane = next(self._next_lane)
             present = [plane for plane in planes if len(parts[plane].data)]  # some end earlier
             rooms = self._rooms(lane, {plane: parts[plane] for plane in present})
             device.wait(DISK_IN, lane.free, "disk lane free")
