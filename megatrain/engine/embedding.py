@@ -290,14 +290,20 @@ class Embedding:
         self._device.wait(COMPUTE, table.free, "rows arrived")
 
     def _add_up(self, table: _Table, batch: Batch) -> None:
-        """Measure the sums, and round them into `rows`; of a tied table `rows` are added first."""
+        """Measure the sums and round them into `rows`, which are added first if the table is tied.
+
+        The sink has measured the dense gradient of these rows: `|sums + dense|^2 - |dense|^2`.
+        """
         rows, sums = table.own_rows(table.rows, batch).data, table.own_rows(table.sums, batch).data
+        squares = self.sink.squares.data
 
         def work() -> None:
-            dense = rows.float() if table.tied else None
-            self.sink.measure_rows(sums, dense)
-            if dense is not None:
+            if table.tied:
+                dense = rows.float()
+                squares[-1] += torch.dot(sums, sums + 2 * dense)
                 sums.add_(dense)
+            else:
+                squares[-1] += torch.linalg.vector_norm(sums) ** 2
             rows.copy_(sums)
 
         writes = [table.rows, table.sums, self.sink.squares]

@@ -310,13 +310,6 @@ class Sink:
         name = Name(Kind.ROUND, f"round {accumulator.tile.name}")
         self._device.run(COMPUTE, name, work, [accumulator.sums], [to])
 
-    def measure_rows(self, rows: Tensor, dense: Tensor | None = None) -> None:
-        """Add `|rows|^2`; or `|rows + dense|^2 - |dense|^2`: `put` has measured `dense`."""
-        if dense is None:
-            self.squares.data[-1] += torch.linalg.vector_norm(rows) ** 2
-        else:
-            self.squares.data[-1] += torch.dot(rows.flatten(), (rows + 2 * dense).flatten())
-
     def claim(self, tile: Tile, stream: str) -> Lane:
         """The host gradient for a tile; later work of `stream` may write it."""
         if tile.index in self._own:
