@@ -24,6 +24,7 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Kind, Memory, Name
 from megatrain.engine.modules import StreamedModule
 from megatrain.model.micro_batch import Activations
+from megatrain.store.store import Lane
 
 _STEP = 256  # bytes: every tensor starts on a boundary that the widest loads like
 
@@ -136,14 +137,6 @@ def from_host(results: list[Any], returned: list[Tensor]) -> list[Any]:
 
 
 @dataclass
-class _Lane:
-    name: str
-    buffer: Buffer | None = None
-    busy: Any = None  # leaving: the copy out is done; returning: the work that read it is done
-    ready: Any = None  # returning: the copy in is done
-
-
-@dataclass
 class _Item:
     room: Buffer
     num_bytes: int
@@ -165,8 +158,8 @@ class HostOffload:
 
     def __init__(self, device: Device, what: str, leaving: int, returning: int) -> None:
         self._device, self._what = device, what
-        self._out = [_Lane(f"leaving {what} {i}") for i in range(leaving)]
-        self._in = [_Lane(f"returning {what} {i}") for i in range(returning)]
+        self._out = [_lane(f"leaving {what} {i}") for i in range(leaving)]
+        self._in = [_lane(f"returning {what} {i}") for i in range(returning)]
         self._rooms: dict[Hashable, _Rooms] = {}
         self._items: dict[Hashable, _Item] = {}
         self._order: list[Hashable] = []
@@ -193,7 +186,7 @@ class HostOffload:
                 self._device.free(room)
         self._rooms.clear()
         for lane in (*self._out, *self._in):
-            lane.buffer = None
+            lane.buffer, lane.free = _lane(lane.buffer.name).buffer, None
 
     def send(
         self, group: Hashable, key: Hashable, tensors: Sequence[Tensor], later_bytes: int = 0
@@ -208,7 +201,7 @@ class HostOffload:
         device, lane = self._device, self._out[self._sent % len(self._out)]
         self._sent += 1
         num_bytes = packed_bytes(tensors)
-        device.wait(COMPUTE, lane.busy, f"leaving {self._what} lane free")
+        device.wait(COMPUTE, lane.free, f"leaving {self._what} lane free")
         buffer = self._sized(lane, num_bytes)
         stage = partial(_pack, tensors, buffer.data)
         staged = Name(Kind.PACK, f"stage {self._what}")
@@ -216,15 +209,15 @@ class HostOffload:
         device.wait(COPY_OUT, device.record(COMPUTE), f"{self._what} ready")
         room = self._room(group, key, num_bytes, later_bytes)
         device.copy(COPY_OUT, room, buffer, num_bytes)
-        lane.busy = device.record(COPY_OUT)
+        lane.free = device.record(COPY_OUT)
         sizes = [(tensor.shape, tensor.dtype, tensor.nbytes) for tensor in tensors]
-        self._items[key] = _Item(room, num_bytes, sizes, lane.busy)
+        self._items[key] = _Item(room, num_bytes, sizes, lane.free)
 
     def expect(self, *takes: Sequence[Hashable]) -> None:
         """Announce the keys of the next `take`s, in their order; they come before earlier ones."""
         self._order = [key for keys in takes for key in keys] + self._order
         for index in range(len(self._in), max(map(len, takes), default=0)):
-            self._in.append(_Lane(f"returning {self._what} {index}"))
+            self._in.append(_lane(f"returning {self._what} {index}"))
 
     def take(self, num: int) -> Iterator[tuple[list[list[Tensor]], list[Buffer]]]:
         """Yield the next `num` items and their buffers, which hold until the iterator goes on."""
@@ -236,10 +229,10 @@ class HostOffload:
         items = [
             _views(self._items[key], lane.buffer) for key, lane in zip(keys, lanes, strict=True)
         ]
-        yield items, [lane.buffer for lane in lanes if lane.buffer is not None]
+        yield items, [lane.buffer for lane in lanes]
         done = self._device.record(COMPUTE)
         for lane in lanes:
-            lane.busy = done
+            lane.free = done
         self._num_taken += num
 
     def fetch_ahead(self) -> None:
@@ -250,18 +243,18 @@ class HostOffload:
             lane = self._in[self._fetched % len(self._in)]
             buffer = self._sized(lane, item.num_bytes)
             self._device.wait(COPY_IN, item.landed, f"{self._what} landed")
-            self._device.wait(COPY_IN, lane.busy, f"returning {self._what} lane free")
+            self._device.wait(COPY_IN, lane.free, f"returning {self._what} lane free")
             self._device.copy(COPY_IN, buffer, item.room, item.num_bytes)
             lane.ready = self._device.record(COPY_IN)
             self._fetched += 1
 
-    def _sized(self, lane: _Lane, num_bytes: int) -> Buffer:
-        if lane.buffer is None or lane.buffer.data.nbytes < num_bytes:
-            lane.buffer = None  # what it had is given back first
-            name = Name(Memory.LANES, lane.name)
+    def _sized(self, lane: Lane, num_bytes: int) -> Buffer:
+        if lane.free is None or lane.buffer.data.nbytes < num_bytes:
+            name = Name(Memory.LANES, lane.buffer.name)
+            lane.buffer = _lane(name).buffer  # what it had is given back first
             lane.buffer = self._device.empty(name, num_bytes, torch.uint8)
             # Device memory is free to use only in the order of COMPUTE, where it was given.
-            lane.busy = self._device.record(COMPUTE)
+            lane.free = self._device.record(COMPUTE)
         return lane.buffer
 
     def _room(self, group: Hashable, key: Hashable, num_bytes: int, later_bytes: int) -> Buffer:
@@ -285,6 +278,11 @@ class HostOffload:
         return Buffer(f"{self._what} {key}", data)
 
 
+def _lane(name: str) -> Lane:
+    """A lane whose memory is taken when it is first used, and its size is known."""
+    return Lane(Buffer(name, torch.empty(0, dtype=torch.uint8)))
+
+
 def packed_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of an item's tensors, each aligned."""
     stop = 0
@@ -300,10 +298,9 @@ def _pack(tensors: Sequence[Tensor], flat: Tensor) -> None:
         offset += align(tensor.nbytes, _STEP)
 
 
-def _views(item: _Item, buffer: Buffer | None) -> list[Tensor]:
+def _views(item: _Item, buffer: Buffer) -> list[Tensor]:
     views, offset = [], 0
     for shape, dtype, num_bytes in item.tensors:
-        assert buffer is not None
         views.append(buffer.data[offset : offset + num_bytes].view(dtype).view(shape))
         offset += align(num_bytes, _STEP)
     return views
