@@ -25,7 +25,7 @@ from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.model.micro_batch import MicroBatch
 from megatrain.optim import Plane
-from megatrain.parallel.distributed import ALONE, Foreseen
+from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Placement
 from megatrain.source.tiles import DTYPES, Model
 from megatrain.store.store import DiskStaging, Lane, Store, Tile, own_numel
@@ -197,7 +197,7 @@ def forecast(
         model,
         placement,
         measured,
-        ranks=Foreseen(0, ranks, model.ranks, hosts=model.hosts) if ranks > 1 else ALONE,
+        ranks=Ranks(0, ranks, model.ranks, hosts=model.hosts),
         sinks=CoarseSink,
         staging=_CoarseDiskStaging,
         unpacking=declared.unpack,

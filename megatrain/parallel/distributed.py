@@ -15,7 +15,7 @@ from functools import cache, partial
 from itertools import takewhile
 from math import prod
 from operator import eq
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,25 +54,28 @@ def patience() -> timedelta:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that share a model; this base class: a process that is alone.
+    """This process among those that share a model; this base class: alone, or in a forecast.
 
     Attributes:
         rank: its number.
         size: the number of ranks.
         on_host: ranks that share this machine's memory and cores.
         hosts: groups of `size / hosts` consecutive ranks that each keep the whole model.
-        together: True if there are collectives.
         host: their group of torch.distributed for CPU tensors and objects.
         link_gbps: GB/s that a device receives in a gather; None where nobody measured.
     """
 
-    together: ClassVar[bool] = False
     rank: int = 0
     size: int = 1
     on_host: int = 1
     host: ProcessGroup | None = None
     link_gbps: float | None = None
     hosts: int = 1
+
+    @property
+    def together(self) -> bool:
+        """True if there are collectives."""
+        return self.size > 1
 
     @property
     def shards(self) -> "Ranks":
@@ -190,12 +193,6 @@ def require_same(values: Sequence[Mapping[str, str]]) -> None:
 ALONE = Ranks()
 
 
-class Foreseen(Ranks):
-    """Ranks of a forecast: what they do together is priced, not done."""
-
-    together = True
-
-
 @dataclass(frozen=True)
 class ProcessGroups(Ranks):
     """Ranks of an initialised torch.distributed.
@@ -207,7 +204,6 @@ class ProcessGroups(Ranks):
         beneath: for what layers exchange, on the stream that computes; None: ranks share no rows.
     """
 
-    together = True
     saves: ProcessGroup | None = None
     incoming: ProcessGroup | None = None
     outgoing: ProcessGroup | None = None
@@ -314,7 +310,7 @@ def open_ranks(group: ProcessGroup | DeviceMesh | None, device: torch.device) ->
 
 @cache  # a new group can get a destroyed group's name, and with it that group's leftover keys
 def connected(group: ProcessGroup, device: torch.device, hosts: int = 1) -> Ranks:
-    """The ranks of a group (one or more), on `hosts` hosts that each keep the whole model."""
+    """The ranks of a group, on `hosts` hosts that each keep the whole model."""
     members, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     whole = _opened(members, device)
     names = whole.all_gather_object(socket.gethostname())

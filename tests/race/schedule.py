@@ -163,8 +163,6 @@ def schedules() -> Iterator[dict]:
 class Alike(Ranks):
     """A rank whose others have the same micro-batches."""
 
-    together = True
-
     def all_gather_object(self, value: T) -> list[T]:
         return [value] * self.size
 
