@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from operator import call
 
 import torch
 from torch import Tensor
@@ -42,13 +43,7 @@ def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> N
     for mismatch in _mismatches(checkpoint, tiles):
         raise InputError(f"{checkpoint.folder}: {mismatch}; it is of another model or precision")
     with ThreadPoolExecutor(threads, thread_name_prefix="read-checkpoint") as pool:
-        running = [pool.submit(read) for read in _pieces(checkpoint, tiles)]
-        try:
-            for future in running:
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        list(pool.map(call, _pieces(checkpoint, tiles)))  # after an error the rest is cancelled
     records = checkpoint.manifest.tiles
     versions = {record.name: record.version for record in records}
     versions |= {p.name: record.version for record in records for p in record.parameters}
