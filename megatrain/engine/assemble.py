@@ -92,7 +92,7 @@ class Assembly(Shared):
         in_order = sorted(waiting, key=lambda tile: tile.index)
         sink = self.sinks(self, in_order, update, work)
         parts = self._parts(sink, work)
-        saved: DeviceBoundaries | HostBoundaries = DeviceBoundaries()
+        saved: DeviceBoundaries | HostBoundaries = DeviceBoundaries(device)
         if placement.layer_inputs == "host":
             saved = HostBoundaries(device, placement.layer_input_lanes)
         return TrainingParts(

@@ -28,7 +28,7 @@ from megatrain.store.store import Lane
 
 _STEP = 256  # bytes: every tensor starts on a boundary that the widest loads like
 
-_GIVE = Name(Kind.NOTE, "give")
+_KEEP, _GIVE = Name(Kind.NOTE, "keep"), Name(Kind.NOTE, "give")
 _WEIGHTS = "weights"
 
 
@@ -307,27 +307,41 @@ def _views(item: _Item, buffer: Buffer) -> list[Tensor]:
 
 
 class DeviceBoundaries:
-    """Keeps layer inputs on the device."""
+    """Keeps layer inputs on the device.
+
+    Keeping and giving are pieces of work, so that the launching thread is no further ahead.
+    """
 
     host_bytes = 0
 
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._kept: list[Activations] = []
+
     def begin(self, num_micro: int) -> None:
         """Forget everything; a step of `num_micro` micro-batches begins."""
-        self._kept: list[Activations] = [{} for _ in range(num_micro)]
+        self._kept = [{} for _ in range(num_micro)]
 
     def put(self, unit: StreamedModule, h: list[Activations]) -> None:
         """Keep those inputs of `unit` that no unit before it reads."""
-        for kept, values in zip(self._kept, h, strict=True):
-            # Where nothing is computed there are no values, nor does a forward always add some.
-            kept.update({ref: values[ref] for ref in unit.new_inputs if values and ref in values})
+
+        def keep(kept: Activations, values: Activations) -> None:
+            kept.update({ref: values[ref] for ref in unit.new_inputs if ref in values})
+
+        for pair in zip(self._kept, h, strict=True):
+            self._device.run(COMPUTE, _KEEP, partial(keep, *pair))
 
     def take(self, unit: StreamedModule) -> Iterator[Activations]:
         """The unit's inputs, one micro-batch after the other; each holds until the next."""
-        for kept in self._kept:
+
+        def give(kept: Activations) -> Activations:
             inputs = {ref: kept[ref] for ref in unit.inputs if ref in kept}
             for ref in unit.new_inputs:
                 kept.pop(ref, None)
-            yield inputs
+            return inputs
+
+        for kept in self._kept:
+            yield self._device.run(COMPUTE, _GIVE, partial(give, kept))
 
 
 class HostBoundaries:
@@ -351,6 +365,7 @@ class HostBoundaries:
     def put(self, unit: StreamedModule, h: list[Activations]) -> None:
         """Send those inputs of `unit` to the host that no unit before it reads."""
         keys = [(index, ref) for index in range(self._num_micro) for ref in unit.new_inputs]
+        # Where nothing is computed there are no values, nor does a forward always add some.
         values = [[h[i][ref].contiguous()] if h[i] and ref in h[i] else [] for i, ref in keys]
         later_bytes = sum(map(packed_bytes, values))
         for key, tensors in zip(keys, values, strict=True):
