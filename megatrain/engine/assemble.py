@@ -108,17 +108,16 @@ class Assembly(Shared):
         return Parts(trunk, head, embedding, stream, encoded)
 
     def _units(self, embedding: Embedding) -> tuple[list[Unit], Head]:
-        device, program = self.device, self.program
-        trunk: list[Unit] = [Prologue(device, program, self.prologue, embedding)]
-        for visit, (tile, policy) in enumerate(zip(self.layers, self.policies(), strict=True)):
-            trunk.append(Layer(device, program, tile, visit, policy, self._offload))
+        trunk: list[Unit] = [Prologue(self, self.prologue, embedding)]
+        for visit, policy in enumerate(self.policies()):
+            trunk.append(Layer(self, visit, policy, self._offload))
 
         @cache
         def summed(loss: Loss) -> Summed:
             return self._compiled(loss.summed, "the loss")
 
-        tokens = self.placement.head_tokens
-        head = Head(device, program, self.head, tokens, summed, self.collectives)
+        tokens, collectives = self.placement.head_tokens, self.collectives
+        head = Head(self.device, self.program, self.head, tokens, summed, collectives)
         return trunk, head
 
     def _encoded(self, trunk: Sequence[Unit], embedding: Embedding) -> list[Unit]:
@@ -129,7 +128,7 @@ class Assembly(Shared):
         prologue, *layers = map(copy, trunk)
         if not self.media or not isinstance(prologue, Prologue):
             return []
-        media = Media(self.device, self.program, self.media[0], embedding)
+        media = Media(self, self.media[0], embedding)
         prologue.inputs = prologue.new_inputs = [FEATURES]
         for unit in layers:
             if isinstance(unit, Layer):

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from megatrain.compat.torch import pytree
-from megatrain.device import Buffer, Device
+from megatrain.device import Buffer
 from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.engine.modules import Graph, State, StreamedModule, differentiable
 from megatrain.engine.saved_tensors import (
@@ -23,14 +23,11 @@ from megatrain.engine.saved_tensors import (
     from_host,
     packed_bytes,
 )
+from megatrain.engine.shared import Shared
 from megatrain.engine.sink import GradAccumulator
 from megatrain.model.capture import ADDED, Ref
 from megatrain.model.micro_batch import Activations, Batch, MicroBatch
 from megatrain.placement import ActivationPolicy, Saves
-from megatrain.store.store import Tile
-
-if TYPE_CHECKING:
-    from megatrain.model.program import ModelProgram
 
 
 @dataclass(frozen=True)
@@ -54,17 +51,11 @@ class Layer(StreamedModule):
     """
 
     def __init__(
-        self,
-        device: Device,
-        program: "ModelProgram",
-        tile: Tile,
-        visit: int,
-        policy: ActivationPolicy,
-        offload: HostOffload,
+        self, shared: Shared, visit: int, policy: ActivationPolicy, offload: HostOffload
     ) -> None:
         """Args: `offload` moves tensors that `policy` saves on the host."""
-        spec = program.spec
-        super().__init__(device, program, tile, spec.layers[visit].name + ".")
+        spec, tile = shared.program.spec, shared.layers[visit]
+        super().__init__(shared.device, shared.program, tile, spec.layers[visit].name + ".")
         self.name = Name(Kind.LAYER, f"layer {visit}")
         self.backward_name = Name(Kind.LAYER_BACKWARD, f"{self.name} backward")
         self.visit, self.policy, self.offload = visit, policy, offload

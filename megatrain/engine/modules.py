@@ -17,6 +17,7 @@ from megatrain.base.seeds import derived_seed
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.engine.embedding import Embedding
+from megatrain.engine.shared import Shared
 from megatrain.engine.sink import GradAccumulator
 from megatrain.model.capture import FEATURES, MEDIA, PROLOGUE, Ref
 from megatrain.model.media import FrozenParts
@@ -165,13 +166,11 @@ class Media(StreamedModule):
 
     visit = MEDIA
 
-    def __init__(
-        self, device: Device, program: "ModelProgram", tile: Tile, embedding: Embedding
-    ) -> None:
-        super().__init__(device, program, tile)
+    def __init__(self, shared: Shared, tile: Tile, embedding: Embedding) -> None:
+        super().__init__(shared.device, shared.program, tile)
         self.embedding = embedding
         still = {entry.name for entry in tile.layout.entries if entry.group is None}
-        self.frozen = FrozenParts(program.capture.model, still)
+        self.frozen = FrozenParts(self.program.capture.model, still)
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The features of every micro-batch, `[N]` values; none where there are no media."""
@@ -211,10 +210,8 @@ class Prologue(StreamedModule):
 
     visit = PROLOGUE
 
-    def __init__(
-        self, device: Device, program: "ModelProgram", tile: Tile, embedding: Embedding
-    ) -> None:
-        super().__init__(device, program, tile)
+    def __init__(self, shared: Shared, tile: Tile, embedding: Embedding) -> None:
+        super().__init__(shared.device, shared.program, tile)
         self.embedding = embedding
 
     @property
