@@ -100,7 +100,7 @@ class Assembly(Shared):
         )
 
     def _parts(self, sink: Sink | None, work: ScratchArena) -> Parts:
-        embedding = Embedding(self, self.program.spec.gathered, self.head, sink, work)
+        embedding = Embedding(self, sink, work)
         trunk, head = self._units(embedding)
         encoded = self._encoded(trunk, embedding)
         _end_backward(trunk)

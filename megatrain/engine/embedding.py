@@ -11,7 +11,6 @@ sums of their gradients are summed to the rows' owners.
 Legend: U distinct tokens of the step, V rows of a table, D width of a table.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -95,22 +94,14 @@ class _Table:
 class Embedding:
     """Gathers rows for the prologue and takes their gradients back."""
 
-    def __init__(
-        self,
-        shared: Shared,
-        names: Sequence[str],
-        tied: Tile,
-        sink: Sink | None,
-        work: ScratchArena,
-    ) -> None:
-        """Args: `names` of the gathered tables; `tied` the head's tile."""
+    def __init__(self, shared: Shared, sink: Sink | None, work: ScratchArena) -> None:
         self._device, self._threads, self._dtype = shared.device, shared.threads, shared.dtype
         self.sink: Any = sink  # None where nothing is trained
         self._work, self._keep_rows = work, shared.placement.keep_rows
         self._collectives = shared.collectives
         self._tables = [
-            _Table(tile, tile.layout.by_name[name], tile is tied)
-            for name in names
+            _Table(tile, tile.layout.by_name[name], tile is shared.head)
+            for name in shared.program.spec.gathered
             for tile in shared.tiles
             if name in tile.layout.by_name
         ]
