@@ -209,9 +209,7 @@ def resumed_placement(
         return wanted
     if checkpoint.settings.device != device:
         return "auto"
-    # What an earlier version left unset, and this one has given up, is no choice.
-    known, choices = {setting.name for setting in fields(Placement)}, checkpoint.settings.placement
-    saved = {n: v for n, v in choices.items() if n in known or v is not None}
+    saved = checkpoint.settings.placement
     problem, remedy = "its placement is of another version", "give one: placement='auto'"
     with explained(f"{checkpoint.folder}: {problem}", remedy, of=(LookupError, TypeError)):
         return Placement(**renamed(saved) | {"resident": tuple(saved["resident"])})
