@@ -56,23 +56,17 @@ class Saving:
     """
 
     def __init__(
-        self,
-        device: Device,
-        folder: Path,
-        contents: Contents,
-        jobs: list[snapshot.TileFile],
-        spare: snapshot.StagingBlocks,
-        ranks: Ranks,
+        self, saver: "Saver", folder: Path, contents: Contents, jobs: list[snapshot.TileFile]
     ) -> None:
         """Begin the save; each rank writes its pieces, and rank 0 everything else."""
-        self._ranks = ranks
+        self._device, self._ranks = saver.device, saver.ranks.second_group
         self.folder, self.step = folder, contents.settings.steps
         self.num_bytes = sum(job.num_bytes for job in jobs)
         self.error: RunFailed | None = None
         self.seconds: float | None = None
         self._named = False
-        self.snapshot = snapshot.Snapshot(spare)
-        self._device, self._contents, self._jobs = device, contents, jobs
+        self.snapshot = snapshot.Snapshot(saver.spare)
+        self._contents, self._jobs = contents, jobs
         self._started = time.perf_counter()
         # No daemon: a program that ends without `close` still has its checkpoint.
         self._thread = start_thread(f"save of step {self.step} to {folder}", self._run)
@@ -280,7 +274,7 @@ class Saver:
         ranks: Ranks = ALONE,
     ) -> None:
         """Args: `reverse`: the last tile is the first to be updated; others as of StagingBlocks."""
-        self._device, self._tiles, self._ranks = device, tiles, ranks
+        self.device, self._tiles, self.ranks = device, tiles, ranks
         self._reverse = reverse
         self.spare = snapshot.StagingBlocks(device, spare_bytes, host_limit)
         self.last: Saving | None = None
@@ -299,11 +293,10 @@ class Saver:
             self.spare.prepare(pieces, leaving=leaving, background=background)
             return str(folder)
 
-        require_same([{"folder to save to": path} for path in self._ranks.agree(prepare)])
-        ranks = self._ranks.second_group
-        self.last = Saving(self._device, folder, contents, jobs, self.spare, ranks)
+        require_same([{"folder to save to": path} for path in self.ranks.agree(prepare)])
+        self.last = Saving(self, folder, contents, jobs)
         try:
-            self.last.snapshot.start(self._device, jobs)
+            self.last.snapshot.start(self.device, jobs)
         except BaseException:
             self.last.abandon()
             with suppress(RunFailed):  # nothing of it is left when the caller hears of it

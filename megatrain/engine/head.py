@@ -173,9 +173,9 @@ class Head(StreamedModule):
 
         @torch.no_grad()
         def share(micro: MicroBatch, values: Activations) -> Tensor:
-            chunks, summed = self._chunks(self.weights(slot), micro, values), self._summed
-            parts = chunk_results(*chunks, self._tokens, summed(micro.loss), _flat(micro.extras))
-            zero = torch.zeros((), dtype=torch.float32, device=chunks[1].device)
+            summed = self._summed(micro.loss)
+            parts = self._of_chunks(slot, micro, values, self._tokens, summed)
+            zero = torch.zeros((), dtype=torch.float32, device=self.program.device)
             return sum(parts, zero) / batch.normaliser
 
         joint = self._weighed(slot, batch, h)[1]
@@ -189,9 +189,7 @@ class Head(StreamedModule):
     def token_losses(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Tensor:
         """`losses` of one micro-batch."""
         tokens = -(-self._tokens // 4)  # this code is not compiled, so it takes more memory a token
-        chunks = self._chunks(self.weights(slot), micro, values)
-        parts = chunk_results(*chunks, tokens, micro.loss.each_of, _flat(micro.extras))
-        losses = torch.cat([*parts])
+        losses = torch.cat([*self._of_chunks(slot, micro, values, tokens, micro.loss.each_of)])
         losses = losses.view(*micro.rows.ids.shape, *losses.shape[1:])
         assert micro.targets is not None
         return micro.loss.pooled(losses, micro.targets)
@@ -206,6 +204,17 @@ class Head(StreamedModule):
             return self.program.logits(weights, micro, output).float().cpu()
 
         return self.each(_NAME, batch, logits, h, reads=[slot])
+
+    def _of_chunks(
+        self, slot: Buffer, micro: MicroBatch, values: Activations, tokens: int, results: Summed
+    ) -> Iterator[Tensor]:
+        """Apply `results`, such as `Loss.summed`, to the logits of each chunk of `tokens`."""
+        logits_of, hidden_ND, targets_N = self._chunks(self.weights(slot), micro, values)
+        extras = _flat(micro.extras)
+        for start in range(0, len(hidden_ND), tokens):
+            rows = slice(start, start + tokens)
+            logits = logits_of(hidden_ND[None, rows])
+            yield results(logits[0], targets_N[rows], *(extra[rows] for extra in extras))
 
     def _chunks(
         self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations
@@ -223,21 +232,3 @@ class Head(StreamedModule):
 
 def _flat(extras: Sequence[Tensor]) -> list[Tensor]:
     return [extra.flatten(0, 1) for extra in extras]
-
-
-def chunk_results(
-    head: Callable[[Tensor], Tensor],
-    hidden_ND: Tensor,
-    targets_N: Tensor,
-    tokens: int,
-    results: Summed,
-    extras: Sequence[Tensor] = (),
-) -> Iterator[Tensor]:
-    """Apply `results`, such as `Loss.summed`, to the logits of each chunk of `tokens`.
-
-    Args: `head`: hidden `[1, C, D]` to logits `[1, C, V]`; `extras` `[N]` or `[N, K]`.
-    """
-    for start in range(0, len(hidden_ND), tokens):
-        rows = slice(start, start + tokens)
-        logits = head(hidden_ND[None, rows])
-        yield results(logits[0], targets_N[rows], *(extra[rows] for extra in extras))

@@ -196,7 +196,7 @@ class _Run:
 
     Attributes:
         version: the number of updates, with this one; None: this one leaves the elements alone.
-        directed: the gradient has been replaced by a direction, already clipped.
+        scale: the clipping factor; 1 where the gradient is a direction, already clipped.
     """
 
     group: dict[str, Any]
@@ -204,7 +204,7 @@ class _Run:
     stop: int
     states: Sequence[Plane]
     version: int | None
-    directed: bool = False
+    scale: float
 
     def within(self, first: int, last: int) -> "_Run":
         """The part of this run that lies between two elements."""
@@ -400,12 +400,15 @@ class Update:
         tile.version += 1
         tile.skipped.update(tile.idle)
         self._started.append(tile)
-        all_runs, sums = list(self._runs(tile)), self._checks.update_sums(tile, host_grad.buffer)
+        all_runs, sums = (
+            list(self._runs(tile, scale)),
+            self._checks.update_sums(tile, host_grad.buffer),
+        )
         name = Name(Kind.UPDATE, f"update {tile.name}")
         for first, last, part in self.disk.visit(tile):
             pieces = (run.within(first, last) for run in all_runs)
             runs = [run for run in pieces if run.start < run.stop]
-            work = partial(self._apply, part, first, host_grad, runs, scale, sums)
+            work = partial(self._apply, part, first, host_grad, runs, sums)
             written = [buffer for plane, buffer in part.planes.items() if not plane.on_device]
             self._device.run(stream, name, work, [host_grad.buffer], written)
         if tile.layout.copies:
@@ -434,7 +437,7 @@ class Update:
         if on_disk:
             tile.written = device.record(stream)
 
-    def _runs(self, tile: Tile) -> Iterator[_Run]:
+    def _runs(self, tile: Tile, scale: float) -> Iterator[_Run]:
         states = [plane for plane in tile.states if not plane.on_device]
         versions = {
             entry.name: None if entry.name in tile.idle else tile.version - tile.skipped[entry.name]
@@ -443,14 +446,14 @@ class Update:
         if not self._optimizer.rule.needs_matrices:
             marks = {name: (self._group_of[name], version) for name, version in versions.items()}
             for (index, version), start, stop in tile.layout.runs(marks):
-                yield _Run(self._groups[index], start, stop, states, version)
+                yield _Run(self._groups[index], start, stop, states, version, scale)
             return
         for entry in tile.layout.trainable:
             kept = [plane for plane in states if plane.has(entry)]
             group = self._groups[self._group_of[entry.name]] | {"shape": entry.shape}
-            directed = self._optimizer.rule.directed(entry)
+            clipping = 1.0 if self._optimizer.rule.directed(entry) else scale
             stop, version = entry.offset + entry.numel, versions[entry.name]
-            run = _Run(group, entry.offset, stop, kept, version, directed)
+            run = _Run(group, entry.offset, stop, kept, version, clipping)
             yield run.within(tile.trained.start, tile.trained.stop)
 
     def expect(self, tile: Tile) -> None:
@@ -464,13 +467,7 @@ class Update:
             self.directions.replace_gradients(tile, sums, self._settings)
 
     def _apply(
-        self,
-        tile: Tile,
-        first: int,
-        host_grad: Lane,
-        runs: Sequence[_Run],
-        scale: float,
-        sums: UpdateSums | None,
+        self, tile: Tile, first: int, host_grad: Lane, runs: Sequence[_Run], sums: UpdateSums | None
     ) -> None:
         """Update `runs` of a tile, whose planes here begin with its element `first`."""
         if self._refused:
@@ -489,8 +486,8 @@ class Update:
                 # Kept fp32 sums are rounded like gradients that are sent to the host.
                 gradient[run.start - trained : run.stop - trained].to(tile.weights.data.dtype),
             )
-            at, clipping = tile.index * MOST_ELEMENTS + run.start, 1.0 if run.directed else scale
-            options = UpdateOptions(at, run.version or 0, clipping, self._threads)
+            at = tile.index * MOST_ELEMENTS + run.start
+            options = UpdateOptions(at, run.version or 0, run.scale, self._threads)
             rule = None if run.version is None else self._optimizer.rule
             if sums is not None:
                 planes = [weights, remainder, *run.states]
