@@ -136,12 +136,10 @@ def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) 
     _call["checksum"](data, size, blocks.data_ptr(), at, threads)
 
 
-def split(
-    master_fp32: Tensor, weights_bf16: Tensor, remainder: Tensor, *, threads: int = 1
-) -> None:
+def split(master_fp32: Tensor, weights: Tensor, remainder: Tensor, *, threads: int = 1) -> None:
     """See `reference.split`."""
-    states.check_planes(master=master_fp32, weights=weights_bf16, remainder=remainder)
-    planes, size = (master_fp32, weights_bf16, remainder), remainder.element_size()
+    states.check_planes(master=master_fp32, weights=weights, remainder=remainder)
+    planes, size = (master_fp32, weights, remainder), remainder.element_size()
     _call["split"](*map(_address, planes), size, remainder.numel(), threads)
 
 

@@ -35,9 +35,7 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     yield from zip(*(tensor.split(UPDATE_BLOCK) for tensor in tensors), strict=True)
 
 
-def split(
-    master_fp32: Tensor, weights_bf16: Tensor, remainder: Tensor, *, threads: int = 1
-) -> None:
+def split(master_fp32: Tensor, weights: Tensor, remainder: Tensor, *, threads: int = 1) -> None:
     """Take fp32 numbers apart into bf16 weights and a remainder: 16 bits of it lose nothing.
 
     With `u` the 32 bits of a number, the weights are `(u + 0x8000) >> 16`: rounded to nearest, ties
@@ -51,12 +49,12 @@ def split(
 
     Args:
         master_fp32: [N] float32, read.
-        weights_bf16: [N] bfloat16, written.
+        weights: [N] bfloat16, written.
         remainder: [N] int16 or int8, written.
     """
-    states.check_planes(master=master_fp32, weights=weights_bf16, remainder=remainder)
-    for master, weights, rest in _blocks(master_fp32, weights_bf16, remainder):
-        split_block(master, weights, rest)
+    states.check_planes(master=master_fp32, weights=weights, remainder=remainder)
+    for master, high, low in _blocks(master_fp32, weights, remainder):
+        split_block(master, high, low)
 
 
 def split_block(
@@ -212,23 +210,19 @@ RULES: dict[str, Callable[..., None]] = {
 """The rules of `update`, in the order of csrc/kernels.h."""
 
 
-def gather_rows(
-    table_2d: Tensor, row_ids_int64: Tensor, out_2d: Tensor, *, threads: int = 1
-) -> None:
+def gather_rows(table_2d: Tensor, row_ids: Tensor, out_2d: Tensor, *, threads: int = 1) -> None:
     """`out[i] = table[row_ids[i]]`, of a table `[rows, width]` of any 2- or 4-byte dtype.
 
-    Args: `row_ids_int64`: [N]; the caller has checked that they lie inside the table.
+    Args: `row_ids`: [N] int64; the caller has checked that they lie inside the table.
     """
-    states.check_rows(table_2d, row_ids_int64, out_2d)
-    torch.index_select(table_2d, 0, row_ids_int64, out=out_2d)
+    states.check_rows(table_2d, row_ids, out_2d)
+    torch.index_select(table_2d, 0, row_ids, out=out_2d)
 
 
-def scatter_rows(
-    table_2d: Tensor, row_ids_int64: Tensor, rows_2d: Tensor, *, threads: int = 1
-) -> None:
+def scatter_rows(table_2d: Tensor, row_ids: Tensor, rows_2d: Tensor, *, threads: int = 1) -> None:
     """`table[row_ids[i]] = rows[i]`, as of `gather_rows`; of an id twice, either row may stay."""
-    states.check_rows(table_2d, row_ids_int64, rows_2d)
-    table_2d.index_copy_(0, row_ids_int64, rows_2d)
+    states.check_rows(table_2d, row_ids, rows_2d)
+    table_2d.index_copy_(0, row_ids, rows_2d)
 
 
 def first_touch(bytes_uint8: Tensor, *, threads: int = 1) -> None:
