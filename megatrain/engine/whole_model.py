@@ -73,19 +73,17 @@ def whole_model(
             return encoder(*args, **kwargs)
 
         stack.enter_context(replaced(calls_of(model, spec.media), encoded))
-        held = False
+        held, every = False, [*parts.trunk, parts.head]
+        gathered = [(tile, e) for tile, e in store.entries() if e.name in spec.gathered]
         if spare is not None and not ranks.together:
-            units = {unit.tile for unit in (*parts.trunk, parts.head)}
+            units = {unit.tile for unit in every}
             numel = sum(t.layout.unpacked.numel for t in units if not parts.stream.keeps(t))
-            numel += sum(e.numel for _, e in store.entries() if e.name in spec.gathered)
+            numel += sum(entry.numel for _, entry in gathered)
             held = spare + numel * dtype.itemsize <= _HELD * free_bytes(device, opened.host_limit)
-        on_device = partial(_table, device=device.torch_device, ranks=ranks.shards)
-        entries = {e.name: (t, e) for t, e in store.entries() if e.name in spec.gathered}
-        tables = {name: on_device(*place) for name, place in entries.items()}
+        tables = {entry.name: _table(opened, tile, entry) for tile, entry in gathered}
         if held:
             for name, table in tables.items():
                 places.put(name, table)
-            every = [*parts.trunk, parts.head]
             parts.stream.begin(every)
             for unit, slot in parts.stream.visit(every):
                 data = slot.data if parts.stream.keeps(unit.tile) else slot.data.clone()
@@ -136,9 +134,9 @@ class _Places:
             setattr(module, attribute, parameter)
 
 
-def _table(tile: Tile, entry: Entry, device: torch.device, ranks: Ranks) -> Tensor:
+def _table(opened: EngineSetup, tile: Tile, entry: Entry) -> Tensor:
     """A whole embedding table on the device; of several ranks, from the blocks that each keeps."""
-    flat = tile.weights.data
+    flat, device, ranks = tile.weights.data, opened.device.torch_device, opened.ranks.shards
     if not ranks.together:
         return entry.view(flat).to(device)
     [(start, stop)] = [part for part in tile.layout.parts if part[0] <= entry.offset < part[1]]
