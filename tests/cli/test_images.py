@@ -32,15 +32,8 @@ from tests.inside import answering
 from tests.parity.cases import SIZES, noisy, same
 from tests.parity.ranks import run_ranks
 from tests.sweeps import few
-from tests.unit.data_cases import make_tokenizer, write_jsonl
+from tests.unit.data_cases import TEMPLATES, make_tokenizer, one_line, write_jsonl
 
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-    "{% if part.type == 'image' %}{{ 'IMAGE' }}{% else %}{{ part.text }}{% endif %}"
-    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 LR = 1e-2
 FILE = "model/model.safetensors"
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "image_size": 8}
@@ -49,9 +42,10 @@ SQUARE = {"height": 8, "width": 8}
 TEXT = SIZES | {"max_position_embeddings": 256}
 
 
-def tokenizer_of(place, *tokens):
-    """A tokenizer whose template writes `place` for an image."""
-    tokenizer = make_tokenizer(TEMPLATE.replace("IMAGE", place))
+def tokenizer_of(place, *tokens, kind="image"):
+    """A tokenizer whose template writes `place` for a part of a kind."""
+    template = one_line(TEMPLATES["chats"]["pictures"]["template"])
+    tokenizer = make_tokenizer(template.replace("IMAGE", place).replace("'image'", f"'{kind}'"))
     tokens = ["<|im_start|>", "<|im_end|>", *tokens]
     tokenizer.add_special_tokens({"additional_special_tokens": tokens})
     return tokenizer
@@ -452,7 +446,7 @@ def ended(model, tmp_path):
     """The model, whose template writes nothing behind the end of a turn, as TRL learns that."""
     folder = shutil.copytree(model, tmp_path / "model")
     template = folder / "chat_template.jinja"
-    template.write_text(template.read_text().replace("<|im_end|>\n", "<|im_end|>"))
+    template.write_text(template.read_text().replace(r"<|im_end|>\n", "<|im_end|>"))
     return folder
 
 

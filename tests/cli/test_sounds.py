@@ -12,28 +12,25 @@ from transformers.video_utils import load_video
 
 from tests.cli.cases import sets
 from tests.cli.test_images import (
-    TEMPLATE,
     TEXT,
     assert_named,
     assert_plain,
     labelled,
     picture,
     talk,
+    tokenizer_of,
     write_model,
     write_run,
 )
 from tests.sweeps import few
-from tests.unit.data_cases import make_tokenizer, write_jsonl
+from tests.unit.data_cases import write_jsonl
 
 RATE = 800  # samples a second, of which the model hears one second
 SOUND = "<|audio_bos|><|AUDIO|><|audio_eos|>"
 
 
 def qwen2_audio():
-    template = TEMPLATE.replace("part.type == 'image'", "part.type == 'audio'")
-    tokenizer = make_tokenizer(template.replace("IMAGE", SOUND))
-    tokens = ["<|im_start|>", "<|im_end|>", "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    tokenizer = tokenizer_of(SOUND, "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>", kind="audio")
     hears = transformers.WhisperFeatureExtractor(
         feature_size=8, sampling_rate=RATE, hop_length=10, chunk_length=1, n_fft=40
     )
@@ -129,11 +126,8 @@ def test_the_data_command_shows_sounds(megatrain, run):
 
 
 def qwen2_5_vl():
-    template = TEMPLATE.replace("part.type == 'image'", "part.type == 'video'")
     tokens = ("<|vision_start|>", "<|video_pad|>", "<|vision_end|>", "<|image_pad|>")
-    tokenizer = make_tokenizer(template.replace("IMAGE", "".join(tokens[:3])))
-    added = ["<|im_start|>", "<|im_end|>", *tokens]
-    tokenizer.add_special_tokens({"additional_special_tokens": added})
+    tokenizer = tokenizer_of("".join(tokens[:3]), *tokens, kind="video")
     sizes = {"patch_size": 4, "min_pixels": 8 * 8, "max_pixels": 16 * 16}
     processor = transformers.Qwen2_5_VLProcessor(
         transformers.Qwen2VLImageProcessor(**sizes),
