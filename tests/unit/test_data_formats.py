@@ -233,20 +233,10 @@ ROW = {"question": "What is 12 + 30?", "answer": "It is 42."}
 PAIRS = [ROW, {"question": "And the sea?", "answer": "Calm; it was."}]
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.jsonl", json.dumps(PAIRS)),
-        ("a.jsonl", b"\xef\xbb\xbf\n" + json.dumps(PAIRS, indent=1).encode()),
-        ("a.csv", "question;answer\nWhat is 12 + 30?;It is 42.\nAnd the sea?;\"Calm; it was.\"\n"),
-        ("a.csv", "question\tanswer\nWhat is 12 + 30?\tIt is 42.\nAnd the sea?\tCalm; it was.\n"),
-        ("a.tsv", "question,answer\r\nWhat is 12 + 30?,It is 42.\r\n"
-         "And the sea?,Calm; it was.\r\n"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "content"), ROWS["meant"])
 def test_what_can_only_be_meant_as_rows_is_read(tmp_path, name, content):
     same = opened(write_jsonl(tmp_path / "same.jsonl", PAIRS), tmp_path).fingerprint
-    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
     assert opened(tmp_path / name, tmp_path).fingerprint == same
 
 

@@ -72,19 +72,7 @@ def test_lists_of_rows_and_rows_over_several_lines_are_not_text(tmp_path, name, 
                      cache_dir=tmp_path / "cache")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"a": 1}\n["a"]\nprint("The sea was calm.")\n',
-        "[1, 2]",
-        '[{"keys": ["a"], "command": "b"},\n {"keys": ["c"], "command": "d"}]',
-        '{\n  "name": "sea",\n  "version": 1\n}\n{\n  "name": "b"\n}',
-        "[[INST] Where is the sea? [/INST]]",
-        "{ " * 10**5,
-        "[{" + "sea " * 10**5,
-        'He said: {"text": "The sea was calm."}',
-    ],
-)
+@pytest.mark.parametrize("text", [*ROWS["prose"], "{ " * 10**5, "[{" + "sea " * 10**5])
 def test_prose_and_code_that_begin_as_rows_do_are_text(tmp_path, text):
     (tmp_path / "a.txt").write_text(text)
     data = open_dataset(tmp_path / "a.txt", kind="text", tokenizer=make_tokenizer(),
