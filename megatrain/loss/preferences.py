@@ -54,7 +54,7 @@ def labels_of(name: int, targets: Sequence[Tensor], extras: Sequence[Sequence[Te
 
 
 def check_rows(
-    name: str, numbers: Tensor, targets: Sequence[Tensor], kinds: Tensor | float = 0
+    name: str, numbers: Tensor, targets: Sequence[Tensor], kinds: Tensor | int = 0
 ) -> None:
     """Raises InputError: labels with one reply's number and kind are in several rows of a step."""
     count = sum(len(target) for target in targets)
@@ -62,7 +62,7 @@ def check_rows(
     every = [row[:, None].expand(target.shape) for row, target in zip(rows, targets, strict=True)]
     row_of_label = labels_of(0, targets, [[each] for each in every])
     reply = 2 * numbers.long() + kinds
-    by_row = (reply.long() * count + row_of_label).unique() // count  # one for each reply and row
+    by_row = (reply * count + row_of_label).unique() // count  # one for each reply and row
     if len(twice := by_row[1:][by_row[1:] == by_row[:-1]]):
         raise InputError(
             f"{name} {int(twice[0]) // 2} has a reply in several rows of this step; replies need "
@@ -132,7 +132,7 @@ class PairLoss(JointLoss):
                 f"pair {min(alone):.0f} has no label of a {which} reply in this step; a step takes "
                 "whole pairs"
             )
-        check_rows("pair", pair, targets, chosen)
+        check_rows("pair", pair, targets, chosen.long())
         return len(both[0])
 
 
