@@ -26,7 +26,7 @@ ENCODER_LAYERS = 20  # whose number of operations is no recurrence yet
 
 
 class Known(TorchDispatchMode):
-    """Computes with tensors that have data; operations with others are left to fake tensors."""
+    """Computes with tensors that have data; operations with others have only shapes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -88,7 +88,7 @@ class Op:
 
 
 class _Recorder(TorchDispatchMode):
-    """Takes down operations on fake tensors, bytes of storages, and whether any is random."""
+    """Takes down operations without data, bytes of storages, and whether any is random."""
 
     def __init__(self) -> None:
         super().__init__()

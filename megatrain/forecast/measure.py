@@ -1,7 +1,7 @@
 """Measures the parts of a model at one shape of micro-batch, on its own code.
 
-Each kind of layer, and the head, runs once on fake tensors (shapes without data) under a counter of
-its operations: FLOPs, bytes touched, and bytes alive. Of parts that run in tiles
+Each kind of layer, and the head, runs once on the meta device (shapes without data) under a counter
+of its operations: FLOPs, bytes touched, and bytes alive. Of parts that run in tiles
 (model/token_chunks.py, with its legend of shapes) one tile is measured, and none is run.
 """
 
