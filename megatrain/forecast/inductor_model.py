@@ -9,8 +9,7 @@ which all else can be computed again.
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import networkx as nx
 import torch
@@ -56,8 +55,7 @@ _NOT_AGAIN = {
 _SHAPED_LIKE = ("aten::empty_like", "aten::new_", "aten::zeros_like", "aten::ones_like")
 
 
-@dataclass(frozen=True)
-class Op:
+class Op(NamedTuple):
     """One operation. Tensors are numbers of storages.
 
     Attributes:
@@ -136,8 +134,7 @@ class _Decomposed(TorchFunctionMode):
         return out.clone() if copied else out
 
 
-@dataclass
-class Trace:
+class Trace(NamedTuple):
     """The operations of a layer's forward, and from `split` on those of the backward that follows.
 
     `sizes` are bytes of storages; `inputs` are those of weights, inputs, and gradients of the
@@ -266,7 +263,7 @@ class Compiled:
         held = self._held(share)
         ops = self._with_again(held)
         if share != 0:
-            ops = [replace(op, scratch_bytes=op.scratch_bytes + op.product_bytes) for op in ops]
+            ops = [op._replace(scratch_bytes=op.scratch_bytes + op.product_bytes) for op in ops]
         work = self._phase(ops, held, self._t.gradients)
         by_library = sum(op.work.touched_bytes for op in ops if op.extern)
         fused = _BACKWARD_TOUCHES * (work.touched_bytes - by_library)

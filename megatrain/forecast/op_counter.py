@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from operator import add
@@ -115,8 +115,7 @@ def added(one: Work, other: Work) -> Work:
     return Work._make((*map(add, one[:7], other[:7]), 0, 0, max(one.calls, other.calls)))
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """Sizes of an activation, and the name of its dtype."""
 
     sizes: tuple[int, ...]
@@ -183,7 +182,7 @@ class MediaWork(NamedTuple):
 def on_line(one: Any, two: Any, way: int, whole: int) -> Any:
     """The value that is `way` of the `whole` way from one to another of its form, or beyond it.
 
-    Integers are, inside of tuples, lists, dictionaries and dataclasses; all else is as in `one`.
+    Integers are, inside of tuples, lists and dictionaries; all else is as in `one`.
     """
     if type(one) is int:
         return one + (two - one) * way // whole
@@ -192,9 +191,6 @@ def on_line(one: Any, two: Any, way: int, whole: int) -> Any:
     if isinstance(one, tuple | list):
         make = getattr(one, "_make", type(one))  # of a named tuple
         return make([on_line(*pair, way, whole) for pair in zip(one, two, strict=True)])
-    if is_dataclass(one) and not isinstance(one, type):
-        pairs = {f.name: (getattr(one, f.name), getattr(two, f.name)) for f in fields(one)}
-        return type(one)(**{name: on_line(*pair, way, whole) for name, pair in pairs.items()})
     return one
 
 
