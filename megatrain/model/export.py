@@ -29,7 +29,7 @@ from megatrain.compat.transformers import (
 from megatrain.errors import InputError, RunFailed, explained
 from megatrain.model.adapters import Values, adapted
 from megatrain.model.build import loaded_types
-from megatrain.model.companions import Companions, write_companions
+from megatrain.model.companions import GENERATION, Companions, write_companions
 from megatrain.model.safetensors_io import INDEX_FILE, SINGLE_FILE, Stored, write_shard
 
 Tensors = dict[str, Tensor]
@@ -115,11 +115,7 @@ def write_adapter(
 ) -> None:
     """Write the active adapter of a model as PEFT does, which `PeftModel.from_pretrained` loads.
 
-    Args: as `write_weights`; files of `beside` named in `REPLACED` are skipped.
-
-    Raises:
-        InputError: `folder` is a file.
-        RunFailed: not enough disk space, or the disk cannot be written; nothing is left behind.
+    Args and errors: as of `write_weights`; files of `beside` named in `REPLACED` are skipped.
     """
     adapter = adapted(model)
     assert adapter is not None
@@ -133,14 +129,13 @@ def write_adapter(
         values = (tensors[mine]().to(described[name].dtype) for name, mine in names.items())
         write_shard(new / peft.WEIGHTS_FILE, described, values)
         peft.write_config(adapter.configs[adapter.active], new, model)
+        if adapter.base.can_generate():  # a merged model has the ends that its run has added there
+            adapter.base.generation_config.to_json_file(new / GENERATION)
 
 
 @contextmanager
 def _exported(folder: Path, described: Tensors, beside: Companions) -> Iterator[Path]:
-    """Yield a new folder, which takes the place of `folder` after the body, with its other files.
-
-    Raises: as `write_weights`.
-    """
+    """Yield a new folder, which replaces `folder` after the body, with its other files."""
     folder = Path(folder).resolve()
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; give a folder to export to")
@@ -208,7 +203,7 @@ def write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> N
     # questionable is no reason to lose a trained model.
     saved_config(model, dtype).to_json_file(folder / "config.json", use_diff=True)
     if model.can_generate():
-        model.generation_config.to_json_file(folder / "generation_config.json")
+        model.generation_config.to_json_file(folder / GENERATION)
 
 
 def _made(pieces: Sequence[Piece]) -> Iterator[Tensor]:

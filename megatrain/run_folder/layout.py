@@ -50,6 +50,9 @@ def load_run(run: Path, overrides: Sequence[str], *, resume: bool) -> Config:
     if not (run / CONFIG).is_file():
         raise InputError(f"{run}: no run there (no {CONFIG}); give the folder of a run")
     loaded = run_files.load(run / CONFIG, overrides)
+    wanted, written = loaded.output.folder, run_files.load(run / CONFIG).output.folder
+    if wanted not in (None, written) and Path(wanted).expanduser().resolve() != run.resolve():
+        raise InputError(f"output.folder: the run goes on in {run}; for another: cp -r {run} NEW")
     output = loaded.output.model_copy(update={"folder": str(run)})
     return loaded.model_copy(update={"output": output})
 
@@ -94,8 +97,7 @@ def make_run_folder(folder: str | None, name: str) -> Path:
 def run_to_resume(folder: str | None, name: str) -> Path | None:
     """The folder of an earlier run: `folder`, or the newest one under `runs/` of this name.
 
-    None if there is none, or it has no run. Newest by the time in its name, which is
-    always later than those of the runs before it.
+    None if it has no run. Newest by the time in its name, which is later than all before.
     """
     runs = _runs_of(name) if folder is None else [Path(folder).expanduser()]
     return next((path for path in reversed(runs) if (path / CONFIG).is_file()), None)

@@ -164,9 +164,10 @@ def open_source(
         source = _open_plain(base_path, head=head or _head_of(folder, config), **code)
         if adapted(source.model) is not None:
             raise _not_merged(folder, base_path)
+        source.companions = {**source.companions, **companions(folder)}
+        set_generation(source.model, source.companions)
         source = _grown(source, config)
         source.adapter_folder = folder
-        source.companions = {**source.companions, **companions(folder)}
     else:
         source = _open_plain(model, resumes=resumes, head=head, **code)
     if head is not None and head.pooling is not None:

@@ -49,7 +49,7 @@ def trained_model(run: str) -> Checkpoint | str:
     if is_checkpoint(path):
         return open_checkpoint(path)
     has_ended = (path / layout.MODEL).exists()
-    if not has_ended and (newest := _newest_checkpoint(path / layout.CHECKPOINTS)) is not None:
+    if not has_ended and (newest := newest_checkpoint(path / layout.CHECKPOINTS)) is not None:
         log.info("the run has not ended: this is %s", newest.folder)
         return newest
     done, saved = layout.ending(path).done, layout.checkpoints(path)
@@ -157,7 +157,8 @@ def _written_out(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
         return config_class(**(derived | fields))
 
 
-def _newest_checkpoint(parent: Path) -> Checkpoint | None:
+def newest_checkpoint(parent: Path) -> Checkpoint | None:
+    """The newest whole checkpoint in a folder; damaged ones are named in the log."""
     whole: list[Checkpoint] = []
     for folder in sorted(parent.glob("[!.]*")):
         try:

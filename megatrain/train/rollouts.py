@@ -296,15 +296,11 @@ class Rollouts:
             if stop():
                 return None
             rows = range(first, min(first + size, len(prompts)))
-            seed_number = -1 - first  # negative: its seeds are not those of training
-            replies += self._replies(prompts.batch(rows), 1, seed_number)
+            replies += self._replies(prompts.batch(rows), 1, -1 - first)  # seeds of no step
         return replies
 
     def rewarded(self, sets: Mapping[str, Sequence[Reply]]) -> dict[str, float]:
-        """Values for the log from evaluation replies: over all, and over each named set.
-
-        Functions are called once, with the replies of all sets; so their own log values cover all.
-        """
+        """Values for the log of evaluation replies, over all and each set; functions' own: all."""
         logged: dict[str, Any] = {}
         every = [reply for replies in sets.values() for reply in replies]
         each_RF = self._rewarded(every, self.step + 1, logged)
@@ -322,7 +318,7 @@ class Rollouts:
         return logged
 
     def _replies(self, rows: Sequence[PromptRow], count: int, number: int) -> list[Reply]:
-        settings, chat = self.config.rollout, any(not isinstance(row.prompt, str) for row in rows)
+        settings = self.config.rollout
         sampling = Sampling(
             max_new_tokens=self._loss.max_completion_length,
             temperature=settings.temperature,
@@ -331,7 +327,7 @@ class Rollouts:
             repetition_penalty=settings.repetition_penalty,
             seed=derived_seed(self.config.training.seed, _SEED, number),
         )
-        stops = stop_ids(self.engine, self.tokenizer, chat=chat)
+        stops = stop_ids(self.engine, self.tokenizer, chat=True)  # as checkpoints' models know them
         every = [row for row in rows for _ in range(count)]
         replies = continued(
             self.engine,

@@ -1,9 +1,11 @@
 """A run that trains an adapter: what it writes, how it goes on, and what is made of it."""
 
+import shutil
+
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatrain.telemetry.metrics import model_tflops
@@ -48,6 +50,18 @@ def test_an_adapter_is_trained_resumed_and_merged(megatrain, adapter_file, base,
     said = [megatrain("generate", each, *options) for each in (run, tmp_path / "finished")]
     assert [each.exit_code for each in said] == [0, 0], said[0].output
     assert said[0].stdout == said[1].stdout
+
+
+def test_a_finished_run_is_not_merged_into_another_base(megatrain, adapter_file, base, tmp_path):
+    shutil.copytree(base, tmp_path / "moves")
+    changes = sets(model__path=str(tmp_path / "moves"), training__steps=1)
+    megatrain.done("train", adapter_file, *changes, *sets(training__eval_every=None))
+    file, run = tmp_path / "moves" / "model.safetensors", tmp_path / "run"
+    megatrain.done("export", run, tmp_path / "right", "--merged")
+    save_file({n: 2 * v for n, v in load_file(file).items()}, file, {"format": "pt"})
+    told = "its weights are not those that"
+    megatrain.refused(told, "export", run, tmp_path / "wrong", "--merged")
+    assert not (tmp_path / "wrong").exists()
 
 
 @pytest.mark.exhaustive

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
 from megatrain.cli.app import app
-from tests.cli.cases import MISTAKES, TALK, sets
+from tests.cli.cases import MISTAKES, TALK, change_run, sets
 from tests.unit.data_cases import write_jsonl
 
 OPTIONS = ["--max-new-tokens", "4", "--temperature", "0", "--device", "cpu", "--precision", "fp32"]
@@ -105,6 +105,20 @@ def test_a_base_model_trained_on_chats_stops_at_the_end_of_a_turn(base, talker):
     made = model.generate(**asked, do_sample=False, max_new_tokens=20)
     reply = made[0, asked["input_ids"].shape[1] :]
     assert tokenizer.decode(reply) == "on the mat<|turn|>"
+
+
+def test_a_merged_adapter_stops_at_the_end_of_a_turn(megatrain, run_file, base, tmp_path):
+    """So does what another run makes of the adapter's folder, which PEFT writes without."""
+    chats = write_jsonl(tmp_path / "chats.jsonl", [{"messages": TALK}] * 8)
+    lora = {"method": "lora", "r": 2, "target_modules": ["q_proj"]}
+    change_run(run_file, model={"path": str(base)}, data={"path": str(chats)}, adapter=lora)
+    short = sets(training__steps=1, training__eval_every=None, data__sequence_length=32)
+    megatrain.done("train", run_file, *short)
+    for place in ("", "checkpoints/step-00000001"):
+        megatrain.done("export", tmp_path / "run" / place, tmp_path / f"out{place[:3]}", "--merged")
+    for name in ("run/model", "out", "outche"):
+        ends = GenerationConfig.from_pretrained(tmp_path / name).eos_token_id
+        assert len(ends) == 2 and ends[1] == GenerationConfig.from_pretrained(base).eos_token_id
 
 
 def test_it_can_be_talked_to(talker, tmp_path):

@@ -60,6 +60,22 @@ LOSSES = {
 }
 
 
+def test_prompts_of_text_stop_at_the_same_tokens_once_the_run_is_resumed(
+    megatrain, rollout_file, base, tmp_path
+):
+    """A checkpoint's generation settings know the end of a turn, and those of the base do not."""
+    file = rollout_file(LOSSES["masked"], ("short", "note"))
+    with (tmp_path / "rewards.py").open("a") as module:
+        module.write(NOTE)
+    turn = load_tokenizer(str(base)).convert_tokens_to_ids("<|turn|>")
+    rows = [{"prompt": f"the cat {n}", "answer": "the"} for n in range(20)]
+    write_jsonl(tmp_path / "prompts.jsonl", rows)
+    megatrain.resumed(file, 4, 2, *sets(loss__num_generations=24, optimizer__lr=0.03))
+    noted = [json.loads(line)[1] for line in (tmp_path / "noted").read_text().splitlines()]
+    assert noted[:4] == noted[4:]
+    assert any(reply[-1] == turn for replies in noted for reply in replies)
+
+
 @pytest.mark.parametrize("loss", few(LOSSES.values()), ids=LOSSES)
 def test_a_run_learns_from_replies_and_goes_on_exactly(megatrain, rollout_file, tmp_path, loss):
     """With `beta` an adapter on a packed base: the reference is the base as that has it."""
