@@ -88,7 +88,7 @@ class Head(StreamedModule):
             logits_of, hidden_ND, targets_N = self._chunks(weights, micro, inputs)
         hidden = Ref(self.visit, 0)
         graph = self.graph(weights, inputs, {hidden: hidden_ND})
-        names, parameters = graph.parameters.keys(), graph.parameters.values()
+        parameters = graph.parameters.values()
         summed, extras = self._summed(micro.loss), _flat(micro.extras)
         loss = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
         gradient_ND = torch.empty_like(hidden_ND)
@@ -101,7 +101,7 @@ class Head(StreamedModule):
                 share = part / count
             grads = torch.autograd.grad(share, [chunk_CD, *parameters], allow_unused=True)
             gradient_ND[rows] = grads[0][0]
-            accumulator.add([*names], grads[1:])
+            accumulator.add(graph.parameters, grads[1:])
             loss += part.detach()
         return loss / count, graph.backward({hidden: gradient_ND}, accumulator)
 

@@ -65,8 +65,11 @@ class Graph:
             return rest
         outputs, gradients = zip(*pairs, strict=True)
         grads = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
-        accumulator.add([*self.parameters], grads[len(inputs) :])
-        return add(rest, [*inputs], grads)
+        accumulator.add(self.parameters, grads[len(inputs) :])
+        for ref, gradient in zip(inputs, grads, strict=False):
+            if gradient is not None:
+                rest[ref] = rest[ref] + gradient if ref in rest else gradient
+        return rest
 
 
 def differentiable(values: Activations) -> Activations:
@@ -75,14 +78,6 @@ def differentiable(values: Activations) -> Activations:
         ref: value.detach().requires_grad_(value.is_floating_point())
         for ref, value in values.items()
     }
-
-
-def add(total: Activations, refs: Sequence[Ref], gradients: Iterable[Tensor | None]) -> Activations:
-    """Add gradients of activations to `total`."""
-    for ref, gradient in zip(refs, gradients, strict=False):
-        if gradient is not None:
-            total[ref] = total[ref] + gradient if ref in total else gradient
-    return total
 
 
 class StreamedModule:

@@ -112,7 +112,7 @@ class GradAccumulator:
         """The sums of each parameter."""
         return {entry.name: entry.view(self.sums.data) for entry in self.tile.layout.trainable}
 
-    def add(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
+    def add(self, names: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
         """Add one micro-batch's gradients; None counts as zero (an expert without tokens)."""
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None:
