@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint.manifest import Checkpoint
-from megatrain.checkpoint.read import read_tiles
+from megatrain.checkpoint.read import masters, read_tiles
 from megatrain.compat import peft
 from megatrain.compat.transformers import classifies
 from megatrain.errors import InputError
@@ -123,14 +123,12 @@ class _Loading:
         if source.resumes:
             _log.log(PASSING, "reading weights and states of %s...", saved.folder)
             read_tiles(saved, self._store.tiles, threads)
-            unused = state_io.read_left_out(saved, source.model, self.write)
         else:
-            # Exact fp32, whatever optimizer either has.
-            values, check = state_io.whole_masters(saved, source.model)
+            values = masters(saved)  # exact fp32, whatever optimizer either has
             with ThreadPoolExecutor(threads, thread_name_prefix="read-masters") as pool:
                 list(pool.map(lambda name: self.write(name, values[name]()), values))
-            check()
-            unused = {*state_io.left_out_names(saved, source.model).values()} - values.keys()
+        as_computed = not source.resumes
+        unused = state_io.read_left_out(saved, source.model, self.write, as_computed=as_computed)
         untrained.rounded = source.untrained.rounded
         source.untrained = untrained
         return unused

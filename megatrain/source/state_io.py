@@ -328,8 +328,12 @@ def left_out_names(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, 
     }
 
 
-def read_left_out(checkpoint: Checkpoint, model: PreTrainedModel, write: Write) -> set[str]:
-    """Pass the parameters that a checkpoint leaves out to `write`, unchanged, from many threads.
+def read_left_out(
+    checkpoint: Checkpoint, model: PreTrainedModel, write: Write, *, as_computed: bool
+) -> set[str]:
+    """Pass the parameters that a checkpoint leaves out to `write`, from many threads.
+
+    Args: `as_computed`: packed ones as layers compute with them; else unchanged.
 
     Returns the names that the base never had, such as a head of which the adapter has a copy.
     """
@@ -338,11 +342,14 @@ def read_left_out(checkpoint: Checkpoint, model: PreTrainedModel, write: Write) 
         return set()
     names, base = left_out_names(checkpoint, model), _open(checkpoint, left)
     seen = Origin(left.path, left.revision, left.fingerprint.partition(":")[0])
+    types: dict[str, torch.dtype] = {}
 
     def hand_out(name: str, values: Tensor) -> None:
-        if name in names:
-            seen.add(names[name], values)
-            write(names[name], values)
+        if (mine := names.get(name)) is not None:
+            seen.add(mine, values)
+            if as_computed:
+                values = _unpacked(left, model, mine, values, types.get(name))
+            write(mine, values)
 
     if isinstance(base, Checkpoint):
         whole = masters(base)
@@ -352,9 +359,22 @@ def read_left_out(checkpoint: Checkpoint, model: PreTrainedModel, write: Write) 
         kept = _formats(left, names)
         inner, threads = plain(model), update_threads()
         with _another_base(checkpoint, left):
+            types = weights.WeightPlan(base, inner).types if as_computed else {}
             weights.read_weights(base, inner, hand_out, threads=threads, packed=kept)
     _require_same(checkpoint, left, seen, names.values())
     return {*names.values()} - seen.sums.keys()
+
+
+def _unpacked(
+    left: BaseReference, model: PreTrainedModel, name: str, values: Tensor, dtype: Any
+) -> Tensor:
+    """Values as layers compute with them; those that a folder packs, uint8, are of `dtype`."""
+    if name not in left.packed:
+        return values
+    packing, shape = PACKINGS[left.packed[name]], model.get_parameter(name).shape
+    if values.dtype == torch.uint8:
+        return packing.unpacked(values, shape).to(dtype)
+    return packing.unpacked(packing.pack(values), shape)
 
 
 def _formats(left: BaseReference, names: Mapping[str, str]) -> dict[str, WeightFormat]:
@@ -407,12 +427,7 @@ def whole_masters(
     def read(name: str) -> Tensor:
         values, mine = whole[name](), names[name]
         seen.add(mine, values)
-        if mine not in left.packed:
-            return values
-        packing, shape = PACKINGS[left.packed[mine]], model.get_parameter(mine).shape
-        if values.dtype == torch.uint8:
-            return packing.unpacked(values, shape).to(types[name])
-        return packing.unpacked(packing.pack(values), shape)
+        return _unpacked(left, model, mine, values, types.get(name))
 
     def check() -> None:
         for name, mine in names.items():
