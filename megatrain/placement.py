@@ -118,6 +118,8 @@ class Placement:
             disk between updates: layers, evenly spread, then others; none that are resident.
         disk_remainder: the same for the other half of the fp32 master.
         disk_weights: layers whose weights rest there; both sweeps read them from there.
+        own_experts: of several ranks each streams and computes with its own experts alone, which
+            tokens of all ranks come to; else experts are cut and gathered like all weights.
     """
 
     slots: int = 2
@@ -142,6 +144,7 @@ class Placement:
     disk_moments: int = 0
     disk_remainder: int = 0
     disk_weights: int = 0
+    own_experts: bool = False
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -154,7 +157,7 @@ class Placement:
                 raise InputError(f"placement.{name} is {value}; it must be >= {least}")
             if value > _MOST and name in _COUNTS:
                 raise InputError(f"placement.{name} is {value}; it must be <= {_MOST:,}")
-        for name in ("keep_rows", "compile"):
+        for name in ("keep_rows", "compile", "own_experts"):
             if type(value := getattr(self, name)) is not bool:
                 raise InputError(f"placement.{name} is {value!r}; it must be true or false")
         names = self.resident
@@ -183,6 +186,11 @@ class Placement:
             self.save_attention != "none" and self.compile and self.chunk_tokens is None,
             f"save_attention is {self.save_attention!r}, but whole layers are compiled; set "
             "chunk_tokens, or compile: false",
+        )
+        yield (
+            self.own_experts and (self.compile or self.chunk_tokens is not None),
+            "own_experts is true, and layers that exchange tokens are not compiled or in chunks; "
+            "set compile: false and chunk_tokens: null, or own_experts: false",
         )
         yield (
             self.passes > 1 and not self.keep_rows,

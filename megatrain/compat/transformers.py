@@ -205,7 +205,7 @@ def _summed(rows: Tensor, places: Tensor) -> Tensor:
     return total.to(rows.dtype)
 
 
-class _Copied(torch.autograd.Function):
+class Copied(torch.autograd.Function):
     """Tokens' values taken by their places, so that the gradient is taken by places, too.
 
     Indexing alone adds gradients up with atomic operations, in bf16 and in no fixed order.
@@ -258,9 +258,14 @@ def experts_forward(
     of_rows, order = top_k_index.reshape(-1).sort()
     counted = of_rows.int() if of_rows.is_cuda else of_rows.float()
     counts = counted.histc(experts.num_experts, 0, experts.num_experts - 1)
-    ends = counts.cumsum(0, dtype=torch.int32)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
+    places, tokens = places.view(-1, chosen), order // chosen
+    rows = Copied.apply(hidden_states, tokens, places)
+    owners = getattr(experts, "owners", None)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    if owners is not None:
+        rows, of_rows, ends, back = owners.dispatch(rows, counts)
 
     def product(name: str, rows: Tensor) -> Tensor:
         bias = getattr(experts, f"{name}_bias")[of_rows] if experts.has_bias else None
@@ -269,19 +274,21 @@ def experts_forward(
         if name not in beside:
             return out
         left, right, scale = beside[name]
+        if owners is not None:
+            left, right = owners.own(left), owners.own(right)
         spare = -left.shape[-1] % 8  # a GPU's kernels take rows of whole 16 bytes
         left, right = pad(left, (0, spare)), contiguous_copy(pad(right, (0, 0, 0, spare)))
         inner = moe._grouped_mm(rows, left, offs=ends)
         return torch.add(out, moe._grouped_mm(inner, right, offs=ends), alpha=scale)
 
-    places, tokens = places.view(-1, chosen), order // chosen
-    rows = _Copied.apply(hidden_states, tokens, places)
     rows = product("gate_up_proj" if experts.has_gate else "up_proj", rows)
     rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
     rows = product("down_proj", rows)
     if getattr(experts, "has_post_expert_norm", False):
         rows = experts.post_expert_norm(rows)
-    weights = _Copied.apply(top_k_weights.reshape(-1), order, places.view(-1, 1))
+    if owners is not None:
+        rows = back(rows)
+    weights = Copied.apply(top_k_weights.reshape(-1), order, places.view(-1, 1))
     rows = rows * weights.unsqueeze(-1)
     return _Combined.apply(rows, tokens, places).to(hidden_states.dtype)
 
@@ -291,6 +298,15 @@ def without_atomic_sums(layer: nn.Module) -> None:
     for part in layer.modules():
         if takes_grouped_products(part, []) and experts_of(part.config) == "grouped_mm":
             part.forward = partial(experts_forward, part, {})
+
+
+def set_owners(module: nn.Module, owners: Any) -> None:
+    """Let experts compute on the ranks that own them (model/owned_experts.py); None: on all."""
+    for part in module.modules():
+        if takes_grouped_products(part, []):
+            vars(part)["owners"] = owners
+            if owners is not None:
+                part.forward = partial(experts_forward, part, {})
 
 
 def model_of(kind: type[PreTrainedModel], config: PreTrainedConfig, **options: Any) -> Any:

@@ -82,11 +82,11 @@ class Assembly(Shared):
         on_device = {tile for tile in tiles if tile.rests.gradient is Tier.DEVICE}
         waiting = {*on_device, *(tile for tile in tiles if update.waits(tile))}
         if passes > 1 and not optimizer.rule.needs_matrices:  # sums that stay hold it
-            waiting -= on_device.intersection(visited)
+            waiting -= {t for t in on_device.intersection(visited) if not t.layout.owned}
         if any(name in spec.epilogue for name in spec.gathered):  # waits for rows of a tied table
             waiting.add(self.head)
         kept = visited if passes > 1 else summed_in_place(waiting, self.dtype)
-        shared = [0 if t in kept else t.layout.trainable_numel for t in visited]
+        shared = [0 if t in kept else t.layout.local.trainable_numel for t in visited]
         before = max(shared[0], *shared[len(visited) - len(self.media) :], 0)
         work = ScratchArena(device, max(shared), before if passes == 1 else 0, self.dtype)
         in_order = sorted(waiting, key=lambda tile: tile.index)

@@ -115,6 +115,11 @@ class Intake:
         mine, all_tokens = parts[ranks.rank], sum(part.num_tokens for part in parts)
         if share.cuts_rows:  # without what fills them up
             all_tokens = sum(micro["input_ids"].numel() for micro in micro_batches)
+        most = max(part.num for part in parts)
+        if self._program.exchanges:  # equally often on all ranks: rows that count nothing follow
+            ids = torch.full_like(shares[0]["input_ids"][:1], int(mine.unique[0]))
+            empty = {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}
+            shares.extend([empty] * (most - mine.num))
         batch = Batch(
             [self._moved(micro, unique_U) for micro in shares],
             normaliser,
@@ -124,7 +129,8 @@ class Intake:
             before=sum(part.num for part in parts[: ranks.rank]),
             own=own,
             all_tokens=all_tokens,
-            most=max(part.num for part in parts),
+            most=most,
+            idle=len(shares) - mine.num,
             has_media=any(part.has_media for part in parts),
         )
         if loss is not None:
@@ -134,6 +140,10 @@ class Intake:
             local = batch.loss_inputs[batch.before if joint else 0 :]
             for micro, (targets, extras) in zip(batch.micro, local, strict=False):
                 micro.targets, micro.loss, micro.extras = targets, loss, extras
+            for micro in batch.micro[mine.num :]:
+                micro.targets, micro.loss = torch.full_like(micro.rows.ids, IGNORED), loss
+                shape, beside = micro.targets.shape, batch.loss_inputs[0][1]
+                micro.extras = [extra.new_zeros(*shape, *extra.shape[2:]) for extra in beside]
         return batch
 
     def _moved(self, micro: Mapping[str, Tensor], unique_U: Tensor) -> MicroBatch:

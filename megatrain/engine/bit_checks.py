@@ -217,7 +217,9 @@ class BitChecks:
         parts = [part for part in _parts(tile) if part.buffer is tile.weights]
 
         def work() -> None:
-            for part, rank in product(parts, range(tile.layout.ranks)):
+            # Of a tile with owned experts only what comes from this rank: the rest is elsewhere.
+            ranks: Sequence[int] = [tile.rank] if tile.layout.owned else range(tile.layout.ranks)
+            for part, rank in product(parts, ranks):
                 now = self._sum_block(part, rank, weights)
                 key = part.copied(version, rank)
                 if (before := copies.get(key)) is not None:  # of one step's visits, keep both
@@ -230,7 +232,7 @@ class BitChecks:
     def _sum_block(self, part: _Part, rank: int, weights: Buffer) -> Tensor:
         """The checksum of a rank's part of a tile, of a copy of the tile's weights."""
         blocks, start = _zero_sums(part.stop, weights), 0
-        for at, numel in part.tile.layout.blocks(rank):
+        for at, numel in part.tile.layout.local_blocks(rank):
             first, last = max(part.start, start), min(part.stop, start + numel)
             if first < last:
                 values = weights.data[at + first - start : at + last - start].view(torch.uint8)

@@ -32,9 +32,10 @@ from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss, as_numbers
 from megatrain.model.adapters import Values, require_held
 from megatrain.model.micro_batch import Batch
+from megatrain.model.owned_experts import ExpertOwners, owned_names
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer, is_number
-from megatrain.parallel.distributed import ALONE, Ranks
+from megatrain.parallel.distributed import ALONE, Ranks, exchanging
 from megatrain.placement import RECOMPUTE, Placement, Planned
 from megatrain.source.load_weights import load_weights
 from megatrain.source.sharing import (
@@ -108,7 +109,10 @@ class PlacedEngine:
             raise
 
     def _build(self, opened: EngineSetup, placement: Placement) -> None:
-        layouts = opened.model.layouts
+        owned = set[str]()
+        if placement.own_experts and self.ranks.together:
+            owned = owned_names(self._spec, self.ranks.shards.size)
+        layouts = opened.model.layouts_with(owned)
         self._store = Store(
             self.device,
             layouts,
@@ -144,6 +148,8 @@ class PlacedEngine:
             self._spec, self.device.torch_device, self._dtype, float8=opened.precision == "fp8"
         )
         self._program.tile_epilogue(placement.head_tokens)
+        exchanges = exchanging(self.ranks, self.device.torch_device) if owned else None
+        self._program.set_owners(None if exchanges is None else ExpertOwners(exchanges))
         assembly = Assembly(
             self.device,
             self._program,
@@ -304,7 +310,7 @@ class PlacedEngine:
     def label_losses(self, micro_batches: MicroBatches, loss: Loss) -> list[Tensor]:
         """The loss of each label `[B, T]` at what predicts it, on the CPU; 0 without a label."""
         losses = self.run_forward(micro_batches, loss, Head.losses)
-        return self._intake.share.joined(losses, micro_batches)
+        return self._intake.share.joined(losses[: len(micro_batches)], micro_batches)
 
     def run_forward(
         self,

@@ -153,18 +153,21 @@ class Head(StreamedModule):
         loss = batch.micro[0].loss if batch.micro else None
         if not isinstance(loss, JointLoss):
             return batch, []
-        here = slice(batch.before, batch.before + len(batch.micro))
+        num = len(batch.micro) - batch.idle
+        here = slice(batch.before, batch.before + num)
         targets, extras = zip(*batch.loss_inputs, strict=True)
         width = self.program.spec.num_logits if loss.embeds else None
         shapes = [(len(target), width or target.shape[1]) for target in targets]
-        log_probs = self.collectives.gather_by_sum(self.losses(slot, batch, h), shapes, here.start)
+        own = self.losses(slot, batch, h)
+        log_probs = self.collectives.gather_by_sum(own[:num], shapes, here.start)
         work = partial(loss.weigh, log_probs, targets, extras, batch.normaliser)
         nothing: Any = [None] * len(log_probs), [None] * len(log_probs), {}
         losses, slopes, measured = self.device.run(COMPUTE, _NAME, work) or nothing
         batch.measured |= measured
+        idle = map(torch.zeros_like, own[num:])
         micro_batches = [
             replace(micro, loss=Sloped(loss), extras=[of_labels])
-            for micro, of_labels in zip(batch.micro, slopes[here], strict=True)
+            for micro, of_labels in zip(batch.micro, [*slopes[here], *idle], strict=True)
         ]
         return replace(batch, micro=micro_batches, normaliser=1.0), losses[here]
 

@@ -115,7 +115,7 @@ class StreamedModule:
 
     def weights(self, slot: Buffer) -> dict[str, Tensor]:
         """The tile's parameters by the function's names."""
-        views = self.tile.layout.computed(slot.data)
+        views = self.tile.layout.local.computed(slot.data)
         return {name.removeprefix(self.prefix): view for name, view in views.items()}
 
     def leaves(self, slot: Buffer) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from itertools import cycle
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Kind, Memory, Name
 from megatrain.engine.shared import Shared
 from megatrain.optim import gradient_plane
-from megatrain.store.store import Lane, Tier, Tile, in_place, planes
+from megatrain.store.store import Lane, Tier, Tile, in_place, own_numel, planes
 from megatrain.tile import TileKind
 
 _STEP = 128  # fp32 elements: every piece starts on a boundary that the widest loads like
@@ -110,7 +110,8 @@ class GradAccumulator:
     @cached_property
     def views(self) -> dict[str, Tensor]:
         """The sums of each parameter."""
-        return {entry.name: entry.view(self.sums.data) for entry in self.tile.layout.trainable}
+        trainable = self.tile.layout.local.trainable
+        return {entry.name: entry.view(self.sums.data) for entry in trainable}
 
     def add(self, names: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
         """Add one micro-batch's gradients; None counts as zero (an expert without tokens)."""
@@ -157,9 +158,9 @@ class Sink:
         device, placement, dtype = shared.device, shared.placement, shared.dtype
         tiles, visited = shared.tiles, shared.visited
         self._device, self.updates, self._work = device, updates, work
-        numel = max(tile.trained.stop - tile.trained.start for tile in tiles)
-        largest = max([1, *(t.layout.trainable_numel for t in visited)])
-        layer = max((t.layout.trainable_numel for t in shared.layers), default=0)
+        numel = max(map(own_numel, tiles))
+        largest = max([1, *(t.layout.local.trainable_numel for t in visited)])
+        layer = max((t.layout.local.trainable_numel for t in shared.layers), default=0)
         self._piece = min(self._most_at_once(layer, placement.gradient_lanes), largest)
         self._lanes = [
             Lane(device.empty(Name(Memory.GRADIENTS, f"leaving gradient {i}"), self._piece, dtype))
@@ -170,7 +171,7 @@ class Sink:
         self._sums = {
             id(tile): device.empty(
                 Name(Memory.KEPT_SUMS, f"{tile.name} sums"),
-                tile.layout.trainable_numel,
+                tile.layout.local.trainable_numel,
                 torch.float32,
             )
             for tile in (visited if placement.passes > 1 else ())
@@ -186,7 +187,7 @@ class Sink:
         self._own = {t.index: Lane(b) for t, b in zip(waiting, buffers, strict=True)}
         for tile in their_own:
             own = in_place(device, tile, self._own[tile.index].buffer)
-            self._sums[id(tile)] = own.piece(0, tile.layout.trainable_numel)
+            self._sums[id(tile)] = own.piece(0, tile.layout.local.trainable_numel)
         others = [tile for tile in tiles if tile.index not in self._own]
         alike = any(tile.rests.gradient is Tier.HOST for tile in others)
         self._shared = [
@@ -216,8 +217,9 @@ class Sink:
 
     def accumulator(self, tile: Tile) -> GradAccumulator:
         """fp32 sums for the gradient of a tile: zeros in the step's first pass."""
-        sums = self._sums.get(id(tile)) or self._work.sums(tile.layout.trainable_numel)
-        if not tile.layout.trainable_numel:  # all of it is frozen
+        numel = tile.layout.local.trainable_numel
+        sums = self._sums.get(id(tile)) or self._work.sums(numel)
+        if not numel:  # all of it is frozen
             return GradAccumulator(tile, sums)
         if self._first:
             self._device.run(
@@ -235,14 +237,16 @@ class Sink:
         tile, sums, device = accumulator.tile, accumulator.sums, self._device
         if not self._last or not tile.layout.trainable_numel:
             return
-        self._collectives.reduce_scatter(sums, tile.name)
+        for start, stop in tile.layout.gathered:
+            if start < len(sums.data):
+                self._collectives.reduce_scatter(sums.piece(start, stop), tile.name)
         if tile.layout.kind is TileKind.MEDIA:  # as in plain torch; in layers it counts as zero
             reached = self._collectives.ranks.all_gather_object(accumulator.reached)
             tile.idle = {entry.name for entry in tile.layout.trainable} - set().union(*reached)
 
         def measure() -> None:
-            square = torch.linalg.vector_norm(sums.data[tile.trained]) ** 2
-            self.squares.data[tile.index] = square
+            squares = [torch.linalg.vector_norm(sums.data[own]) ** 2 for own in tile.sums]
+            self.squares.data[tile.index] = reduce(torch.add, squares)
 
         name = Name(Kind.PLAIN, f"measure {tile.name}")
         device.run(COMPUTE, name, measure, [sums], [self.squares])
@@ -266,14 +270,15 @@ class Sink:
         if tile.rests.local:
             if host_grad.buffer.name != accumulator.sums.name:  # else they are the same memory
                 to = in_place(device, tile, host_grad.buffer)
-                self._round(accumulator, tile.trained, to)
+                for span, own in zip(tile.spans, tile.sums, strict=False):
+                    self._round(accumulator, own, to.piece(span.start, len(to.data)))
             return device.record(COMPUTE)
         for span in tile.spans:
-            left = max(0, min(span.numel, numel - span.at))  # the rest is frozen
+            left = max(0, min(span.numel, numel - span.slot))  # the rest is frozen
             for start, stop in self._pieces(left):
                 lane = next(self._next_lane)
                 device.wait(COMPUTE, lane.free, "outgoing buffer free")
-                self._round(accumulator, slice(span.at + start, span.at + stop), lane.buffer)
+                self._round(accumulator, slice(span.slot + start, span.slot + stop), lane.buffer)
                 device.wait(COPY_OUT, device.record(COMPUTE), "gradient ready")
                 to = host_grad.buffer.piece(span.start + start, span.start + stop)
                 device.copy(COPY_OUT, to, lane.buffer, stop - start)

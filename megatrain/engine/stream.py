@@ -40,7 +40,7 @@ class Stream:
         """Allocate the slots: at least as many as the largest visited tile takes."""
         device, tiles, dtype = shared.device, shared.tiles, shared.dtype
         self.disk = DiskReader(device, [tile.weights for tile in shared.layers])
-        streamed = [tile.layout for tile in shared.visited if tile.rests.streamed]
+        streamed = [tile.layout.local for tile in shared.visited if tile.rests.streamed]
         largest = max((layout.numel for layout in streamed), default=0)
         of_layers = [layout.numel for layout in streamed if layout.kind is TileKind.LAYER]
         self._device, self._distance = device, shared.placement.prefetch_distance
@@ -54,7 +54,9 @@ class Stream:
         ]
         kept = {
             tile.index: device.empty(
-                Name(Memory.KEPT_WEIGHTS, f"{tile.name} kept weights"), tile.layout.numel, dtype
+                Name(Memory.KEPT_WEIGHTS, f"{tile.name} kept weights"),
+                tile.layout.local.numel,
+                dtype,
             )
             for tile in tiles
             if tile.rests.stays
@@ -66,7 +68,7 @@ class Stream:
         self._staying = {i: _Place([Lane(b, allocated)], b) for i, b in kept.items()}
         local = (tile for tile in shared.visited if tile.rests.local)
         self._local = {tile.index: in_place(device, tile, tile.weights) for tile in local}
-        layouts = [tile.layout for tile in shared.layers]
+        layouts = [tile.layout.local for tile in shared.layers]
         unpacked = [layout.unpacked.numel for layout in layouts if layout.needs_unpacking]
         name = Name(Memory.SLOTS, "unpacked weights")
         self._unpacked = device.empty(name, max(unpacked, default=0), dtype)
@@ -106,7 +108,7 @@ class Stream:
             if (place := self._staying.get(unit.tile.index)) is not None:
                 yield place
                 continue
-            count = self._slots_of(unit.tile.layout.numel)
+            count = self._slots_of(unit.tile.layout.local.numel)
             if start + count > len(self._slots):
                 start = 0
             slots = self._slots[start : start + count]
@@ -177,7 +179,7 @@ class Stream:
         stack: Sequence[Entry] = (),
         rows: Sequence[int] | None = None,
     ) -> Buffer:
-        layout = tile.layout
+        layout = tile.layout.local
         if not layout.needs_unpacking:
             return weights
         work = partial(self._unpack, layout, weights.data, self._unpacked.data)
@@ -209,13 +211,13 @@ class Stream:
         for slot in place.slots:
             self._device.wait(COPY_IN, slot.free, "slot free")
         for span in tile.spans_beside(self._stacks.get(tile.index, ())):
-            to = place.buffer.piece(span.at, span.at + span.numel)
+            to = place.buffer.piece(span.slot, span.slot + span.numel)
             source = tile.weights.piece(span.start, span.start + span.numel)
             self._device.copy(COPY_IN, to, source)
         place.ready = self._gather(tile, place.buffer, COPY_IN)
 
     def _gather(self, tile: Tile, whole: Buffer, stream: str) -> Any:
-        parts = [whole.piece(*part) for part in tile.layout.parts]
+        parts = [whole.piece(*part) for part in tile.layout.gathered]
         return self._collectives.all_gather(parts, tile.name, stream)
 
     def _slots_of(self, numel: int) -> int:

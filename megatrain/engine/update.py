@@ -197,6 +197,7 @@ class _Run:
     Attributes:
         version: the number of updates, with this one; None: this one leaves the elements alone.
         scale: the clipping factor; 1 where the gradient is a direction, already clipped.
+        moved: how much further they are in the layout of one rank, which random numbers follow.
     """
 
     group: dict[str, Any]
@@ -205,10 +206,18 @@ class _Run:
     states: Sequence[Plane]
     version: int | None
     scale: float
+    moved: int = 0
 
     def within(self, first: int, last: int) -> "_Run":
         """The part of this run that lies between two elements."""
         return replace(self, start=max(self.start, first), stop=min(self.stop, last))
+
+    def own(self, tile: Tile) -> Iterator["_Run"]:
+        """The parts of this run in the rank's blocks, in places of its planes."""
+        for span in tile.spans:
+            part, back = self.within(span.at, span.at + span.numel), span.at - span.start
+            moved = back - span.moved
+            yield replace(part, start=part.start - back, stop=part.stop - back, moved=moved)
 
 
 @dataclass(frozen=True)
@@ -400,10 +409,8 @@ class Update:
         tile.version += 1
         tile.skipped.update(tile.idle)
         self._started.append(tile)
-        all_runs, sums = (
-            list(self._runs(tile, scale)),
-            self._checks.update_sums(tile, host_grad.buffer),
-        )
+        all_runs = [part for run in self._runs(tile, scale) for part in run.own(tile)]
+        sums = self._checks.update_sums(tile, host_grad.buffer)
         name = Name(Kind.UPDATE, f"update {tile.name}")
         for first, last, part in self.disk.visit(tile):
             pieces = (run.within(first, last) for run in all_runs)
@@ -453,8 +460,7 @@ class Update:
             group = self._groups[self._group_of[entry.name]] | {"shape": entry.shape}
             clipping = 1.0 if self._optimizer.rule.directed(entry) else scale
             stop, version = entry.offset + entry.numel, versions[entry.name]
-            run = _Run(group, entry.offset, stop, kept, version, clipping)
-            yield run.within(tile.trained.start, tile.trained.stop)
+            yield _Run(group, entry.offset, stop, kept, version, clipping)
 
     def expect(self, tile: Tile) -> None:
         """Prepare for a tile's gradient, which will soon be complete on the device."""
@@ -469,10 +475,10 @@ class Update:
     def _apply(
         self, tile: Tile, first: int, host_grad: Lane, runs: Sequence[_Run], sums: UpdateSums | None
     ) -> None:
-        """Update `runs` of a tile, whose planes here begin with its element `first`."""
+        """Update `runs` of a tile, whose planes here begin with this rank's element `first`."""
         if self._refused:
             return
-        gradient, trained = host_grad.buffer.data, tile.trained.start
+        gradient = host_grad.buffer.data
         weights, remainder = (
             next((plane for plane, b in tile.planes.items() if b is buffer), None)
             for buffer in (tile.weights, tile.remainder)
@@ -484,14 +490,14 @@ class Update:
                 None if tile.remainder is None else tile.remainder.data[here],
                 [tile.states[p].data[p.place(here.start, here.stop)] for p in run.states],
                 # Kept fp32 sums are rounded like gradients that are sent to the host.
-                gradient[run.start - trained : run.stop - trained].to(tile.weights.data.dtype),
+                gradient[run.start : run.stop].to(tile.weights.data.dtype),
             )
-            at = tile.index * MOST_ELEMENTS + run.start
+            at = tile.index * MOST_ELEMENTS + run.start + run.moved
             options = UpdateOptions(at, run.version or 0, run.scale, self._threads)
             rule = None if run.version is None else self._optimizer.rule
             if sums is not None:
                 planes = [weights, remainder, *run.states]
-                sums.apply(rule, part, planes, run.start - trained, run.group, options)
+                sums.apply(rule, part, planes, run.start, run.group, options)
             elif rule is not None:
                 rule.update(part, run.group, options)
 

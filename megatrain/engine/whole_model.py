@@ -221,5 +221,5 @@ class _Feed:
         unit, slot = next(self._visits)
         if unit is not [*self._parts.trunk, self._parts.head][number]:
             raise RunFailed("the model's forward calls its layers in another order than it did")
-        for name, values in unit.tile.layout.values(slot.data).items():
+        for name, values in unit.tile.layout.local.values(slot.data).items():
             self._places.put(name, values)

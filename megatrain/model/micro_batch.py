@@ -67,6 +67,7 @@ class Batch:
         own: the slice of `unique_U` whose rows this rank keeps.
         all_tokens: positions of all ranks, as the caller gave them.
         most: micro-batches of the rank that has the most; others may have passes without any.
+        idle: the last micro-batches that count nothing, where ranks exchange tokens equally often.
         has_media: True if any rank's micro-batch has images or sounds.
         loss_inputs: each micro-batch's targets and the loss's other inputs, on the device; for a
             joint loss the micro-batches of all ranks.
@@ -91,6 +92,7 @@ class Batch:
     most: int = 0
     router_shares: Sequence[float] | None = None
     has_media: bool = False
+    idle: int = 0
 
     def passes(self, count: int) -> list["Batch"]:
         """Split the micro-batches, in order, into at most `count` groups of about equal size."""

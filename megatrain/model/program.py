@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatrain.base.changed import changed
 from megatrain.compat.torch import pytree, without_torch_function
-from megatrain.compat.transformers import finding_once
+from megatrain.compat.transformers import finding_once, set_owners
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.adapters import adapted
 from megatrain.model.build import loaded_types
@@ -37,6 +37,7 @@ from megatrain.model.float8 import convert, multiplied, multiply, require_float8
 from megatrain.model.layer_template import move_buffers
 from megatrain.model.media import FrozenParts, Recorder, calls_of, in_one_row, replaced, replayed
 from megatrain.model.micro_batch import Activations, MicroBatch, Weights
+from megatrain.model.owned_experts import ExpertOwners
 from megatrain.model.probe import reach
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.model.token_chunks import ChunkedOverTokens, parts
@@ -65,7 +66,7 @@ class ModelProgram:
         self.buffers = [_own_buffers(layer, types, spec.router_biases) for layer in spec.layers]
         fp32 = device.type != "cpu" and dtype == torch.float32
         self.may_attend_by_lengths = self.capture.takes_any and takes_lengths(model, fp32=fp32)
-        self.attends_by_lengths = False
+        self.attends_by_lengths = self.exchanges = False
         self._followed = set[frozenset[str]]()  # kinds of media that layers are followed with
         self._encoder_calls = calls_of(model, spec.media)
         if self._encoder_calls:
@@ -123,6 +124,12 @@ class ModelProgram:
         """Choose the implementation of attention: with masks, or one that replaces them."""
         attend([self.capture.model, *(kind.module for kind in self.kinds)], name)
         self.attends_by_lengths = name == BY_LENGTHS
+
+    def set_owners(self, owners: ExpertOwners | None) -> None:
+        """Let tokens go to the ranks that own their experts; None: each rank has all experts."""
+        self.exchanges = owners is not None
+        for module in (self.capture.model, *(kind.module for kind in self.kinds)):
+            set_owners(module, owners)
 
     def tile_epilogue(self, tokens: int) -> None:
         """Run modules after the layers in tiles of `tokens`, if they act on every token alone.

@@ -201,7 +201,7 @@ class ProcessGroups(Ranks):
         saves: like `host`, for the thread of a save.
         incoming, outgoing: groups for the device's gathers and sums, which run at the same time.
         parts: `shards` and `replicas`, if there are several hosts.
-        beneath: for what layers exchange, on the stream that computes; None: ranks share no rows.
+        beneath: for what layers exchange, on the stream that computes; None: nothing.
     """
 
     saves: ProcessGroup | None = None
@@ -260,14 +260,18 @@ class ProcessGroups(Ranks):
             dist.all_reduce(whole.view(torch.int32), group=self.host)
         return whole.view(tuple(shape))
 
-    def exchange_blocks(self, received: Tensor, sent: Tensor) -> None:
-        """Block n of `sent` `[size, ...]` goes to rank n; `received` has theirs, in their order.
+    def exchange(
+        self, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None
+    ) -> Tensor:
+        """Send so many rows to each rank; returns those `received` of each, in their order.
 
-        Both are contiguous.
+        None: as many to each as to any other.
         """
-        to, source = (t.view(self.size, -1).view(torch.uint8) for t in (received, sent))
+        out = rows.new_empty((len(rows) if received is None else sum(received), *rows.shape[1:]))
+        to, source = out.view(torch.uint8), rows.contiguous().view(torch.uint8)
         with self._peer_errors():
-            dist.all_to_all_single(to, source, group=self.beneath)
+            dist.all_to_all_single(to, source, received, sent, group=self.beneath)
+        return out
 
     def _block(self, whole: Tensor) -> Tensor:
         block = len(whole) // self.size
@@ -436,6 +440,11 @@ def open_sequence_ranks(ranks: Ranks, device: torch.device, number: Any) -> Rank
         )
     if number == 1:
         return ALONE
+    return exchanging(ranks, device)
+
+
+def exchanging(ranks: Ranks, device: torch.device) -> ProcessGroups:
+    """These ranks with a communicator for exchanges; all ranks call this."""
     assert isinstance(ranks, ProcessGroups)
     return replace(ranks, beneath=_communicator(ranks.host, device))
 

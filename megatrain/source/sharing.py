@@ -24,7 +24,7 @@ def check_shared(opened: EngineSetup, placement: Placement) -> None:
     ranks = opened.ranks
     if ranks.size == 1:
         return
-    ranks.agree(lambda: _refuse(opened))
+    ranks.agree(lambda: _refuse(opened, placement))
     require_same(ranks.all_gather_object(_described(opened, placement)))
 
 
@@ -93,8 +93,13 @@ def require_alone(ranks: Ranks, what: str) -> None:
         raise InputError(f"{what} is not for several ranks yet; save, and do it with one")
 
 
-def _refuse(opened: EngineSetup) -> None:
-    spec = opened.model.spec
+def _refuse(opened: EngineSetup, placement: Placement) -> None:
+    spec, rule = opened.model.spec, opened.model.rule
+    several = opened.ranks.hosts > 1 or opened.sequence_ranks.together
+    if placement.own_experts and (several or (rule is not None and rule.needs_matrices)):
+        raise InputError(
+            "placement.own_experts is not for several hosts, sequence_parallel, Muon: set it false"
+        )
     if len(spec.gathered) > 1:
         raise InputError(
             f"several ranks cannot share a model with {len(spec.gathered)} tables of tokens yet "

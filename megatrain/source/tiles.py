@@ -21,13 +21,14 @@ def tile_layouts(
     ranks: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     operands: Collection[str] = (),
+    owned: Collection[str] = (),
 ) -> list[TileLayout]:
     """Tiles in the order in which a forward needs them; the head, then what nothing reads, last.
 
     `groups` gives each trainable parameter's optimizer group; all others are frozen. Between
     `ranks` no row of a table that is gathered is cut, and a head begins with one that it shares.
     Layers are computed in `dtype`, but for what transformers keeps in fp32; they multiply by
-    `operands` in float8.
+    `operands` in float8. Of the stacks of experts `owned` each rank has whole ones.
     """
     shapes = {name: p.shape for name, p in spec.capture.model.named_parameters()}
     unmoved, wide = {*spec.unused, *spec.fixed}, spec.in_fp32(dtype)
@@ -36,7 +37,8 @@ def tile_layouts(
         parameters = [(n, shapes[n], None if n in unmoved else groups.get(n)) for n in names]
         rows = lcm(*(prod(shapes[n][1:]) for n in names if n in spec.gathered))
         name, how = kind.value + visit, (spec.wide, spec.packed, wide.intersection(names))
-        return TileLayout(name, parameters, kind, *how, operands, ranks=ranks, row=rows)
+        own = set(owned).intersection(names)
+        return TileLayout(name, parameters, kind, *how, operands, ranks=ranks, row=rows, owned=own)
 
     tiles = [
         layout(TileKind.EMBEDDING, [n for n in spec.gathered if n not in spec.epilogue]),
@@ -75,13 +77,18 @@ class Model:
     @cached_property
     def layouts(self) -> list[TileLayout]:
         """The model's tiles, in the order in which a forward needs them."""
+        return self.layouts_with(())
+
+    def layouts_with(self, owned: Collection[str]) -> list[TileLayout]:
+        """As `layouts`, where ranks own these stacks of experts."""
         groups = {} if self.optimizer is None else self.optimizer.group_of()
         operands: Collection[str] = ()
         if self.precision == "fp8":
             from megatrain.model.float8 import multiplied
 
             operands = multiplied(self.spec)
-        return tile_layouts(self.spec, groups, self.ranks, DTYPES[self.precision], operands)
+        dtype = DTYPES[self.precision]
+        return tile_layouts(self.spec, groups, self.ranks, dtype, operands, owned)
 
     @cached_property
     def computing(self) -> tuple[int, int]:

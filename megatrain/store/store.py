@@ -34,11 +34,16 @@ _PINNED = (PlaneKind.WEIGHTS, PlaneKind.GRADIENT)
 
 @dataclass(frozen=True)
 class Span:
-    """`numel` elements from `start` on in a tile's planes, at `at` in the streamed weights."""
+    """`numel` elements from `start` on in a rank's planes, at `at` in the tile, `slot` in its slot.
+
+    In the layout of one rank they come earlier by `moved`.
+    """
 
     start: int
     at: int
     numel: int
+    slot: int = 0
+    moved: int = 0
 
     @property
     def stop(self) -> int:
@@ -151,14 +156,21 @@ class Tile:
 
     @property
     def spans(self) -> list[Span]:
-        """This rank's blocks, with their places in the streamed weights."""
-        if self.layout.ranks == 1:
-            return [Span(0, 0, self.layout.numel)]
-        spans, start = [], 0
-        for at, own in self.layout.blocks(self.rank):
-            spans.append(Span(start, at, own))
+        """This rank's blocks."""
+        layout, spans, start = self.layout, list[Span](), 0
+        if layout.ranks == 1:
+            return [Span(0, 0, layout.numel)]
+        blocks = layout.blocks(self.rank), layout.local_blocks(self.rank), layout.moved
+        for (at, own), (slot, _), moved in zip(*blocks, strict=True):
+            spans.append(Span(start, at, own, slot, moved))
             start += own
         return spans
+
+    @property
+    def sums(self) -> list[slice]:
+        """The elements of the sums on the device whose gradient this rank keeps."""
+        numel = self.layout.local.trainable_numel
+        return [slice(s.slot, min(s.slot + s.numel, numel)) for s in self.spans if s.slot < numel]
 
     def spans_beside(self, stacks: Sequence[Entry]) -> list[Span]:
         """The `spans` without the rows of these parameters, where one rank has all of the tile."""
@@ -169,7 +181,7 @@ class Tile:
         spans, at, numel = [], 0, self.layout.numel
         for start, stop in sorted([*left_out, (numel, numel)]):
             if at < start:
-                spans.append(Span(at, at, start - at))
+                spans.append(Span(at, at, start - at, at))
             at = max(at, stop)
         return spans
 
@@ -182,7 +194,7 @@ class Tile:
 
     @property
     def trained(self) -> slice:
-        """The elements of the tile whose gradient and states this rank keeps."""
+        """The elements of the tile whose gradient and states this rank keeps, if it owns none."""
         own = self.layout.trainable_numel // self.layout.ranks
         return slice(self.rank * own, (self.rank + 1) * own)
 
@@ -246,13 +258,17 @@ class Tile:
 
     def copy_masters(self, threads: int = 1) -> None:
         """Make the copies of masters that layers compute with in fp32; after each update."""
-        own, remainder = self.trained, self.remainder
+        remainder, spans = self.remainder, self.spans
+
+        def moved(place: int) -> int | None:
+            inside = (s for s in spans if s.at <= place < s.at + s.numel)
+            return next((place - s.at + s.start for s in inside), None)
+
         for start, stop, at in chain.from_iterable(self.layout.copies.values()):
-            if remainder is None or not own.start <= start < own.stop:
+            own, first = moved(start), moved(at)
+            if remainder is None or own is None or first is None:
                 continue
-            span = next(span for span in self.spans if span.at <= at < span.at + span.numel)
-            trained = slice(start - own.start, stop - own.start)
-            first = span.start + at - span.at
+            trained = slice(own, own + stop - start)
             with self.weights.writing(slice(first, first + 2 * (stop - start))) as copy:
                 halves = self.weights.values(trained), remainder.values(trained)
                 _join(*halves, copy.view(torch.float32), threads)
@@ -484,13 +500,13 @@ class DiskStaging:
         return align(plane.place(0, self._piece).stop * plane.dtype.itemsize, BLOCK)
 
     def visit(self, tile: Tile) -> Iterator[tuple[int, int, Tile]]:
-        """Yield `(start, stop, tile)` for each piece of a tile, with its planes in memory.
+        """Yield `(start, stop, tile)` for each piece of a rank's block, with its planes in memory.
 
         Work put on UPDATE for a piece, before the iterator goes on, may change its planes.
         """
-        device, planes, own = self._device, self._on_disk[tile.index], tile.trained
+        device, planes = self._device, self._on_disk[tile.index]
         if not planes:
-            yield own.start, own.stop, tile
+            yield 0, own_numel(tile), tile
             return
         device.wait(DISK_IN, tile.written, "disk version due")
         for start in range(0, own_numel(tile), self._piece):
@@ -504,7 +520,7 @@ class DiskStaging:
             for plane in present:
                 device.copy(DISK_IN, rooms[plane], parts[plane])
             device.wait(UPDATE, device.record(DISK_IN), "disk planes arrived")
-            yield own.start + start, own.start + stop, replace(tile, planes=parts | rooms)
+            yield start, stop, replace(tile, planes=parts | rooms)
             device.wait(DISK_OUT, device.record(UPDATE), "disk planes updated")
             for plane in present:
                 device.copy(DISK_OUT, parts[plane], rooms[plane])
@@ -562,5 +578,5 @@ class DiskReader:
             for span in spans:
                 first, last = max(start, span.start), min(start + len(part), span.stop)
                 if first < last:
-                    into = to[span.at + first - span.start :][: last - first]
+                    into = to[span.slot + first - span.start :][: last - first]
                     self._device.fetch(into, values[first - start : last - start])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 from math import lcm, prod
 from typing import Any, TypeVar
 
@@ -142,7 +142,10 @@ class TileLayout:
         numel: length of the weights plane, in elements.
         trainable_numel: length of the gradient and moment planes; a prefix of `numel`.
         parts: `(start, stop)` of what is trained, of its copies in fp32, and of what is frozen
-            with and without bits that bf16 does not hold.
+            with and without bits that bf16 does not hold; each `owned` parameter is one of its own.
+        owned: stacks of experts; each rank's block of one is a number of whole experts, and its
+            device holds no others.
+        moved: how much further each part is than in the layout of one rank, if it is trained.
         copies: for each trained parameter that layers compute with in fp32, `(start, stop, at)` of
             its elements in each rank's block, and of the first copy, which is as long as two.
         ranks: into how many equal blocks each of these is cut.
@@ -160,6 +163,7 @@ class TileLayout:
         *,
         ranks: int = 1,
         row: int = 1,
+        owned: Collection[str] = (),
     ) -> None:
         """Args:
         parameters: as `(name, shape, group)`; group None means frozen.
@@ -170,6 +174,7 @@ class TileLayout:
         row: elements that no cut between ranks divides, counted from each part's beginning.
         """
         self.name, self.kind, self.ranks, self._row, self._fp32 = name, kind, ranks, row, fp32
+        self.owned = frozenset(owned) if ranks > 1 else frozenset()
         self.copies: dict[str, list[tuple[int, int, int]]] = {}
         cut = ranks * lcm(ALIGNMENT, row) if ranks > 1 else ALIGNMENT
         entries: list[Entry] = []
@@ -182,33 +187,45 @@ class TileLayout:
         later = {name for name, packing in how.items() if packing is not FP32}.union(multiplied)
         order = sorted(marked, key=lambda p: (p[2] is None, not p[3], p[0] in later, p[2] or 0))
         self.parts: list[tuple[int, int]] = []
-        for (is_frozen, _), members in groupby(order, key=lambda p: (p[2] is None, p[3])):
+        self.moved: list[int] = []
+        self.trainable_numel = at = 0  # `at`: of the place in the layout of one rank
+
+        def part_of(p: Any) -> tuple[bool, bool, str]:
+            return p[2] is None, p[3], p[0] if p[0] in self.owned else ""
+
+        for (is_frozen, _, own), members in groupby(order, key=part_of):
+            if is_frozen and not any(entry.group is None for entry in entries):
+                offset = self._place_copies(entries, offset, cut)
             start = offset
+            self.moved.append(start - at)
             for parameter, shape, group, is_wide in members:
                 packing = how.get(parameter) if group is None else None
                 traits = is_wide, packing, is_frozen and parameter in multiplied
                 entries.append(Entry(parameter, tuple(shape), offset, group, *traits))
                 offset = align(offset + entries[-1].stored, ALIGNMENT)
-            offset = align(offset, cut)
+            at += offset - start
+            offset = start + align(offset - start, ALIGNMENT if own else cut)
             self.parts.append((start, offset))
             if not is_frozen:
-                offset = self._place_copies(entries, offset, cut)
+                self.trainable_numel = offset
+        if all(entry.group is not None for entry in entries):
+            offset = self._place_copies(entries, offset, cut)
         self.entries, self.numel = tuple(entries), offset
-        self.trainable_numel = self.parts[0][1] if self.trainable else 0
         self.by_name = {entry.name: entry for entry in entries}
 
     def _place_copies(self, trained: Sequence[Entry], start: int, cut: int) -> int:
-        """Lay out each rank's copies of its block, of `start` elements in all; returns their end.
+        """Lay out each rank's copies of its blocks from `start` on; returns their end.
 
-        Blocks are equally long, since ranks gather them.
+        A rank's copies are as long as another's, since ranks gather them.
         """
-        block, longest = start // self.ranks, 0
+        longest = 0
         places: list[tuple[str, int, int, int, int]] = []
         for rank in range(self.ranks):
-            at = 0
-            for entry in (entry for entry in trained if entry.name in self._fp32):
-                first = max(entry.offset, rank * block)
-                stop = min(entry.offset + entry.numel, (rank + 1) * block)
+            at, blocks = 0, [*self.blocks(rank)]
+            copied = [entry for entry in trained if entry.name in self._fp32]
+            for entry, (begin, size) in product(copied, blocks):
+                first = max(entry.offset, begin)
+                stop = min(entry.offset + entry.numel, begin + size)
                 if first < stop:
                     places.append((entry.name, first, stop, rank, at))
                     at = align(at + 2 * (stop - first), ALIGNMENT)
@@ -219,6 +236,7 @@ class TileLayout:
             pieces.append((first, stop, start + rank * length + at))
         if length:
             self.parts.append((start, start + self.ranks * length))
+            self.moved.append(0)
         return start + self.ranks * length
 
     def computed(self, flat: Tensor) -> dict[str, Tensor]:
@@ -258,7 +276,34 @@ class TileLayout:
         wide = [e.name for e in self.entries if e.wide]
         packed = {e.name: OPERANDS for e in self.entries if e.multiplied}
         given = self.name, parameters, self.kind, wide, packed, self._fp32
-        return TileLayout(*given, ranks=self.ranks, row=self._row)
+        return TileLayout(*given, ranks=self.ranks, row=self._row, owned=self.owned)
+
+    @cached_property
+    def local(self) -> "TileLayout":
+        """The places on a rank's device, which has its own experts of the `owned` parameters."""
+        if not self.owned:
+            return self
+
+        def shape(e: Entry) -> torch.Size:
+            own = e.name in self.owned
+            return torch.Size((e.shape[0] // self.ranks, *e.shape[1:]) if own else e.shape)
+
+        parameters = [(e.name, shape(e), e.group) for e in self.entries]
+        packed = {e.name: e.packed for e in self.entries if e.packed not in (None, FP32)}
+        traits = [e.name for e in self.entries if e.wide], packed, self._fp32
+        given = self.name, parameters, self.kind, *traits, [e.name for e in self.multiplied]
+        return TileLayout(*given, ranks=self.ranks, row=self._row, owned=self.owned)
+
+    @cached_property
+    def gathered(self) -> list[tuple[int, int]]:
+        """The parts, on the device, that have a block of each rank."""
+        whole = {entry.offset for entry in self.local.entries if entry.name in self.owned}
+        return [part for part in self.local.parts if part[0] not in whole]
+
+    def local_blocks(self, rank: int) -> Iterator[tuple[int, int]]:
+        """As `blocks`, with the block's place on the device."""
+        for (_, size), part in zip(self.blocks(rank), self.local.parts, strict=True):
+            yield part[0] + rank * size * (part in self.gathered), size
 
     def unpack(
         self,

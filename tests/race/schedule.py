@@ -22,6 +22,7 @@ from megatrain.engine.batch import Intake
 from megatrain.engine.head import Head
 from megatrain.engine.step import forward_only, train_step
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
+from megatrain.model.owned_experts import owned_names
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
@@ -189,7 +190,9 @@ def shared_schedules() -> Iterator[dict]:
     places = itertools.product((1, 3), ("device", "host"), (1.0, None), RESIDENT)
     for slots, boundaries, clip, resident in places:
         tied, rows, staying = next(rest)
+        ranks, rule, with_experts = next(every), next(rules), next(experts)
         placement = Placement(
+            own_experts=with_experts and ranks.hosts == 1 and "muon" not in rule,
             slots=slots,
             layer_inputs=boundaries,
             layer_input_lanes=1,
@@ -203,11 +206,11 @@ def shared_schedules() -> Iterator[dict]:
             "max_grad_norm": clip,
             "tied": tied,
             "saves": next(saves),
-            "rule": next(rules),
+            "rule": rule,
             "loss": next(losses),
-            "experts": next(experts),
+            "experts": with_experts,
             "wide": next(wide),
-            "ranks": next(every),
+            "ranks": ranks,
         }
 
 
@@ -241,7 +244,9 @@ def trace(
         program, optimizer = tiny_program(tied, VOCAB, lowest, wide)
     if rule != optimizer.rule.name:
         optimizer = StreamedOptimizer(SWEPT[rule](), program.spec.capture.model)
-    layouts = tile_layouts(program.spec, optimizer.group_of(), ranks.shards.size, dtype)
+    size = ranks.shards.size
+    owned = owned_names(program.spec, size) if placement.own_experts else ()
+    layouts = tile_layouts(program.spec, optimizer.group_of(), size, dtype, owned=owned)
     with mock.patch.object(sink, "PIECE", PIECE), mock.patch.object(disk, "PIECE", 2 * PIECE):
         given = {"rule": optimizer.rule, "placement": placement, "rank": ranks.shards.rank}
         store = Store(device, layouts, dtype, **given)
