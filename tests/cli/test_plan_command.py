@@ -25,7 +25,7 @@ HERE = ["--gpu", "4090", "--host-memory", "64GiB", "--cores", 16]
 @pytest.fixture
 def model_file(tmp_path):
     path = tmp_path / "model" / "config.json"
-    path.parent.mkdir()
+    (path.parent / "empty").mkdir(parents=True)
     path.write_text(json.dumps(tiny_llama(vocab_size=300)))
     return path
 
