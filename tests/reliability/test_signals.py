@@ -11,20 +11,13 @@ from tests.sweeps import few
 
 CHOICES = {"training__steps": 6, "training__eval_every": 2, "checkpoint__every": 3}
 
-PHASES = {
-    "reading": ("megatrain.train", "setup", "run_tokenizer"),
-    "loading": ("megatrain.train", "setup", "_engine"),
-    "resuming": ("megatrain.train", "setup", "_saved_engine"),
-    "step": ("megatrain.api", "Engine", "step"),
-    "evaluation": ("megatrain.api", "Engine", "score"),
-    "save": ("megatrain.checkpoint", "saver", "publish"),
-    "model": ("megatrain.train", "loop", "write_model"),
-}
+PHASES = PLANTED["phases"]
+SIGNALS = [(phase, getattr(signal, name)) for phase, (*_, name) in PHASES.items() if name]
 
 
 def held(phase, go):
     """The part waits until the file `go` is there: after a signal, however late that comes."""
-    module, owner, name = PHASES[phase]
+    module, owner, name, _ = PHASES[phase]
     return PLANTED["held"].format(module=module, owner=owner, name=name, go=str(go))
 
 
@@ -36,17 +29,7 @@ def go(tmp_path):
 
 @pytest.mark.parametrize(
     ("phase", "number"),
-    few(
-        [
-            ("reading", signal.SIGTERM),
-            ("loading", signal.SIGINT),
-            ("step", signal.SIGTERM),
-            ("evaluation", signal.SIGINT),
-            ("save", signal.SIGTERM),
-            ("model", signal.SIGHUP),
-        ],
-        *(2, 4),
-    ),
+    few(SIGNALS, 2, 4),
     ids=lambda value: value.name if isinstance(value, signal.Signals) else value,
 )
 def test_one_signal_ends_the_run_well_and_loses_nothing(
