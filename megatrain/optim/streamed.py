@@ -93,8 +93,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def group_of(self) -> dict[str, int]:
         """Index of each trainable parameter's group, by name.
 
-        Raises:
-            InputError: a parameter is in no group or in two, or is not one of the engine's.
+        Raises InputError: a parameter is in no group or in two, or is not one of the engine's.
         """
         groups: dict[str, int] = {}
         for index, group in enumerate(self.param_groups):
@@ -122,8 +121,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Like torch's; takes the engine's parameters with or without their names.
 
-        Raises:
-            InputError: a parameter is not the engine's.
+        Raises InputError: a parameter is not the engine's.
         """
         params = param_group["params"]
         if not isinstance(params, set):  # which torch refuses
@@ -133,12 +131,17 @@ class StreamedOptimizer(torch.optim.Optimizer):
         # Wrapped for torch.compile, it would import torch._dynamo, which takes a second.
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Like torch's where a trainer's loop calls `step`; else refused, as it would be late."""
+        if self._driver is None:
+            raise InputError("optimizer: its hooks before steps come late; call before Engine.step")
+        return super().register_step_pre_hook(hook)
+
     def check(self) -> None:
         """Check that the groups, which the user may change, still hold valid settings.
 
-        Raises:
-            InputError: a setting is invalid (a learning rate of NaN would make every weight NaN),
-                or the groups do not have each of the engine's parameters once.
+        Raises InputError: a setting is invalid (a learning rate of NaN would make every weight
+            NaN), or the groups do not have each of the engine's parameters once.
         """
         if not isinstance(self.state, _NoState):
             raise InputError(f"optimizer.state has been replaced: {_NOT_HERE}")
@@ -200,8 +203,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Refused: `Engine.step` updates the parameters.
 
-        Raises:
-            InputError: always, but within `took_step`, and without `drive`.
+        Raises InputError: always, but within `took_step`, and without `drive`.
         """
         if self._driver is not None:
             self._driver[0]()
@@ -234,8 +236,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
         Moments are those of the engine, whatever step they are of.
 
-        Raises:
-            InputError: it holds moments, groups of other parameters, or invalid settings.
+        Raises InputError: it holds moments, groups of other parameters, or invalid settings.
         """
         known = isinstance(state_dict, Mapping) and not state_dict.get("state")
         groups = deepcopy(state_dict.get("param_groups")) if known else None
@@ -248,9 +249,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def saved_groups(self) -> list[dict[str, Any]]:
         """The groups as plain JSON values: parameter names, and settings as a schedule left them.
 
-        Raises:
-            InputError: a group has a value that is no number or text, or the groups
-                are not made of the engine's parameters.
+        Raises InputError: a group has a value that is no number or text, or the groups are not made
+            of the engine's parameters.
         """
         self._name_parameters()
         return [
@@ -261,8 +261,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def restore(self, groups: Sequence[dict[str, Any]], num_steps: int) -> None:
         """Take over groups that `saved_groups` gave.
 
-        Raises:
-            InputError: they are of other parameters, or have invalid settings.
+        Raises InputError: they are of other parameters, or have invalid settings.
         """
         by_name = {name: parameter for parameter, name in self._names.items()}
         lists = [group.get("param_names") for group in groups]

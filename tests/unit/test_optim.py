@@ -133,6 +133,7 @@ MISUSED: dict[str, tuple[Any, str]] = {
         "asks for amsgrad, .* or AdamW does not know it",
     ),
     "no rate": (changed(lambda groups: groups[1].pop("lr")), "AdamW lr is None"),
+    "a hook before steps": (lambda o: o.register_step_pre_hook(print), "call before Engine.step"),
     "step": (lambda o: o.step(), r"optimizer.step\(\) has nothing to do"),
     "a state read": (lambda o: o.state[o.param_groups[0]["params"][0]], "Engine.save"),
     "a state set": (lambda o: o.state.update({}) or o.state.__setitem__(1, {}), "Engine.save"),
