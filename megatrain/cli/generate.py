@@ -38,7 +38,7 @@ def opened(
     """The model of a run, checkpoint, folder or hub id, and its tokenizer.
 
     Raises:
-        InputError: one of them cannot be read.
+        InputError: one of them cannot be read, or the model writes no texts.
         DoesNotFit: host memory cannot hold the model.
     """
     source = trained_model(model)
@@ -53,6 +53,7 @@ def opened(
         host_memory=host_memory,
     )
     try:
+        engine.require_texts()
         yield engine, tokenizer
     finally:
         engine.close()

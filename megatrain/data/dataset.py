@@ -38,12 +38,19 @@ CLASSES = ("classes", "class_sets", "tags")
 """Kinds of data with classes: one of a text, several, or one of each word."""
 REPLIES = ("pairs", "margins", "anchors")
 """Kinds of data whose rows are several texts that a loss compares."""
+_NAMES = {"text": "documents", "pairs": "replies", "margins": "replies"}
+_NAMES |= dict.fromkeys(("anchors", *CLASSES), "texts")
 
 PLAIN = ("input_ids", "labels", "attention_mask")
 _OF_LOSSES = {*DPO.inputs, *Distillation.choices, "margin", "text"}
 _log = logging.getLogger("megatrain.data")
 _WIDTH_MULTIPLE = 8  # of tokens in unpacked batches, for matrix units
 _MAX_PLACES = 8  # named in one description
+
+
+def documents_named(kind: str) -> str:
+    """What messages call documents of data of this kind."""
+    return _NAMES.get(kind, "conversations")
 
 
 @dataclass(frozen=True)
@@ -401,7 +408,7 @@ def _shorten(
     store: TokenStore, lengths: NDArray[np.int64], learnable: NDArray[np.bool_], layout: Layout
 ) -> NDArray[np.int64]:
     """Lengths after the rule for overlong conversations; 0 for dropped ones."""
-    limit = layout.sequence_length
+    limit, what = layout.sequence_length, documents_named(layout.kind)
     overlong = np.flatnonzero(learnable & (lengths > limit))
     if len(overlong) == 0:
         return lengths
@@ -409,13 +416,13 @@ def _shorten(
     example = f"{store.place(overlong[0])} has {lengths[overlong[0]]}"
     if layout.overlong == "error":
         raise InputError(
-            f"{len(overlong)} conversations are longer than sequence_length {limit} ({example}): "
+            f"{len(overlong)} {what} are longer than sequence_length {limit} ({example}): "
             "raise it, or set overlong to truncate or drop"
         )
     done = "truncated" if layout.overlong == "truncate" else "dropped"
     _log.warning(
-        "%s %d of %d conversations, which are longer than sequence_length %d (%s)",
-        done, len(overlong), len(lengths), limit, example,
+        "%s %d of %d %s, which are longer than sequence_length %d (%s)",
+        done, len(overlong), len(lengths), what, limit, example,
     )  # fmt: skip
     lengths = lengths.copy()
     lengths[overlong] = limit if layout.overlong == "truncate" else 0

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatrain.data.dataset import PackedDataset
+from megatrain.data.dataset import PackedDataset, documents_named
 from megatrain.data.images import ImageProcessor, Medium
 from megatrain.data.row_packing import Ints
 
@@ -36,9 +36,7 @@ class ShownDocument(NamedTuple):
 def summary(data: PackedDataset) -> list[str]:
     """A data set in numbers, a line each, from reading every token twice."""
     store, documents = data.store, data.documents
-    names = {"text": "documents", "pairs": "replies", "anchors": "texts"}
-    kind, lengths = store.notes["kind"], documents.lengths
-    what = names.get(kind, "conversations")
+    what, lengths = documents_named(data.kind), documents.lengths
     formats = ", ".join(name for name in store.notes["formats"] if name != what)
     pieces = (labels for row in range(len(data)) for _, labels in data.pieces(row))
     learnt = sum(int((labels[1:] != -100).sum()) for labels in pieces)
@@ -50,7 +48,7 @@ def summary(data: PackedDataset) -> list[str]:
         f"tokens of {what}: {lengths.min():,} to {lengths.max():,}, half of them at most "
         f"{int(np.median(lengths)):,}",
         *_of_media(data),
-        *_warnings(data, what, is_chat=kind != "text"),
+        *_warnings(data, what, is_chat=data.kind != "text"),
         *_by_source(data, what),
     ]
 

@@ -24,6 +24,7 @@ _MOST_BYTES = 256 * MIB  # of all; the largest tokenizers that are known have 34
 _TEMPLATES = "additional_chat_templates"
 # sentence-transformers': what a text passes, and how the hidden states of its tokens are pooled.
 _MODULES, _POOLING = "modules.json", "1_Pooling/config.json"
+_TEXTS = "sentence_bert_config.json"
 
 _GO_ALONG = re.compile(
     r"[^/]+\.(json|jinja|txt|model|tiktoken|bpe|spm|vocab|py)"
@@ -69,6 +70,13 @@ def sentence_files(beside: Companions, width: int, pooling: str) -> dict[str, by
     """The files by which sentence-transformers embeds a text as trained; none if it has them."""
     kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     mode = "mean_tokens" if pooling == "mean" else "lasttoken"
+    with explained(f"{_TEXTS}: malformed"):
+        lowers = parse_json(beside.get(_TEXTS, b"{}")).get("do_lower_case")
+    if lowers:
+        raise InputError(
+            f"{_TEXTS}: do_lower_case would change texts before they are tokens, which training "
+            "does not; write the data in lower case, and set it to false"
+        )
     if _MODULES in beside:
         with explained(f"{_MODULES}, {_POOLING}: malformed"):
             named = {str(m["type"]).rpartition(".")[2] for m in parse_json(beside[_MODULES])}

@@ -58,6 +58,9 @@ def test_embeddings_are_learnt_exactly_and_their_folder_loads(
     assert "texts" in megatrain.done("data", file).output
     megatrain.done("plan", file, "--gpu", "4090")
     megatrain.refused("and no texts", "generate", tmp_path / "run", "--prompt", "a")
+    megatrain.refused("and no texts", "chat", tmp_path / "run")
+    short = sets(data__overlong="error", data__sequence_length=2)
+    megatrain.refused("texts are longer than sequence_length 2", "data", file, *short)
     again = sets(model__path=str(folder), output__folder="again", training__steps=1)
     megatrain.done("train", file, *again)
     pools = sets(loss__pooling="mean" if pooling == "last" else "last")
@@ -104,6 +107,12 @@ def test_an_adapter_of_embeddings(megatrain, embedding_file, tmp_path):
 def test_malformed_files_of_sentence_transformers_are_told_in_a_line(modules, pooling):
     beside = {"modules.json": modules.encode(), "1_Pooling/config.json": pooling.encode()}
     with pytest.raises(InputError, match="modules.json, 1_Pooling/config.json: malformed"):
+        sentence_files(beside, 8, "mean")
+
+
+def test_texts_that_would_be_changed_first_are_refused():
+    beside = {"sentence_bert_config.json": b'{"max_seq_length": 8, "do_lower_case": true}'}
+    with pytest.raises(InputError, match="do_lower_case would change texts"):
         sentence_files(beside, 8, "mean")
 
 
