@@ -53,7 +53,7 @@ def opened(
         host_memory=host_memory,
     )
     try:
-        engine.require_texts()
+        _ = engine.generation_config  # raises for a model that writes no texts
         yield engine, tokenizer
     finally:
         engine.close()

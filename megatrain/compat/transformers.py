@@ -67,6 +67,11 @@ def encoder_calls(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return [(m, name) for m in model.modules() for name in names if hasattr(type(m), name)]
 
 
+def demands_types(model: nn.Module) -> bool:
+    """True if a forward in training refuses tokens without `mm_token_type_ids`, text as well."""
+    return type(model).__name__ == "Molmo2ForConditionalGeneration"
+
+
 def encodes(model: nn.Module) -> bool:
     """True if a model takes images or sounds: some call their encoders without such a method."""
     multimodal = type(model).__name__ in MULTIMODAL_CLASSES.values()

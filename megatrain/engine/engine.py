@@ -342,7 +342,7 @@ class PlacedEngine:
                 "the model as a whole, for texts, is not for ranks that share rows yet; make an "
                 "engine without sequence_parallel"
             )
-        self.require_texts()
+        self._require_texts()
         self.flush()
         self._program.train(False)
         whole = whole_model(self._opened, self._parts, self._store, spare, apart=apart)
@@ -354,7 +354,7 @@ class PlacedEngine:
         if self.optimizer is not None:
             require_held(self._opened.source.model)
 
-    def require_texts(self) -> None:
+    def _require_texts(self) -> None:
         """Raises InputError: the model has no head of next tokens."""
         if self._spec.capture.classifies:
             raise InputError(
@@ -368,7 +368,7 @@ class PlacedEngine:
 
         Raises InputError: the model makes no texts.
         """
-        self.require_texts()
+        self._require_texts()
         return self._opened.source.model.generation_config
 
     @property

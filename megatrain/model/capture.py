@@ -243,7 +243,13 @@ class Capture:
     """
 
     def __init__(self, model: "PreTrainedModel", stack: nn.ModuleList) -> None:
-        from megatrain.compat.transformers import classifies, embeds, encodes, scores_rows
+        from megatrain.compat.transformers import (
+            classifies,
+            demands_types,
+            embeds,
+            encodes,
+            scores_rows,
+        )
 
         self.model = model
         self.trunk: nn.Module = model
@@ -253,7 +259,7 @@ class Capture:
         self._signature = inspect.signature(model.forward).parameters
         kinds = [parameter.kind for parameter in self._signature.values()]
         self.takes_any = inspect.Parameter.VAR_KEYWORD in kinds
-        self.encodes = encodes(model)
+        self.encodes, self._demands_types = encodes(model), demands_types(model)
         self._stack = stack
         self.runner = next(m for m in model.modules() if stack in m.children())
         for layer in stack:
@@ -310,6 +316,8 @@ class Capture:
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """The keyword arguments of the model's forward for a micro-batch."""
         kwargs: dict[str, Any] = dict(batch)
+        if self._demands_types:
+            kwargs.setdefault("mm_token_type_ids", torch.zeros_like(batch["input_ids"]))
         if "use_cache" in self._signature or self.takes_any:
             kwargs["use_cache"] = False
         if "return_dict" in self._signature:

@@ -163,6 +163,15 @@ def pictures(model: PreTrainedModel, rows: int, generator: torch.Generator) -> I
     yield Medium("image", {"pixel_values": pixels})
 
 
+def pooled(model: PreTrainedModel, rows: int, generator: torch.Generator) -> Iterator[Medium]:
+    """An image in each row as one crop of 16 patches, of which each of 4 tokens pools 4."""
+    pixels = torch.randn(rows, 16, 3 * 4 * 4, generator=generator)
+    places = torch.arange(rows * 16).view(rows * 4, 4)
+    grid = torch.tensor([[1, 2, 1, 2]] * rows)
+    tensors = {"pixel_values": pixels, "image_token_pooling": places, "image_grids": grid}
+    yield Medium("image", tensors)
+
+
 def grids(model: PreTrainedModel, rows: int, generator: torch.Generator) -> Iterator[Medium]:
     """Two images of two sizes in each row, and a video: `[patches, values]`, and their grids."""
     sizes = [("image", "pixel_values", "image_grid_thw", [[1, 4, 4], [1, 4, 8]])]
@@ -365,6 +374,7 @@ MAKERS: list[tuple[Make, str]] = [
     (masked, "granite_docling"),
     (patched, "fuyu"),
     (placed, "gemma4 gemma4_unified"),
+    (pooled, "molmo2"),
     (stills, "glm46v glm4v glm4v_moe glm5_next glm_ocr glmga"),
     (stacked, "kimi_k25 paddleocr_vl"),
     (spatial, "lfm2_vl"),
