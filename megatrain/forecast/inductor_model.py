@@ -204,11 +204,13 @@ def eager_work(run: Callable[[], Activations], inputs: list[Any]) -> LayerWork:
     values, gradients = ends(outputs)
     graph.ignore(gradients)
     results = sum(value.nbytes for value in outputs.values())
-    first = graph.with_peak._replace(kept_bytes=graph.total_bytes - results)
+    kept = graph.total_bytes - results
+    first = graph.work._replace(peak_bytes=graph.peak_bytes, kept_bytes=kept)
     graph.restart()
     with graph:
         torch.autograd.grad(values, leaves(inputs), gradients, allow_unused=True)
-    second = graph.work._replace(peak_bytes=graph.peak_bytes - results)
+    peak = graph.peak_bytes - results
+    second = graph.work._replace(peak_bytes=peak, made_bytes=graph.made_bytes)
     return LayerWork(plain, first, second, first, second, None, shapes(outputs))
 
 

@@ -88,6 +88,7 @@ class Work(NamedTuple):
         attention_bytes: results of attention, which may wait for its backward.
         peak_bytes: that exist at once, besides the work's arguments; results count.
         kept_bytes: that wait for a backward, besides results and arguments.
+        made_bytes: of the peak of what a backward makes, where what was kept for it stays.
         calls: of the layer or head, if it is more than one.
     """
 
@@ -100,19 +101,20 @@ class Work(NamedTuple):
     attention_bytes: int = 0
     peak_bytes: int = 0
     kept_bytes: int = 0
+    made_bytes: int = 0
     calls: int = 0
 
     def times(self, count: int) -> "Work":
         """The work of `count` micro-batches, one after the other; memory is that of one."""
         if count == 1:
             return self
-        *counted, peak, kept, _ = self
-        return Work._make((*(count * number for number in counted), peak, kept, count))
+        *counted, peak, kept, made, _ = self
+        return Work._make((*(count * number for number in counted), peak, kept, made, count))
 
 
 def added(one: Work, other: Work) -> Work:
     """The work of both, one after the other, but for their memory."""
-    return Work._make((*map(add, one[:7], other[:7]), 0, 0, max(one.calls, other.calls)))
+    return Work._make((*map(add, one[:7], other[:7]), 0, 0, 0, max(one.calls, other.calls)))
 
 
 class Shape(NamedTuple):
@@ -260,6 +262,9 @@ class Ledger:
         self.live: dict[str, int] = {}
         self.peak_live: Counter[str] = Counter()
         self.total_bytes = self.peak_bytes = 0
+        # Since the last `restart`: of the peak what is newer, and what is left that is older.
+        self.made_bytes = self._old_bytes = 0
+        self._old = set[int]()
         self._known: dict[int, Any] = {}  # references that report a storage's end
 
     def hold(self, place: str, num_bytes: int, taken: int | None = None) -> Any:
@@ -282,6 +287,9 @@ class Ledger:
     def _gone(self, key: int, place: str, num_bytes: int, _: Any) -> None:
         self._known.pop(key, None)
         self.add_bytes(place, -num_bytes)
+        if key in self._old:
+            self._old.discard(key)
+            self._old_bytes -= num_bytes
 
     def add_bytes(self, place: str, num_bytes: int) -> None:
         """So many more bytes are alive; negative: fewer."""
@@ -290,8 +298,10 @@ class Ledger:
 
     def took(self, num_bytes: int, beside: int = 0, place: str = Place.WORKING_SET) -> None:
         """Note that so many bytes more were alive for a moment, `beside` so many of `place`."""
-        if self.total_bytes + num_bytes + beside > self.peak_bytes:
-            self.peak_bytes = self.total_bytes + num_bytes + beside
+        total = self.total_bytes + num_bytes + beside
+        self.made_bytes = max(self.made_bytes, total - self._old_bytes)
+        if total > self.peak_bytes:
+            self.peak_bytes = total
             self.peak_live = Counter(self.live)
             self.peak_live[Place.WORKING_SET] += num_bytes
             self.peak_live[place] += beside
@@ -543,10 +553,6 @@ class OpCounter(Ledger, TorchDispatchMode):
         super().__init__()
         self.work, self._real = Work(), real
 
-    @property
-    def with_peak(self) -> Work:
-        return self.work._replace(peak_bytes=self.peak_bytes)
-
     def ignore(self, values: Any) -> None:
         """Do not count the storages of some tensors; once they end, others may lie there."""
         for tensor in tensors(values, real=self._real):
@@ -561,6 +567,7 @@ class OpCounter(Ledger, TorchDispatchMode):
         """Forget work and peak so far; what is alive stays."""
         self.work = Work()
         self.peak_bytes, self.peak_live = self.total_bytes, Counter(self.live)
+        self.made_bytes, self._old_bytes, self._old = 0, self.total_bytes, {*self._known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -586,4 +593,4 @@ def counted(
     counter.ignore(ignored)
     with counter:
         result = run()
-    return counter.with_peak, result
+    return counter.work._replace(peak_bytes=counter.peak_bytes), result

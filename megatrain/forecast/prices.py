@@ -461,10 +461,11 @@ class Declared:
         waiting = layer.waiting.pop(at.index, None)
         if isinstance(waiting, _Graph):
             first, second, held = waiting
+            made = second.made_bytes if held is None else 0  # what has returned stays in its lanes
             crossing = _CROSSING * sum(graph.nbytes for graph in returned)
             done = Work(touched_bytes=crossing) if crossing else _NO_WORK
         else:
-            first, second = visit.work.again, visit.work.backward
+            first, second, made = visit.work.again, visit.work.backward, 0
             if waiting is not None:
                 first = _beside_attention(first)._replace(attention_flops=0)
             # Each of a group is computed again after the one before it is done.
@@ -476,7 +477,7 @@ class Declared:
         if dh.keys().isdisjoint(visit.produced) and dh.keys().isdisjoint(layer.outputs):
             return done, rest
         # What is held already counts in the backward's peak.
-        ledger.took(max(0, second.peak_bytes - first.kept_bytes))
+        ledger.took(max(made, second.peak_bytes - first.kept_bytes))
         ledger.add_bytes(Place.WORKING_SET, visit.gradient_bytes)
         ledger.took(sum(visit.input_grads.values()))
         if count > 1 and held is not None and held.nbytes:  # all but the last are done

@@ -13,13 +13,14 @@ from transformers import Qwen2Config
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.forecast.cache import ForecastCache
+from megatrain.forecast.inductor_model import eager_work
 from megatrain.forecast.measure import acts_alone, fakes
 from megatrain.forecast.op_counter import OpCounter
 from megatrain.forecast.profile import Profile
 from megatrain.forecast.workload import Workload
 from megatrain.loss import CROSS_ENTROPY, DPO, JointLoss
 from megatrain.model import token_chunks
-from megatrain.model.capture import Rows
+from megatrain.model.capture import Ref, Rows
 from megatrain.model.micro_batch import MicroBatch
 from megatrain.model.probe import spec
 from megatrain.source.source import open_source
@@ -288,3 +289,12 @@ def test_the_backward_of_a_kept_graph_computes_products_of_experts_again():
     assert work.kept_backward.expert_flops - work.backward.expert_flops == products
     assert work.in_float8.backward.expert_flops == work.backward.expert_flops
     assert work.keeping.kept_bytes < work.again.kept_bytes / 4
+
+
+def test_what_a_backward_makes_is_counted_beside_what_was_kept_for_it():
+    """Here the kept matrix is let go of before most is made; of a graph on the host it stays."""
+    x, matrix = torch.empty(64, device="meta", requires_grad=True), 64 * 64 * 4
+    work = eager_work(lambda: {Ref(0, 0): (x[:, None] * x).exp().sum(1)}, [x])
+    assert work.again.kept_bytes == matrix
+    assert matrix * 3 <= work.backward.made_bytes < matrix * 3.5
+    assert work.backward.peak_bytes - work.again.kept_bytes < matrix * 2.5
