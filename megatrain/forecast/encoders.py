@@ -33,7 +33,8 @@ class Known(TorchDispatchMode):
         read = tensors((args, kwargs), real=True)
         floating = (kwargs.get("dtype") or torch.int64).is_floating_point
         if not tensors(read) and (read or not floating):
-            with without_modes():
+            kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+            with without_modes():  # masks keep their data beside tensors that have none
                 return func(*args, **kwargs)
         if func is torch.ops.aten.index.Tensor:  # its shape follows from the values of masks
             args = args[0], [place for index in args[1] for place in _places(index)]

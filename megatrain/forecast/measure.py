@@ -44,7 +44,7 @@ from megatrain.forecast.op_counter import (
     foreseeing,
 )
 from megatrain.forecast.workload import MediaRow
-from megatrain.loss import Loss
+from megatrain.loss import Loss, Sloped
 from megatrain.model.capture import Call, Ref, Rows, last_hidden
 from megatrain.model.micro_batch import Activations, Batch, MicroBatch
 from megatrain.model.program import ModelProgram
@@ -265,7 +265,8 @@ class Measurer:
             tile = Tile(0, layout, planes)
             slot = Buffer("slot", torch.empty(layout.numel, dtype=dtype))
             sums = Buffer("sums", torch.empty(layout.trainable_numel))
-            shape = (*sizes, self.spec.num_logits) if "slopes" in loss.inputs else sizes
+            embeds = isinstance(loss, Sloped) and loss.of.embeds  # slopes by each logit
+            shape = (*sizes, self.spec.num_logits) if embeds else sizes
             beside = [torch.empty(shape) for _ in loss.inputs]
             micro = replace(self.micro_batch(*sizes), loss=loss, extras=beside)
             routed = set(self.spec.routed)  # sums over tokens
