@@ -178,19 +178,20 @@ class Search:
 
     def could_fit(self) -> bool:
         """True if there likely is a way: with the largest micro-batches, or the smallest."""
-        most, *_, fewest = [*(sizes := self._candidates.sizes()), sizes[-1]]
+        sizes = self._candidates.sizes()
+        most, fewest = sizes[0], sizes[-1]
         # A search without a disk looks at this one anyway.
         fastest = [] if self._candidates.spilled else self._candidates.families(most)[0][:1]
-        return self._first_look(fastest, most) or any(
-            self._first_look(family, rows)
+        return self._may_fit(fastest, most) or any(
+            self._may_fit(family, rows)
             for rows in dict.fromkeys((most, fewest))
             for family in self._families(rows)
         )
 
     def least(self) -> Forecast:
-        """Forecast the placement that exceeds the memory least, on a machine that has so much.
+        """Forecast the placement that lacks least memory, on a machine with the memory it needs.
 
-        Where one of more host memory and a larger device (that is sold) would do, it asks for one.
+        Where more host memory or a larger device (that is sold) will do, it does not ask for both.
         """
         sizes = self._candidates.sizes()
         few = [rows for rows in sizes if rows * _MANY >= self._workload.rows] or sizes
@@ -219,7 +220,7 @@ class Search:
         return replace(self._of(placement, rows), machine=self._budget.raised(*needed))
 
     def _lacking_least(self, rows: int) -> tuple[int, int, tuple[int, int]]:
-        """Numbers of the family, and in it, of the candidate that lacks least; its peaks."""
+        """The candidate that lacks least memory: its family's index, its index there, its peaks."""
         sparing = [
             (number, family.index(placement), placement)
             for number, family in enumerate(self._families(rows))
@@ -251,15 +252,15 @@ class Search:
         return [[c for c in family if c.slots < MOST_SLOTS] for family in families]
 
     def _most_sparing(self, family: list[Placement]) -> list[Placement]:
-        """The candidates that take least: the last, and the one that holds least, of each kind."""
+        """The last candidate and that of fewest bytes, for layer inputs on either side."""
         sparing = []
-        for where in ("host", "device"):
-            alike = [placement for placement in family if placement.layer_inputs == where]
+        for layer_inputs in ("host", "device"):
+            alike = [placement for placement in family if placement.layer_inputs == layer_inputs]
             by_bytes = sorted(alike, key=lambda candidate: self._least_bytes(candidate)[0])
             sparing += alike[-1:] + by_bytes[:1]
         return [*dict.fromkeys(sparing)]
 
-    def _first_look(self, family: list[Placement], rows: int) -> bool:
+    def _may_fit(self, family: list[Placement], rows: int) -> bool:
         """True if one of a family's most sparing candidates has room."""
         return any(
             not any(self._lacks(*self._with_tiles(placement)[1]))
@@ -349,11 +350,12 @@ class Search:
         return frames
 
     def _first_of(self, family: list[Placement], rows: int) -> Forecast | None:
+        """Forecast the first candidate that fits; after one that does not, ask if any may."""
         for number, candidate in enumerate(family):
-            if number == 1 and not self._first_look(family, rows):
+            if number == 1 and not self._may_fit(family, rows):
                 break
-            hopeful = self._holds(*self._least_bytes(candidate, rows))
-            if hopeful and self._holds(*self._peaks(candidate, rows, 1)):
+            least_fits = self._holds(*self._least_bytes(candidate, rows))
+            if least_fits and self._holds(*self._peaks(candidate, rows, 1)):
                 frame = self._of(candidate, rows)
                 if self._fits_moved(frame):
                     return frame

@@ -118,7 +118,7 @@ def tile_planes(checkpoint: Checkpoint, record: TileRecord) -> dict[str, Stored]
 def _ranges(
     record: TileRecord, stored: dict[str, Stored], places: dict[str, tuple[Tile, Entry]]
 ) -> Iterator[_Range]:
-    """The targets of a tile file's bytes: whole planes if the layout has not changed."""
+    """The memory for each range of a tile file's bytes: planes, or parameters in another layout."""
     tile = next((places[p.name][0] for p in record.parameters if p.name in places), None)
     if tile is None:
         return
@@ -149,7 +149,7 @@ def _ranges(
 def _read_piece(
     checkpoint: Checkpoint, name: str, span: tuple[int, int, str], ranges: list[_Range]
 ) -> None:
-    """Read a piece of a file into the `ranges` that lie in it; without a copy if there is one."""
+    """Read a piece of a file into the `ranges` in it; directly, if one on the host takes it all."""
     offset, num_bytes, checksum = span
     with checkpoint.open(name) as file:
         if len(ranges) == 1:

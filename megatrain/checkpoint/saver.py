@@ -103,7 +103,7 @@ class Saving:
         partial, ranks = hidden(self.folder, files.PARTIAL), self._ranks
         try:
             with ExitStack() as held:
-                ranks.agree(lambda: None if ranks.rank else self._make(partial, held))
+                ranks.agree(lambda: None if ranks.rank else self._make_folder(partial, held))
                 written = ranks.agree(lambda: self._fill(partial))
                 ranks.agree(lambda: None if ranks.rank else self._publish(partial, written))
         except BaseException as error:
@@ -131,7 +131,8 @@ class Saving:
         self.error.__cause__ = error
         _log.warning("%s", self.error)  # perhaps nobody waits
 
-    def _make(self, partial: Path, held: ExitStack) -> None:
+    def _make_folder(self, partial: Path, held: ExitStack) -> None:
+        """Make the hidden folder that all ranks fill, once the disk has room for it."""
         parent = self.folder.parent
         parent.mkdir(parents=True, exist_ok=True)
         flush(parent.parent)
@@ -143,9 +144,10 @@ class Saving:
         held.enter_context(files.claimed(partial))
         for name in (manifest.TILES, manifest.MODEL):
             (partial / name).mkdir()
-        for job in self._jobs if self._ranks.size > 1 else ():
-            with files.NewFile(partial / job.record.file):
-                pass
+        if self._ranks.size > 1:  # several ranks write parts of one file, which has to exist
+            for job in self._jobs:
+                with files.NewFile(partial / job.record.file):
+                    pass
 
     def _fill(self, partial: Path) -> tuple[dict[str, files.Sums], dict[str, manifest.FileRecord]]:
         """Write this rank's part of all files and flush them to the disk."""

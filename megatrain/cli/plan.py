@@ -377,7 +377,7 @@ def _tiles(plan: Plan, gap: int) -> Table:
         sizes = [gib(tile.count * tile.planes[plane]) for plane in PLANES]
         count = tile.count * tile.parameters
         parameters = f"{count / 1e6:,.1f} M" if count >= 1e5 else f"{count:,}"
-        tier = f"{tile.tier}{', disk' * bool(tile.disk)}{', copy' * tile.stays}"
+        tier = f"{tile.tier}{', disk' if tile.disk else ''}{', copy' if tile.stays else ''}"
         table.add_row(tile.name, parameters, tier, *sizes, gib(tile.total_bytes))
     for tier, planes in by_tier(plan.tiles).items():
         if any(planes.values()):

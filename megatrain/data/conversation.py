@@ -19,7 +19,7 @@ SPEAKERS = {
     "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
 # Types of content parts, and the message fields with the same meaning.
-_PARTS = {
+_TEXT_FIELDS = {
     "text": "content", "reasoning": "reasoning_content", "thinking": "reasoning_content",
     "tool_call": "tool_calls",
 }  # fmt: skip
@@ -140,14 +140,16 @@ def _of_parts(parts: Sequence[object], message: Message, where: str, images: boo
     """Message fields made of content parts: text, media, in replies reasoning and tool calls."""
     media: list[tuple[str, object]] = []
     texts_of: dict[str, list[str]] = {"content": [], "reasoning_content": [], "tool_calls": []}
+    is_reply = message["role"] == "assistant"
     for part in parts:
         kind = str(part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__)
-        name = _PARTS.get(kind) if message["role"] == "assistant" or kind == "text" else None
+        name = _TEXT_FIELDS.get(kind) if is_reply or kind == "text" else None
         value = part.get(kind, part.get("value")) if isinstance(part, Mapping) else None
-        if kind in PARTS and images and message["role"] != "assistant":
+        if kind in PARTS and images and not is_reply:
             assert isinstance(part, Mapping)
-            media.append((PARTS[kind], source_of(part, PARTS[kind], where)))
-            name, value = "content", PLACES[PARTS[kind]]
+            medium = PARTS[kind]
+            media.append((medium, source_of(part, medium, where)))
+            name, value = "content", PLACES[medium]  # the text gets a character in its place
         if name is None or not isinstance(value, str):
             raise InputError(
                 f"{where}: 'content' must be a string or a list of parts of text (and of images, "

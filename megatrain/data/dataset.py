@@ -33,7 +33,7 @@ MicroBatch = dict[str, Tensor]
 Overlong = Literal["truncate", "drop", "error"]
 
 ROWS = "image_rows"
-"""The tensor `[lines, 2]` by which micro-batches name their rows and lines, until `with_images`."""
+"""A micro-batch's tensor `[lines, 2]`: each line's row and its number there, for `with_images`."""
 CLASSES = ("classes", "class_sets", "tags")
 """Kinds of data with classes: one of a text, several, or one of each word."""
 REPLIES = ("pairs", "margins", "anchors")
@@ -193,7 +193,7 @@ class PackedDataset:
         )
 
     def batches(self, size: int, of_step: int = 1 << 62) -> Iterator[MicroBatch]:
-        """One pass over the rows in their fixed order, `size` at once, or the rest of a step."""
+        """One pass over the rows in their fixed order, `size` at once; no batch is of two steps."""
         for first in range(0, len(self), of_step):
             rows = range(len(self))[first : first + of_step]
             yield from (self.batch(rows[at : at + size]) for at in range(0, len(rows), size))
@@ -202,7 +202,7 @@ class PackedDataset:
         """A micro-batch of rows as `Layout.batch` makes it."""
         batch = self._layout.batch([list(self.pieces(row)) for row in rows])
         if self.has_images:
-            batch[ROWS] = torch.tensor([(row, 0) for row in rows])
+            batch[ROWS] = torch.tensor([(row, 0) for row in rows])  # a row is one line
         return batch
 
     def images(self, row: int, lines: slice, *, whole: bool = True) -> list[Medium]:
@@ -211,7 +211,7 @@ class PackedDataset:
         return [image for at in documents for image in self.store.images_of(at, whole=whole)[1]]
 
     def most_images(self) -> MicroBatch | None:
-        """A row of blank images, of the sizes of those that take the most tokens; None: no images.
+        """Blank images of the sizes in the row whose images take the most tokens; None: no images.
 
         Raises InputError: the model's processor cannot be used.
         """

@@ -198,7 +198,7 @@ class Encoder:
         return Template(self._tokenizer)
 
     @cached_property
-    def _own(self) -> tuple[list[int], list[int]]:
+    def _own_surroundings(self) -> tuple[list[int], list[int]]:
         return surroundings(self._tokenizer)
 
     @cached_property
@@ -210,7 +210,7 @@ class Encoder:
                 "the tokenizer has no end-of-sequence token, which parts documents: "
                 "set eos_token in its tokenizer_config.json"
             )
-        before, after = self._own
+        before, after = self._own_surroundings
         return before, after if after[-1:] == [eos] else [*after, eos]
 
     def documents(self, examples: Examples) -> Iterator[Document]:
@@ -253,7 +253,7 @@ class Encoder:
     def _encoded(self, placed: PlacedExample, talk: Any, examples: Examples) -> Document:
         """A conversation, whose images are read, or a completion, as a document."""
         if isinstance(talk, Labelled):
-            examples.notes["after"] = len(self._own[1])
+            examples.notes["after"] = len(self._own_surroundings[1])
             return self._labelled(placed, talk)
         if not isinstance(talk, Conversation):
             return self._completion(placed, talk)
@@ -282,7 +282,8 @@ class Encoder:
         for (place, piece), ids in zip(pieces, encoded, strict=True):
             if ids:
                 lead = absent(before, ids[: len(before)]) if piece.first else []
-                ids = [*lead, *ids, *(absent(after, ids[-len(after) :]) if piece.last else [])]
+                end = absent(after, ids[-len(after) :]) if piece.last else []
+                ids = [*lead, *ids, *end]
             tokens = token_ids(ids, self._vocab_size, place.where)
             yield Document(place.source, place.number, tokens, np.ones(len(tokens), dtype=bool))
 
@@ -292,9 +293,8 @@ class Encoder:
         A token that spans the prompt's end and the completion's beginning is learnt, but not a
         special token of the prompt that includes white space of the completion.
 
-        Raises:
-            InputError: the tokenizer cannot say where a token came from; an id is outside the
-                vocabulary.
+        Raises InputError: the tokenizer cannot say where a token came from; an id is outside the
+            vocabulary.
         """
         (prompt, completion), (before, after) = example, self._surroundings
         ids, offsets = placed_tokens(self._tokenizer, prompt + completion, placed.where)
@@ -313,14 +313,15 @@ class Encoder:
 
         A word's class is that of its first token, as in transformers' examples.
         """
-        (text, labels, words), (before, after) = example, self._own
-        own, offsets = placed_tokens(self._tokenizer, text, placed.where)
-        ids = token_ids([*before, *own, *after], self._vocab_size, placed.where)
+        (text, labels, words), (before, after) = example, self._own_surroundings
+        of_text, offsets = placed_tokens(self._tokenizer, text, placed.where)
+        ids = token_ids([*before, *of_text, *after], self._vocab_size, placed.where)
         classes = np.array(labels, np.int32)
         if words is not None:
-            firsts = np.array([first_token(text, offsets, own, self._added, at) for at in words])
-            has_token, of_tokens = firsts < len(own), np.full(len(ids), -100, np.int32)
-            of_tokens[len(before) + firsts[has_token]] = classes[has_token]
+            firsts = [first_token(text, offsets, of_text, self._added, start) for start in words]
+            places, of_tokens = np.array(firsts), np.full(len(ids), -100, np.int32)
+            has_token = places < len(of_text)
+            of_tokens[len(before) + places[has_token]] = classes[has_token]
             classes = of_tokens
         targets = np.ones(len(ids), bool)
         return Document(placed.source, placed.number, ids, targets, labels=classes)
@@ -337,7 +338,7 @@ class Encoder:
             nothing = np.zeros(0, np.int32), np.zeros(0, bool)
             return Document(placed.source, placed.number, *nothing)
         replies = ReplySpans(self._template, self._names, talk, where)
-        if not talk.images and self._images is not None:
+        if not talk.images:
             self._refuse_tokens(replies.text, where)
         text, moved, end_of_images = with_media(replies.text, talk.images, self._images, where)
         unchecked, offsets = placed_tokens(self._tokenizer, text, where)
@@ -365,7 +366,9 @@ class Encoder:
 
     def _refuse_tokens(self, text: str, where: str) -> None:
         """Raises InputError: a text has a token that stands for an image, and the row has none."""
-        for name in self._names if self._images and self._images.identity else ():
+        if self._images is None or not self._images.identity:  # the model takes text alone
+            return
+        for name in self._names:
             if re.search("image|img|video|audio", name, re.IGNORECASE) and name in text:
                 raise InputError(
                     f"{where}: its text has the token {name!r}, and the row has no images: name "
@@ -380,7 +383,7 @@ class Encoder:
 
 
 def absent(special: list[int], present: list[int]) -> list[int]:
-    """The special tokens to add where a text has `present`: none if they are there."""
+    """The special tokens to add at an end of a text: none if it has them (`present`) already."""
     return [] if present == special else special
 
 

@@ -19,13 +19,7 @@ from megatrain.data.conversation import (
 )
 from megatrain.data.images import place_media, sources
 from megatrain.data.readers import DataRow
-from megatrain.data.refused_fields import (
-    empty,
-    listed,
-    number,
-    refuse_unheeded,
-    says_training,
-)
+from megatrain.data.refused_fields import empty, listed, number, refuse_unheeded, says_training
 from megatrain.data.sources import DataKind
 from megatrain.errors import InputError
 
@@ -90,7 +84,10 @@ def of_anchor(row: DataRow, where: str) -> Pair:
     """A text, one to be near it (its positive), and others to be far from it (hard negatives)."""
     texts = [row["anchor"], row["positive"]]
     for value in (row.get(name) for name in _NEGATIVES):
-        texts += value if isinstance(value, list) else [value] * (not empty(value))
+        if isinstance(value, list):
+            texts += value
+        elif not empty(value):
+            texts.append(value)
     if not all(isinstance(text, str) and text.strip() for text in texts):
         raise InputError(f"{where}: anchor, positive and negatives must be texts, and not empty")
     return Pair([Labelled(text.strip(), [0]) for text in texts])

@@ -115,9 +115,8 @@ def find_files(source: str | Path, kind: DataKind) -> list[DataSource] | None:
     are only read if the kind is text. Links to folders inside them are not followed, so a loop of
     links ends; that is said. Empty files are passed over unless named.
 
-    Raises:
-        InputError: a path is missing, unreadable, a broken or looping link, or not a plain file;
-            nothing fits; chat data has no rows.
+    Raises InputError: a path is missing, unreadable, a broken or looping link, or not a plain file;
+        nothing fits; chat data has no rows.
     """
     text, path = str(source), Path(source).expanduser()
     known_file = Path(text).suffix in (*_SUFFIXES, *_PACKED, ".txt", ".py", ".md")

@@ -14,7 +14,7 @@ from megatrain.errors import InputError
 from megatrain.loss import CROSS_ENTROPY, IGNORED, TOKEN_SCORE, JointLoss, Loss, targets_of
 from megatrain.model.capture import Call, Rows
 from megatrain.model.document_check import DocumentCheck, check_masks
-from megatrain.model.documents import is_packed, packed_positions, starts_anew, told_by_lengths
+from megatrain.model.documents import is_packed, length_arguments, packed_positions, starts_anew
 from megatrain.model.float8 import in_own_type
 from megatrain.model.media import as_computed
 from megatrain.model.micro_batch import Batch, MicroBatch
@@ -172,7 +172,7 @@ class Intake:
             places, taken = micro["position_ids"], {key: micro[key] for key in [*inputs, *media]}
             inputs["position_ids"] = packed_positions(capture.model, taken).to(device)
             by_lengths = self._program.may_attend_by_lengths
-            documents = told_by_lengths(places, device) if by_lengths else {}
+            documents = length_arguments(places, device) if by_lengths else {}
         return MicroBatch(inputs, None, rows, documents=documents, counted_N=counted_N, media=media)
 
     def _check(self, where: str, micro: Mapping[str, Tensor], loss: Loss | None) -> None:

@@ -38,12 +38,7 @@ from megatrain.optim import StreamedOptimizer, is_number
 from megatrain.parallel.distributed import ALONE, Ranks, exchanging
 from megatrain.placement import RECOMPUTE, Placement, Planned
 from megatrain.source.load_weights import load_weights
-from megatrain.source.sharing import (
-    NO_LABELS,
-    check_call,
-    check_shared,
-    require_alone,
-)
+from megatrain.source.sharing import NO_LABELS, check_call, check_shared, require_alone
 from megatrain.source.source import EngineSetup
 from megatrain.source.state_io import base_reference
 from megatrain.source.write_model import settings_of, write_documents, write_model
@@ -319,8 +314,7 @@ class PlacedEngine:
         finish: Callable[[Head, Buffer, Batch, State], Result],
     ) -> Result:
         """The forward alone, ended by `finish(head, its weights, batch, last activations)`."""
-        batch = self._prepare(micro_batches, loss)
-        return self._forward_only(batch, finish)
+        return self._forward_only(self._prepare(micro_batches, loss), finish)
 
     @contextmanager
     def whole_model(

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 _NAME = Name(Kind.HEAD, "head")
 
-Summed = Callable[..., Tensor]  # of logits `[C, V]`, targets `[C]` and more numbers `[C]` of each
+# The loss of C tokens, added up, from logits `[C, V]`, targets `[C]` and the loss's inputs `[C]`.
+Summed = Callable[..., Tensor]
 
 
 class Head(StreamedModule):
@@ -43,7 +44,7 @@ class Head(StreamedModule):
         collectives: Collectives | None = None,
     ) -> None:
         """Args:
-        summed: returns a loss's function of summed losses, compiled or not.
+        summed: returns the function that adds up a loss over tokens, compiled or not.
         collectives: None with a single rank.
         """
         super().__init__(device, program, tile)

@@ -67,11 +67,11 @@ class Layer(StreamedModule):
         self.waiting: dict[int, Any] = {}
 
     def take_added(self) -> None:
-        """Let the layer read what the forward may add to its input, where it has images."""
-        num = len(self.program.spec.layers)
-        added, later = Ref(ADDED, self.visit), {Ref(ADDED, v) for v in range(self.visit + 1, num)}
-        self.inputs = [*self.inputs, added]
-        self.new_inputs, self.live_out = [*self.new_inputs, added], self.live_out | later
+        """Let the layer read what images add to its input, and let later layers' additions wait."""
+        layers = range(len(self.program.spec.layers))
+        added = Ref(ADDED, self.visit)
+        self.inputs, self.new_inputs = [*self.inputs, added], [*self.new_inputs, added]
+        self.live_out = self.live_out | {Ref(ADDED, visit) for visit in layers[self.visit + 1 :]}
 
     def under(self, policies: Sequence[ActivationPolicy]) -> Self:
         """A copy of the layer that follows the policy of its visit.

@@ -26,7 +26,7 @@ PIECE = 1 << 24
 
 
 class ScratchArena:
-    """Device memory that one visit after the other works in: gradient sums, embedding rows.
+    """Device memory that all visits share, one after the other: gradient sums, embedding rows.
 
     One range, as large as the largest visit needs:
 
@@ -39,12 +39,12 @@ class ScratchArena:
     """
 
     def __init__(self, device: Device, numel: int, prologue: int, dtype: torch.dtype) -> None:
-        """Args: `numel`: gradient elements of the largest tile; `prologue`: of that one,
-        or of the encoders before it, if that is larger."""
+        """Args: `numel`: gradient elements of the largest tile; `prologue`: of the prologue's tile,
+        or of the encoders' if that is larger."""
         self._device, self._dtype = device, dtype
         self._numel, self._prologue = align(numel, _STEP), align(prologue, _STEP)
         self._memory: Tensor
-        self._overlapping: tuple[Buffer, ...] = ()
+        self._overlapping: tuple[Buffer, ...] = ()  # what lies where `sums` does
         self._take(self._numel)
 
     def _take(self, numel: int) -> None:
@@ -60,7 +60,7 @@ class ScratchArena:
     ) -> list[tuple[Buffer, Buffer]]:
         """Buffers for each table's rows in a step, and for the sums of their gradients.
 
-        They hold until the next call. The range grows if it must.
+        They are valid until the next call. The arena grows if it has to.
 
         Args:
             lengths: elements of each table's rows; `summed`: of their gradients.
@@ -68,12 +68,12 @@ class ScratchArena:
         """
         self._overlapping = ()
         sums, stop = _in_a_row(summed, self._prologue)
-        in_fp32 = [-(-length * self._dtype.itemsize // 4) for length in lengths]
-        rows, stop = _in_a_row(in_fp32, max(stop, self._numel) if kept else stop)
+        fp32_lengths = [-(-length * self._dtype.itemsize // 4) for length in lengths]  # rounded up
+        rows, stop = _in_a_row(fp32_lengths, max(stop, self._numel) if kept else stop)
         if stop > len(self._memory):
             del self._memory
             self._take(stop)
-        rooms = [
+        buffers = [
             (
                 Buffer(f"{name} rows", self._memory[row:].view(self._dtype)[:length]),
                 Buffer(f"{name} row gradients", self._memory[start : start + numel]),
@@ -82,12 +82,12 @@ class ScratchArena:
                 names, lengths, summed, sums, rows, strict=True
             )
         ]
-        every = [buffer for room in rooms for buffer in room]
-        self._overlapping = tuple(sums for _, sums in rooms) if kept else tuple(every)
+        every = [buffer for of_table in buffers for buffer in of_table]
+        self._overlapping = tuple(sums for _, sums in buffers) if kept else tuple(every)
         # Earlier sums in this memory were used in the order of COMPUTE; earlier rows have left,
         # since a step ends when all its copies out have ended.
         self._device.run(COMPUTE, "lay out rows", lambda: None, writes=every)
-        return rooms
+        return buffers
 
 
 def _in_a_row(lengths: Sequence[int], offset: int) -> tuple[list[int], int]:

@@ -166,12 +166,13 @@ class Directions:
 
 
 def _matrices(entry: Entry, flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """A parameter's view in the tile's flat plane; of stacked matrices those within the range."""
+    """A parameter's view in a flat plane; of stacked matrices those between `start` and `stop`."""
     values = entry.view(flat)
     if len(entry.shape) < 3:
         return values
     numel = entry.shape[-2] * entry.shape[-1]
-    return values[(start - entry.offset) // numel : -((entry.offset - stop) // numel)]
+    end = -(-(stop - entry.offset) // numel)  # rounded up
+    return values[(start - entry.offset) // numel : end]
 
 
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
@@ -197,7 +198,7 @@ class _Run:
     Attributes:
         version: the number of updates, with this one; None: this one leaves the elements alone.
         scale: the clipping factor; 1 where the gradient is a direction, already clipped.
-        moved: how much further they are in the layout of one rank, which random numbers follow.
+        moved: how much further they lie in the layout of one rank, which decides random numbers.
     """
 
     group: dict[str, Any]
@@ -212,8 +213,8 @@ class _Run:
         """The part of this run that lies between two elements."""
         return replace(self, start=max(self.start, first), stop=min(self.stop, last))
 
-    def own(self, tile: Tile) -> Iterator["_Run"]:
-        """The parts of this run in the rank's blocks, in places of its planes."""
+    def in_planes(self, tile: Tile) -> Iterator["_Run"]:
+        """The parts of this run that the rank has, by their places in its planes."""
         for span in tile.spans:
             part, back = self.within(span.at, span.at + span.numel), span.at - span.start
             moved = back - span.moved
@@ -402,6 +403,7 @@ class Update:
         raise StepRefused(f"{what}: {damage}", intact=self.deferred, measured=measured)
 
     def _start(self, tile: Tile, host_grad: Lane, landed: Any, scale: float) -> None:
+        """Put a tile's update on its stream; it waits for the gradient and for a save's reads."""
         stream = tile.rests.updates
         if tile.rests.gradient is not Tier.DEVICE:
             self._device.wait(stream, landed, "gradient landed")
@@ -409,10 +411,10 @@ class Update:
         tile.version += 1
         tile.skipped.update(tile.idle)
         self._started.append(tile)
-        all_runs = [part for run in self._runs(tile, scale) for part in run.own(tile)]
+        all_runs = [part for run in self._runs(tile, scale) for part in run.in_planes(tile)]
         sums = self._checks.update_sums(tile, host_grad.buffer)
         name = Name(Kind.UPDATE, f"update {tile.name}")
-        for first, last, part in self.disk.visit(tile):
+        for first, last, part in self.disk.visit(tile):  # by pieces, if planes rest on a disk
             pieces = (run.within(first, last) for run in all_runs)
             runs = [run for run in pieces if run.start < run.stop]
             work = partial(self._apply, part, first, host_grad, runs, sums)

@@ -66,7 +66,7 @@ Measure = Callable[[nn.Module, dict[str, Tensor], tuple[int, ...], torch.dtype],
 
 @contextmanager
 def measured_tiles(modules: Sequence[nn.Module], tokens: int, measure: Measure) -> Iterator[None]:
-    """Within this context some parts stand for tiles of `tokens`."""
+    """Within this context these modules are measured as if they ran in tiles of `tokens`."""
     before = [(part, part.__dict__.pop("forward", None)) for part in modules]
     try:
         for part in modules:
@@ -124,7 +124,7 @@ def acts_alone(part: nn.Module, bound: dict[str, Tensor], width: int) -> bool:
 
 
 class _AllTiles(torch.autograd.Function):
-    """A part over all its tiles; holds what model/token_chunks.py would hold."""
+    """A part over all its tiles: counts their work, and keeps what model/token_chunks.py keeps."""
 
     @staticmethod
     def forward(ctx: Any, work: LayerWork, count: int, x_BTD: Tensor, *values: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class _AllTiles(torch.autograd.Function):
         ctx.save_for_backward(x_BTD, *values)
         out_BTE = x_BTD.new_empty((*x_BTD.shape[:-1], out.sizes[-1]), dtype=out.dtype)
         copied = Work(touched_bytes=2 * out.num_bytes, kernels=1)
-        # The result of the tile before is there until this one's is.
+        # The result of the tile before stays until this tile has its own.
         peak = work.forward.peak_bytes + out.num_bytes
         _count(added(work.forward, copied), count, peak)
         return out_BTE
@@ -140,19 +140,20 @@ class _AllTiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_BTE: Tensor) -> tuple[Tensor | None, ...]:
         x_BTD, *values = ctx.saved_tensors
-        work, out, needs = ctx.work, ctx.work.outputs[0], ctx.needs_input_grad[3:]
-        needed = [value for value, need in zip(values, needs, strict=True) if need]
-        sums = [torch.zeros_like(value, dtype=torch.float32) for value in needed]
+        work, out, trains = ctx.work, ctx.work.outputs[0], ctx.needs_input_grad[3:]
+        trained = [value for value, train in zip(values, trains, strict=True) if train]
+        sums = [torch.zeros_like(value, dtype=torch.float32) for value in trained]
         dx_BTD = torch.empty_like(x_BTD)
-        grads = sum(value.nbytes for value in needed)
-        tile = dx_BTD.nbytes // ctx.count
-        moved = grads + 2 * sum(total.nbytes for total in sums) + 2 * tile
-        summed = Work(touched_bytes=moved, kernels=len(needed) + 1)
-        # Its gradients and results are there until those of the next tile are.
-        peak = work.backward.peak_bytes + grads + tile + out.num_bytes
-        _count(added(added(work.again, work.backward), summed), ctx.count, peak)
-        rounded = iter([s.to(v.dtype) for s, v in zip(sums, needed, strict=True)])
-        return None, None, dx_BTD, *(next(rounded) if need else None for need in needs)
+        grad_bytes = sum(value.nbytes for value in trained)
+        tile_bytes = dx_BTD.nbytes // ctx.count
+        # Each tile's gradients are added to the sums, and its part of dx is copied to its place.
+        moved = grad_bytes + 2 * sum(total.nbytes for total in sums) + 2 * tile_bytes
+        summing = Work(touched_bytes=moved, kernels=len(trained) + 1)
+        # A tile's gradients and results stay until the next tile has its own.
+        peak = work.backward.peak_bytes + grad_bytes + tile_bytes + out.num_bytes
+        _count(added(added(work.again, work.backward), summing), ctx.count, peak)
+        rounded = iter([s.to(v.dtype) for s, v in zip(sums, trained, strict=True)])
+        return None, None, dx_BTD, *(next(rounded) if train else None for train in trains)
 
 
 def _count(work: Work, times: int, peak_bytes: int) -> None:

@@ -88,7 +88,7 @@ class Work(NamedTuple):
         attention_bytes: results of attention, which may wait for its backward.
         peak_bytes: that exist at once, besides the work's arguments; results count.
         kept_bytes: that wait for a backward, besides results and arguments.
-        made_bytes: of the peak of what a backward makes, where what was kept for it stays.
+        made_bytes: the peak of what a backward makes itself: what was kept for it does not count.
         calls: of the layer or head, if it is more than one.
     """
 
@@ -113,7 +113,7 @@ class Work(NamedTuple):
 
 
 def added(one: Work, other: Work) -> Work:
-    """The work of both, one after the other, but for their memory."""
+    """The work of both, one after the other; memory is left out (0)."""
     return Work._make((*map(add, one[:7], other[:7]), 0, 0, 0, max(one.calls, other.calls)))
 
 
@@ -262,7 +262,7 @@ class Ledger:
         self.live: dict[str, int] = {}
         self.peak_live: Counter[str] = Counter()
         self.total_bytes = self.peak_bytes = 0
-        # Since the last `restart`: of the peak what is newer, and what is left that is older.
+        # Since `restart`: the peak of newer bytes alone, and the older ones that are still alive.
         self.made_bytes = self._old_bytes = 0
         self._old = set[int]()
         self._known: dict[int, Any] = {}  # references that report a storage's end
@@ -275,7 +275,7 @@ class Ledger:
         return Held(self, place, num_bytes, taken)
 
     def count(self, tensor: Tensor, place: str, num_bytes: int | None = None) -> Tensor:
-        """Count a tensor as long as its storage lives; `num_bytes`: not as many as it has."""
+        """Count a tensor as long as its storage lives: as `num_bytes`, or all that it has."""
         storage, key = tensor.untyped_storage(), memory_of(tensor)
         if key not in self._known:
             size = align(storage.nbytes() if num_bytes is None else num_bytes, _STEP)
@@ -297,7 +297,7 @@ class Ledger:
         self.total_bytes += num_bytes
 
     def took(self, num_bytes: int, beside: int = 0, place: str = Place.WORKING_SET) -> None:
-        """Note that so many bytes more were alive for a moment, `beside` so many of `place`."""
+        """Note that `num_bytes` of working set and `beside` of `place` were alive for a moment."""
         total = self.total_bytes + num_bytes + beside
         self.made_bytes = max(self.made_bytes, total - self._old_bytes)
         if total > self.peak_bytes:

@@ -68,23 +68,24 @@ def generate(
     """
     sampling = sampling or Sampling()
     config = source.config.get_text_config(decoder=True)
-    numbered, most = enumerate(prompts, 1), config.vocab_size
-    seen = [
-        prompt_ids(tokenizer, prompt, most, f"prompt {number}", images)
-        for number, prompt in numbered
+    encoded = [
+        prompt_ids(tokenizer, prompt, config.vocab_size, f"prompt {number}", images)
+        for number, prompt in enumerate(prompts, 1)
     ]
-    ids = [of_prompt for of_prompt, _ in seen]
-    media = {row: images.inputs([ids[row]], [p]) for row, (_, p) in enumerate(seen) if p and images}
+    media = {
+        row: images.inputs([ids], [pictures])
+        for row, (ids, pictures) in enumerate(encoded)
+        if pictures and images
+    }
     chat = any(not isinstance(prompt, str) for prompt in prompts)
-    stops, of_model = stop_ids(source, tokenizer, chat=chat), source.generation_config
-    pad = pad_id(tokenizer, config.vocab_size)
+    stops = stop_ids(source, tokenizer, chat=chat)
     rows = continued(
         source,
-        ids,
+        [ids for ids, _ in encoded],
         sampling,
-        of_model,
+        source.generation_config,
         stops=stops,
-        pad=pad,
+        pad=pad_id(tokenizer, config.vocab_size),
         batch_size=1 if media else batch_size,
         tokenizer=tokenizer,
         streamer=streamer,

@@ -390,9 +390,8 @@ class Distillation(Loss):
         teacher_ids: the tokens that the teacher finds likeliest in the label's place, int64.
         teacher_log_probs: their log-probabilities, floating-point; -1e9 where fewer were kept.
 
-    Raises:
-        InputError: `cross_entropy` or `beta` is not from 0 to 1, `temperature` not above 0, or
-            not 1 beside a share of cross entropy, which is of the logits as they are.
+    Raises InputError: `cross_entropy` or `beta` is not from 0 to 1, `temperature` not above 0, or
+        not 1 beside a share of cross entropy, which is of the logits as they are.
     """
 
     cross_entropy: float = 0.0

@@ -120,20 +120,20 @@ class PairLoss(JointLoss):
         }
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
-        """The number of pairs. Raises InputError: a label is of none, a reply missing or twice."""
+        """The number of pairs. Raises InputError: a label has none, a reply is missing or twice."""
         pair, chosen = (labels_of(number, targets, extras) for number in (0, 1))
         check_numbers("pair", pair)
         if not ((chosen == 0) | (chosen == 1)).all():
             raise InputError("chosen must be 1 at labels of chosen replies, 0 at those of rejected")
-        both = [set(pair[chosen == which].tolist()) for which in (1, 0)]
-        if alone := both[0] ^ both[1]:
-            which = "rejected" if min(alone) in both[0] else "chosen"
+        with_chosen, with_rejected = (set(pair[chosen == which].tolist()) for which in (1, 0))
+        if incomplete := with_chosen ^ with_rejected:
+            missing = "rejected" if min(incomplete) in with_chosen else "chosen"
             raise InputError(
-                f"pair {min(alone):.0f} has no label of a {which} reply in this step; a step takes "
-                "whole pairs"
+                f"pair {min(incomplete):.0f} has no label of a {missing} reply in this step; "
+                "a step takes whole pairs"
             )
         check_rows("pair", pair, targets, chosen.long())
-        return len(both[0])
+        return len(with_chosen)
 
 
 DpoVariant = Literal["sigmoid", "sigmoid_norm", "robust", "ipo", "hinge"]
@@ -158,9 +158,8 @@ class DPO(PairLoss):
         reference_logp: its log-probability in the reference model; of a reply whose sum alone is
             known, that at one label and 0 at the others.
 
-    Raises:
-        InputError: `beta` is not above 0, `label_smoothing` not at least 0 and below 0.5 (0 with
-            ipo and hinge), or the type unknown.
+    Raises InputError: `beta` is not above 0, `label_smoothing` not at least 0 and below 0.5 (0 with
+        ipo and hinge), or the type unknown.
     """
 
     beta: float = 0.1

@@ -128,8 +128,8 @@ def _attention(
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """As `eager_mask`; none where order, window and documents are all, and of rows that are filled
-    up at their end their lengths `[B, 1, 1, 1]`, int32, if each token sees some that counts."""
+    """`eager_mask`'s mask; None where only order, window and documents hide tokens. For rows with
+    padding at their end their lengths `[B, 1, 1, 1]`, int32, if each token sees one that counts."""
     if are_told(kwargs) or is_causal_alone(kwargs):
         return None
     padding = kwargs.get("attention_mask")
@@ -165,9 +165,9 @@ def _attention_in_windows(
 
 
 def _window_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """As `sdpa_mask`; of a sliding window alone no mask, but its width in a shape.
+    """`sdpa_mask`'s mask; for a sliding window alone an empty tensor `[1, 1, window, 0]` instead.
 
-    `_attention_in_windows` reads it from `[1, 1, window, 0]`, which has no elements.
+    `_attention_in_windows` reads the window's width from its shape.
     """
     window, config = kwargs.get("local_size"), kwargs.get("config")
     slides = window == getattr(config, "sliding_window", None)  # else local_size is a chunk's

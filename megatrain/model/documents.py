@@ -20,11 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedConfig,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from megatrain.compat.torch import flash_attention, mark_dynamic
 from megatrain.compat.transformers import (
@@ -104,7 +100,7 @@ def packed_positions(model: nn.Module, micro: Mapping[str, Tensor]) -> Tensor:
     Models that place images in time, height and width (M-RoPE) take the positions of text, which
     say where documents begin, and three more: what `get_rope_index` gives for each document alone.
 
-    Raises InputError: it has none for these documents.
+    Raises InputError: the model has no positions for these documents.
     """
     places = micro["position_ids"]
     modules = (module for module in model.modules() if hasattr(module, "get_rope_index"))
@@ -121,11 +117,11 @@ def packed_positions(model: nn.Module, micro: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([places[None], of_media_3BT])
 
 
-def told_by_lengths(position_ids: Tensor, device: torch.device) -> dict[str, Any]:
-    """Arguments of a model's forward that tell the documents of rows `[B, T]`: edges, the longest.
+def length_arguments(position_ids: Tensor, device: torch.device) -> dict[str, Any]:
+    """Arguments of a model's forward: where documents of rows `[B, T]` begin, the longest's length.
 
-    Layers are compiled once for any number of documents, but anew for another longest one: so that
-    is rounded up, to a power of two that is not small.
+    Layers are compiled once for any number of documents, but anew for each length of the longest.
+    So that length is rounded up to a power of two, `_LEAST_LONGEST` at least.
     """
     edges = document_edges(position_ids).to(torch.int32)
     longest = max(1 << (int(edges.diff().max()) - 1).bit_length(), _LEAST_LONGEST)

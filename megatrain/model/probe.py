@@ -36,7 +36,7 @@ from megatrain.model.head_checks import label_shift, refuse_mixing
 from megatrain.model.layer_template import LayerTemplate, NumberRead, without_index
 from megatrain.model.routers import RouterLoss, router_loss, tap
 from megatrain.model.spec import PROBE_IDS, PROBE_SHAPE, Layer, ModelSpec
-from megatrain.model.state import OtherRandomness, example, refuse_state, settle
+from megatrain.model.state import OtherRandomness, refuse_state, settle, try_kind
 from megatrain.model.zeros import ZeroProducts, zero_pages
 
 _MORE_STATES = "its head computes logits from more than the last hidden states"
@@ -346,13 +346,13 @@ class _Probe:
                 return self.kinds[key]
             kind, reads = self._template(module, path, numbered=False), NumberRead.count
             with suppress(Exception):  # a forward may fail in any way without the number
-                example(kind, path, module, args, kwargs)
+                try_kind(kind, path, module, args, kwargs)
                 if NumberRead.count == reads:
                     self.kinds[key] = kind
                     return kind
         # This forward reads its number, or fails in any case: the layer becomes a separate kind.
         kind = self._template(module, path)
-        example(kind, path, module, args, kwargs)
+        try_kind(kind, path, module, args, kwargs)
         return kind
 
     def _template(self, module: nn.Module, path: str, *, numbered: bool = True) -> LayerTemplate:

@@ -211,18 +211,20 @@ class ModelProgram:
         whole: bool = False,
         uses: Uses | None = None,
     ) -> tuple[Activations, list[Call], Any]:
-        """The activations that enter the layers; the layers' calls, if not known already.
+        """Run the model's forward with recorders as layers; it ends once nothing new would come.
+
+        Returns the activations that enter the layers, the layers' calls if `batch` has none yet,
+        and with `whole` the trunk's output.
 
         Args:
             layer_output: the value of all outputs of layers in this run.
-            whole: go on to the trunk's output, which is returned, too.
             uses: notes which tensors the run uses.
         """
-        origin: dict[Hashable, Ref | Sum] = {}
+        origin: dict[Hashable, Ref | Sum] = {}  # by the identity of a layer's input
         outputs: dict[int, Ref] = {}  # by the id of the leaf that a layer's output expands
         values: Activations = {}
         calls: list[Call] = []
-        alive: list[Any] = []
+        alive: list[Any] = []  # tensors whose ids and memory no others may get in this run
         needed = 1 + max((ref.leaf for ref in self.spec.prologue_outputs), default=-1)
         if batch.media:
             needed = len(set[Ref]().union(*(call.entering for call in batch.calls)))
@@ -248,7 +250,7 @@ class ModelProgram:
             calls.append(Call(leaves, tree_spec))
             if len(calls) == len(self.spec.layers) and not whole:
                 raise Reached(None)
-            return self._output(visit, made)
+            return self._output(visit, output)
 
         def entering(visit: int, leaf: Tensor) -> Ref | Sum:
             before = {outputs[i] for i in reach([leaf]).leaves if i in outputs}
@@ -264,7 +266,7 @@ class ModelProgram:
             [activation] = before
             return Sum(activation, ref)
 
-        def made(ref: Ref, example: Tensor) -> Tensor:
+        def output(ref: Ref, example: Tensor) -> Tensor:
             leaf = self._zeros(example, batch)
             if batch.media and leaf.is_floating_point():
                 one = torch.full((), layer_output, device=leaf.device, dtype=leaf.dtype)
@@ -276,8 +278,8 @@ class ModelProgram:
             return leaf
 
         with nullcontext() if features_N is None else self._encoded(batch, features_N):
-            output = self._run(record, weights, batch, {**batch.inputs, **batch.media}, uses)
-        return values, calls, output
+            trunk = self._run(record, weights, batch, {**batch.inputs, **batch.media}, uses)
+        return values, calls, trunk
 
     def _check_media(self, weights: Weights, batch: MicroBatch, features_N: Tensor) -> None:
         """Refuse a model that does more with features of images than to add them before layers.

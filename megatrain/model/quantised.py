@@ -201,9 +201,8 @@ def _block(scheme: Settings) -> Any:
 def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """The tensors of a folder, each quantised weight as one in place of its parts.
 
-    Raises:
-        InputError: they are quantised otherwise than config.json says, or parts are missing,
-            damaged, or do not belong together.
+    Raises InputError: they are quantised otherwise than config.json says, or parts are missing,
+        damaged, or do not belong together.
     """
     config = read_json(folder / "config.json")
     settings = _settings(config)

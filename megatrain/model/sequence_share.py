@@ -297,10 +297,11 @@ exchange.register_autograd(
 )
 
 
-def _whole(ranks: int, size: int, *shares: Tensor) -> list[Tensor]:
-    """`[B, H / N, T, D]` of each `[B, H, S, D]`.
+def _gathered(ranks: int, size: int, *shares: Tensor) -> list[Tensor]:
+    """Whole rows of a rank's heads `[B, H / N, T, D]`, from all heads of each rank's share of rows.
 
-    One exchange for queries, keys and values: one order on all ranks, also if compiled.
+    Args: `shares`: queries, keys and values `[B, H, S, D]`; one exchange for all, so that compiled
+        ranks cannot exchange them in different orders.
     """
     split = [x.unflatten(1, (size, -1)) for x in shares]  # [B, N, H / N, S, D]
     blocks = torch.cat([x.permute(1, 0, 3, 2, 4).flatten(3) for x in split], -1)
@@ -311,8 +312,8 @@ def _whole(ranks: int, size: int, *shares: Tensor) -> list[Tensor]:
     return [x.permute(1, 3, 0, 2, 4).flatten(2, 3) for x in heads]
 
 
-def _share(ranks: int, size: int, out: Tensor) -> Tensor:
-    """`[B, S, H, D]` of `[B, T, H / N, D]`."""
+def _scattered(ranks: int, size: int, out: Tensor) -> Tensor:
+    """The way back: all heads of a rank's share of rows `[B, S, H, D]`, from `[B, T, H / N, D]`."""
     blocks = out.unflatten(1, (size, -1)).transpose(0, 1)  # [N, B, S, H / N, D]
     received = exchange(blocks.contiguous(), ranks)
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
@@ -344,12 +345,12 @@ def attention_of(size: int, ranks: ProcessGroups | None = None) -> str:
         if ranks is None:
             whole_rows = [x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value)]
         else:
-            whole_rows = _whole(number, size, query, key, value)
+            whole_rows = _gathered(number, size, query, key, value)
         heads: Any = SimpleNamespace(num_key_value_groups=groups, is_causal=True)
         scale_options = {name: options.get(name) for name in ("scaling", "softcap")}
         dropout = options.get("dropout") or 0.0
         out, _ = sdpa_attention_forward(heads, *whole_rows, None, dropout=dropout, **scale_options)
-        out = out if ranks is None else _share(number, size, out)
+        out = out if ranks is None else _scattered(number, size, out)
         return out.reshape(rows, tokens, query.shape[1], -1), None
 
     name = f"{OURS}shared_rows_{number}"
@@ -366,8 +367,9 @@ def _repeated(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[Ten
             f"sequence_parallel is {size}, and the model has {heads} heads of queries, which so "
             "many ranks cannot share evenly; take a number of ranks that divides them"
         )
-    several = (n for n in range(1, heads // key_heads + 1) if not heads % (key_heads * n))
-    times = next(n for n in several if not key_heads * n % size)
+    # Repeated key heads still divide the heads of queries; the fewest that the ranks share evenly.
+    multiples = (n for n in range(1, heads // key_heads + 1) if heads % (key_heads * n) == 0)
+    times = next(n for n in multiples if key_heads * n % size == 0)
     if times == 1:
         return key, value
     return key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)

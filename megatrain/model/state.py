@@ -32,7 +32,7 @@ def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Si
 
     Returns True if its forward calls the layers of the stack.
 
-    Raises Unsupported: that is no tensor, or depends on what the first batch holds.
+    Raises Unsupported: it makes other than tensors, or these depend on the first batch.
     """
     inside = {id(module) for module in stack.modules()}
     outer = [module for module in capture.model.modules() if id(module) not in inside]
@@ -87,11 +87,11 @@ def _run_to_the_layers(
     return reached, changes
 
 
-def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Run a kind once on zeros, note what it makes, and refuse one that keeps state between runs.
+def try_kind(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Run a kind once with weights of zeros, note its outputs (`example`), random numbers, states.
 
-    Kept values are replaced by NaN, to see if a second run reads them. Zeros may make NaN
-    themselves, where a weight is divided by its norm: then a run on ones decides.
+    Refuses one that reads what an earlier run has left: NaN in its place must not show. Weights of
+    zeros may make NaN themselves, where one is divided by its norm: then a run with ones decides.
     """
     buffers = dict(module.named_buffers())
     zeros = {name: zero_pages(p.shape) for name, p in module.named_parameters()}

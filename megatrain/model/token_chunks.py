@@ -209,10 +209,11 @@ def acts_on_tokens_alone(run: Callable[[Tensor], Any], like_BTD: Tensor) -> bool
 
 
 def _independent(run: Callable[[Tensor], Tensor], x: Tensor, whole: Tensor) -> bool:
+    """True if another value of one token changes the result `whole` of that token alone."""
     for row, token in _CHANGED:
-        other = x.clone()
-        other[row, token] = -2 * other[row, token] + 1
-        differs = (run(other) != whole).any(-1)
+        changed = x.clone()
+        changed[row, token] = -2 * changed[row, token] + 1
+        differs = (run(changed) != whole).any(-1)
         if not differs[row, token] or int(differs.sum()) != 1:
             return False
     return True

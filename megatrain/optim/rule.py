@@ -219,8 +219,7 @@ class Rule(ABC):
         The choice is that of transformers.Trainer (`get_decay_parameter_names`), which searches
         lower-cased names; since the caller's patterns may have capitals, names as they are, too.
 
-        Raises:
-            InputError: a pattern of `no_decay` is in no parameter's name.
+        Raises InputError: a pattern of `no_decay` is in no parameter's name.
         """
         norms = [name for name, m in model.named_modules() if isinstance(m, nn.LayerNorm)]
 
@@ -252,8 +251,7 @@ class Rule(ABC):
 def tile_planes(rule: Rule | None, dtype: torch.dtype) -> tuple[Plane, ...]:
     """The planes of a tile when layers are computed in `dtype`; without a rule: for inference.
 
-    Raises:
-        InputError: the rule cannot train layers in `dtype`.
+    Raises InputError: the rule cannot train layers in `dtype`.
     """
     weights = Plane("weights", dtype, frozen=True, kind=PlaneKind.WEIGHTS)
     if rule is None:

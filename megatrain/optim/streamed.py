@@ -193,7 +193,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def took_step(self) -> None:
         """Count a step of the engine by calling `step`, which torch's schedulers watch."""
-        if self._driver is not None:  # `step` has been called already
+        if self._driver is not None:  # a trainer's loop called `step`, which took this step
             self.num_steps += 1
             return
         with changed([self], _in_engine=True):
@@ -203,7 +203,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Refused: `Engine.step` updates the parameters.
 
-        Raises InputError: always, but within `took_step`, and without `drive`.
+        Raises InputError: always, except within `took_step` or after `drive`.
         """
         if self._driver is not None:
             self._driver[0]()
@@ -234,7 +234,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the groups' settings from what `state_dict` gave, such as the rates of a schedule.
 
-        Moments are those of the engine, whatever step they are of.
+        The engine keeps its own moments, whatever step the settings are of.
 
         Raises InputError: it holds moments, groups of other parameters, or invalid settings.
         """
@@ -242,7 +242,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         groups = deepcopy(state_dict.get("param_groups")) if known else None
         if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
             raise InputError(f"optimizer.load_state_dict brings no moments: {_NOT_HERE}")
-        rates = self.restored_rates
+        rates = self.restored_rates  # of the checkpoint, which `check` compares
         self.restore(groups, self.num_steps)
         self.restored_rates = rates
 

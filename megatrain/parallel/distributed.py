@@ -263,9 +263,9 @@ class ProcessGroups(Ranks):
     def exchange(
         self, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None
     ) -> Tensor:
-        """Send so many rows to each rank; returns those `received` of each, in their order.
+        """Send the first `sent[0]` rows to rank 0, the next to rank 1, ...; returns theirs to us.
 
-        None: as many to each as to any other.
+        `received[r]` rows come from rank r, in the ranks' order. None: equally many for each rank.
         """
         out = rows.new_empty((len(rows) if received is None else sum(received), *rows.shape[1:]))
         to, source = out.view(torch.uint8), rows.contiguous().view(torch.uint8)

@@ -294,7 +294,7 @@ def base_reference(
     if origin and adapters and all(entry.name in adapters.held for entry in frozen):
         packed = {e.name: e.packed.name for e in frozen if e.packed and e.needs_unpacking}
         checksum = origin.fingerprint(entry.name for entry in frozen)
-        if origin.revision is not None or _stays(Path(origin.path), folder):
+        if origin.revision is not None or _will_stay(Path(origin.path), folder):
             origin.carried = origin.carried or _fingerprint(carried)
             reference = BaseReference(
                 origin.path, origin.revision, checksum, packed, origin.carried
@@ -303,7 +303,7 @@ def base_reference(
     return references[0] if all(references) else None
 
 
-def _stays(base: Path, folder: Path) -> bool:
+def _will_stay(base: Path, folder: Path) -> bool:
     """True if a base exists and will neither be replaced by `folder` nor removed."""
     if not base.exists() or base.resolve() == folder.resolve():
         return False
@@ -344,24 +344,24 @@ def read_left_out(
     seen = Origin(left.path, left.revision, left.fingerprint.partition(":")[0])
     types: dict[str, torch.dtype] = {}
 
-    def hand_out(name: str, values: Tensor) -> None:
-        if (mine := names.get(name)) is not None:
-            seen.add(mine, values)
+    def pass_on(base_name: str, values: Tensor) -> None:
+        if (name := names.get(base_name)) is not None:
+            seen.add(name, values)
             if as_computed:
-                values = _unpacked(left, model, mine, values, types.get(name))
-            write(mine, values)
+                values = _unpacked(left, model, name, values, types.get(base_name))
+            write(name, values)
 
     if isinstance(base, Checkpoint):
         whole = masters(base)
         with ThreadPoolExecutor(update_threads(), thread_name_prefix="read-base") as pool:
-            list(pool.map(lambda name: hand_out(name, whole[name]()), names.keys() & whole.keys()))
+            list(pool.map(lambda name: pass_on(name, whole[name]()), names.keys() & whole.keys()))
     else:
-        kept = _formats(left, names)
+        formats = _formats(left, names)
         inner, threads = plain(model), update_threads()
         with _another_base(checkpoint, left):
             types = weights.WeightPlan(base, inner).types if as_computed else {}
-            weights.read_weights(base, inner, hand_out, threads=threads, packed=kept)
-    _require_same(checkpoint, left, seen, names.values())
+            weights.read_weights(base, inner, pass_on, threads=threads, packed=formats)
+    _require_same(checkpoint, left, seen.fingerprint(names.values()), left.fingerprint)
     return {*names.values()} - seen.sums.keys()
 
 
@@ -379,7 +379,8 @@ def _unpacked(
 
 def _formats(left: BaseReference, names: Mapping[str, str]) -> dict[str, WeightFormat]:
     """The formats of packed parameters by their names in the base."""
-    return {n: PACKINGS[left.packed[mine]] for n, mine in names.items() if mine in left.packed}
+    packed = ((base, name) for base, name in names.items() if name in left.packed)
+    return {base: PACKINGS[left.packed[name]] for base, name in packed}
 
 
 def _another_base(checkpoint: Checkpoint, left: BaseReference) -> AbstractContextManager[None]:
@@ -388,18 +389,13 @@ def _another_base(checkpoint: Checkpoint, left: BaseReference) -> AbstractContex
     return explained(another, _PUT_BACK, of=InputError)
 
 
-def _require_same(
-    checkpoint: Checkpoint, left: BaseReference, seen: Origin, names: Iterable[str]
-) -> None:
-    if seen.fingerprint(names) != left.fingerprint:
-        raise _other_weights(checkpoint, left)
-
-
-def _other_weights(checkpoint: Checkpoint, left: BaseReference) -> InputError:
-    return InputError(
-        f"{left.path}: its weights are not those that {checkpoint.folder} was trained on; "
-        f"{_PUT_BACK}"
-    )
+def _require_same(checkpoint: Checkpoint, left: BaseReference, now: str, before: str) -> None:
+    """Raises InputError: the base's fingerprint `now` is not the one when the checkpoint began."""
+    if now != before:
+        raise InputError(
+            f"{left.path}: its weights are not those that {checkpoint.folder} was trained on; "
+            f"{_PUT_BACK}"
+        )
 
 
 def whole_masters(
@@ -419,23 +415,22 @@ def whole_masters(
     if isinstance(base, Checkpoint):
         whole: Values = masters(base)
     else:
-        kept = _formats(left, names)
         with _another_base(checkpoint, left):
-            whole = weights.lazy_weights(base, plain(model), kept)
+            whole = weights.lazy_weights(base, plain(model), _formats(left, names))
             types = weights.WeightPlan(base, plain(model)).types
 
-    def read(name: str) -> Tensor:
-        values, mine = whole[name](), names[name]
-        seen.add(mine, values)
-        return _unpacked(left, model, mine, values, types.get(name))
+    def read(base_name: str) -> Tensor:
+        values, name = whole[base_name](), names[base_name]
+        seen.add(name, values)
+        return _unpacked(left, model, name, values, types.get(base_name))
 
     def check() -> None:
-        for name, mine in names.items():
-            if name in whole and mine not in seen.sums:
-                seen.add(mine, whole[name]())
-        _require_same(checkpoint, left, seen, names.values())
+        for base_name, name in names.items():
+            if base_name in whole and name not in seen.sums:
+                seen.add(name, whole[base_name]())
+        _require_same(checkpoint, left, seen.fingerprint(names.values()), left.fingerprint)
 
-    of_base = {mine: partial(read, name) for name, mine in names.items() if name in whole}
+    of_base = {name: partial(read, base) for base, name in names.items() if base in whole}
     return {**saved, **of_base}, check
 
 
@@ -453,8 +448,8 @@ def carried(place: Checkpoint | Path, model: PreTrainedModel) -> dict[str, Store
         return weights.carried_tensors(place, plain(model))
     if left := place.settings.left_out:
         tensors, before = carried(_open(place, left), plain(model)), left.carried
-        if before and _fingerprint(tensors, before.partition(":")[0]) != before:
-            raise _other_weights(place, left)
+        if before:
+            _require_same(place, left, _fingerprint(tensors, before.partition(":")[0]), before)
         return tensors
     opened = cache(lambda path: path.open("rb", buffering=0))
     return {name: tensor.kept_open(opened) for name, tensor in _stored(place, CARRIED).items()}

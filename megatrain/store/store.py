@@ -195,8 +195,8 @@ class Tile:
     @property
     def trained(self) -> slice:
         """The elements of the tile whose gradient and states this rank keeps, if it owns none."""
-        own = self.layout.trainable_numel // self.layout.ranks
-        return slice(self.rank * own, (self.rank + 1) * own)
+        numel = self.layout.trainable_numel // self.layout.ranks
+        return slice(self.rank * numel, (self.rank + 1) * numel)
 
     def place(self, entry: Entry) -> tuple[slice, slice]:
         """The slice of the planes that holds a parameter, and the slice of the parameter in it."""
@@ -215,15 +215,15 @@ class Tile:
 
     def write_master(self, entry: Entry, values: Tensor, threads: int = 1) -> None:
         """Set one parameter's master from CPU `values` of its shape, any float dtype."""
-        place, own = self.place(entry)
+        place, part = self.place(entry)
         if entry.packed is not None:
             values = values.detach().cpu()
             stored = entry.packed.pack(values) if values.is_floating_point() else values
-            stored = stored[2 * own.start : 2 * own.stop]
+            stored = stored[2 * part.start : 2 * part.stop]
             with self.weights.writing(place) as weights:
                 weights.view(torch.uint8)[: len(stored)].copy_(stored)
             return
-        flat = values.detach().contiguous().view(-1)[own]
+        flat = values.detach().contiguous().view(-1)[part]
         rest = self.remainder_of(entry)
         if rest is None or flat.dtype == torch.bfloat16:
             with self.weights.writing(place) as weights:
@@ -240,12 +240,12 @@ class Tile:
             remainder.copy_(low)
 
     def read_master(self, entry: Entry) -> Tensor:
-        """A CPU copy of a parameter's fp32 master; with several ranks, this rank's flat part of it.
+        """A CPU copy of a parameter's fp32 master.
 
-        With several ranks, not for packed parameters.
+        With several ranks it is this rank's part, flat, and the parameter must not be packed.
         """
-        (place, own), rest = self.place(entry), self.remainder_of(entry)
-        shape = entry.shape if self.layout.ranks == 1 else (own.stop - own.start,)
+        (place, part), rest = self.place(entry), self.remainder_of(entry)
+        shape = entry.shape if self.layout.ranks == 1 else (part.stop - part.start,)
         weights = self.weights.values(place)
         if entry.packed is not None:
             return entry.packed.unpacked(weights.cpu(), shape)

@@ -211,11 +211,10 @@ def _pack_fp8(values: Tensor) -> Tensor:
 
 
 def fp8_rows(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The e4m3 codes of a matrix, and an fp32 scale `[rows]`: its row's largest value is 448."""
-    wide, scales = values.float(), (values.abs().amax(1) / _MOST_E4M3).float()
-    scaled = (wide / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).clamp(
-        -_MOST_E4M3, _MOST_E4M3
-    )
+    """The e4m3 codes of a matrix, and fp32 scales `[rows]`: a row's largest value becomes 448."""
+    scales = (values.abs().amax(1) / _MOST_E4M3).float()
+    divisors = scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+    scaled = (values.float() / divisors).clamp(-_MOST_E4M3, _MOST_E4M3)
     return scaled.to(torch.float8_e4m3fn), scales
 
 

@@ -66,7 +66,7 @@ class Checkpointing:
     best: Callable[[], int | None]  # the step of the best saved state; its checkpoint is kept
     _running: tuple[int, Saving] | None = None
     _retry: int | None = None  # the step after which a failed save is tried again
-    _stays: bool = False  # the next checkpoint is never deleted
+    _keep_next: bool = False  # the next checkpoint is never deleted
 
     def after(self, state: RunState, *, asked: bool, last: bool) -> None:
         """Start a checkpoint if one is due or asked for, once the one before it is written.
@@ -80,8 +80,12 @@ class Checkpointing:
         wanted = (due or asked or tried_again) and step != begun
         self.settle(wait=wanted or last)
         if wanted:
-            self._stays |= due and self._is_marked(step)
-            self._begin(state)
+            self._keep_next |= due and self._is_marked(step)
+            self._retry = None
+            try:
+                self._running = step, self._save(state)
+            except (MegatrainError, OSError) as error:
+                self._failed(step, error)
 
     def now(self, state: RunState) -> None:
         """Save this state and wait for it. Raises RunFailed: it cannot be written."""
@@ -91,7 +95,7 @@ class Checkpointing:
         problem = f"{self.job.folder}: step {state.step} cannot be saved"
         with explained(problem, of=(InputError, OSError), into=RunFailed):
             self._save(state).wait()
-        self._is_whole(state.step)
+        self._note_whole(state.step)
 
     @contextmanager
     def rescue(self, state: Callable[[], RunState]) -> Iterator[None]:
@@ -99,7 +103,7 @@ class Checkpointing:
         try:
             yield
         except Exception as error:
-            if self.job.ranks.size == 1 or _is_of_all(error):  # ranks, which save together
+            if self.job.ranks.size == 1 or _is_of_all(error):
                 self._rescue(state())
             raise
 
@@ -112,13 +116,6 @@ class Checkpointing:
             older = f"; --resume goes on after step {self.saved}" if self.saved else ""
             log.warning("the state before the failure is not saved: %s%s", error, older)
 
-    def _begin(self, state: RunState) -> None:
-        self._retry = None
-        try:
-            self._running = state.step, self._save(state)
-        except (MegatrainError, OSError) as error:
-            self._failed(state.step, error)
-
     def _save(self, state: RunState) -> Saving:
         with suppress(OSError):  # the log of these steps must not be lost where they are not
             flush(self.job.folder / layout.METRICS)
@@ -126,7 +123,7 @@ class Checkpointing:
             layout.checkpoint_folder(self.job.folder, state.step),
             extra=dict(vars(state)),
             attach=self.job.write_tokenizer,
-            keep=self._stays or self._is_marked(state.step),
+            keep=self._keep_next or self._is_marked(state.step),
             wait=False,
         )
 
@@ -146,10 +143,11 @@ class Checkpointing:
         except MegatrainError as error:
             self._failed(step, error)
             return
-        self._stays = False
-        self._is_whole(step)
+        self._keep_next = False
+        self._note_whole(step)
 
-    def _is_whole(self, step: int) -> None:
+    def _note_whole(self, step: int) -> None:
+        """Count this step's checkpoint as the newest, and delete those beyond `keep`."""
         self.saved, keep = step, self.job.config.checkpoint.keep
         if not self.job.ranks.rank and len(layout.checkpoints(self.job.folder)) > keep:
             try:
@@ -166,6 +164,7 @@ class Checkpointing:
 
 
 def _is_of_all(error: BaseException | None) -> bool:
+    """True if all ranks have this error, so that they can save together."""
     if not isinstance(error, MegatrainError):
         return False
     return error.by_all or isinstance(error, StepRefused) or _is_of_all(error.__cause__)

@@ -300,14 +300,14 @@ class Rollouts:
         return replies
 
     def rewarded(self, sets: Mapping[str, Sequence[Reply]]) -> dict[str, float]:
-        """Values for the log of evaluation replies, over all and each set; functions' own: all."""
+        """The log's values of evaluation replies: over all sets, and over each under its name."""
         logged: dict[str, Any] = {}
         every = [reply for replies in sets.values() for reply in replies]
-        each_RF = self._rewarded(every, self.step + 1, logged)
-        parts = each_RF.split([len(replies) for replies in sets.values()])
-        named = [(f"{n}_", sets[n], part) for n, part in zip(sets, parts, strict=True) if n]
-        for prefix, replies, part_RF in [("", every, each_RF), *named]:
-            values = measured(part_RF, self.rewards.together(part_RF), self.rewards.names)
+        every_RF = self._rewarded(every, self.step + 1, logged)  # what functions log: over all
+        parts = every_RF.split([len(replies) for replies in sets.values()])
+        named = [(f"{name}_", sets[name], p) for name, p in zip(sets, parts, strict=True) if name]
+        for prefix, replies, rewards_RF in [("", every, every_RF), *named]:
+            values = measured(rewards_RF, self.rewards.together(rewards_RF), self.rewards.names)
             if "reward" not in values:
                 log.warning(
                     "no reward function has rewarded any of %d replies: this evaluation has no "
@@ -342,6 +342,7 @@ class Rollouts:
         return [Reply(row, ids, ids[-1] in stops) for row, ids in zip(every, replies, strict=True)]
 
     def _rewarded(self, replies: Sequence[Reply], step: int, logged: dict[str, Any]) -> Tensor:
+        """Each function's reward of each reply `[R, F]`; puts what they log into `logged`."""
         texts = self.tokenizer.batch_decode([r.ids for r in replies], skip_special_tokens=True)
         completions = [
             text if isinstance(r.row.prompt, str) else [{"role": "assistant", "content": text}]
@@ -367,12 +368,12 @@ class Rollouts:
             )
             return rewards, values
 
-        each_RF, values = from_first(self.ranks, rewarded)  # functions may have side effects
+        rewards_RF, values = from_first(self.ranks, rewarded)  # functions may have side effects
         logged |= values
-        return each_RF
+        return rewards_RF
 
     def _with_logprobs(self, replies: Sequence[Reply]) -> tuple[Step, list[int]]:
-        """Micro-batches of like lengths; the order of the replies."""
+        """Micro-batches, the longest replies first, with log-probabilities; the replies' order."""
         rows = []
         for reply in replies:
             ids = np.array([*reply.row.ids, *reply.ids], np.int64)

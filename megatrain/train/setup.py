@@ -131,9 +131,9 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     if config.training.steps is not None:
         check_schedule(config, config.training.steps)
     rewards = Rewards(config.rollout)
-    begun = cache(partial(ResolvedModel.of, config.model))  # a run that goes on may not need it
+    initial_model = cache(partial(ResolvedModel.of, config.model))  # some resumed runs go without
     if start is None:
-        section = begun().section
+        section = initial_model().section
     else:  # it does not need the model's source any more
         saved = {"path": str(start.checkpoint / MODEL), "config": None}
         section = config.model.model_copy(update=saved)
@@ -142,7 +142,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     check_sequence_length(hf_config, config.data.sequence_length)
     text_config = hf_config.get_text_config(decoder=True)
     teacher = find_teacher(config, tokenizer, text_config)
-    source = _structure(config, begun().taken(tokenizer)) if start is None else None
+    source = _structure(config, initial_model().taken(tokenizer)) if start is None else None
     ranks.agree(lambda: check_disk(config, source or start, config.training.steps))
     training, evaluation = in_turn(
         ranks, lambda: open_data(config, tokenizer, text_config.vocab_size, run_images(section))
@@ -158,26 +158,27 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
         ranks.agree(lambda: check_disk(config, source or start, total_steps))
     done, *_ = ranks.agree(lambda: _go_to(loader, start, total_steps))
     sets = {"train": training, **{f"eval {n}": e for n, e in evaluation.items()}}
-    known = None
+    references = None  # the run's record of a teacher or reference model
     if teacher is not None:
-        known = same_model(teacher.model.key, start)
+        references = same_model(teacher.model.key, start)
         # First: `auto` places the model that is trained in the memory that is left.
         teacher = teacher.opened(ranks.host)
         stack.enter_context(teacher.engine)
     elif config.loss.kind == "prompts" and config.loss.beta:
-        known = same_model(begun().key, start)
+        references = same_model(initial_model().key, start)
     media = training.most_images() if isinstance(training, PackedDataset) else None
     engine = _engine(config, source, media, start, ranks, stack)
-    most = -(-config.training.batch_size // engine.batch_ranks.size)
-    rows = loader.rows_per_micro_batch = min(most, _rows_per_micro_batch(config, engine, start))
-    references = prepare_replies(config, engine, sets, rows, start, ranks) or known
+    rows_of_rank = -(-config.training.batch_size // engine.batch_ranks.size)
+    rows = min(rows_of_rank, _rows_per_micro_batch(config, engine, start))
+    loader.rows_per_micro_batch = rows
+    references = prepare_replies(config, engine, sets, rows, start, ranks) or references
     size, device = f"{engine.num_parameters:,}", engine.device.torch_device
     log.info("model: %s parameters on %s, placement: %s", size, device, engine.placement)
     rollouts = None
     if config.loss.kind == "prompts":
         reference = None
         if config.loss.beta:
-            reference = begun_model(config, begun(), tokenizer, ranks.host)
+            reference = begun_model(config, initial_model(), tokenizer, ranks.host)
             stack.enter_context(reference)
         rollouts = Rollouts(
             config, rewards, engine, tokenizer, loader, reference, total_steps, ranks
@@ -269,7 +270,7 @@ def _rows_per_micro_batch(config: Config, engine: Engine, start: Start | None) -
 
 
 def _go_to(loader: StepLoader, start: Start | None, total_steps: int) -> int:
-    """Put the loader where the run goes on; returns the steps done."""
+    """Put the loader at the rows where the run goes on; returns the steps done."""
     if start is None:
         return 0
     loader.load_state_dict(start.state.data)

@@ -25,13 +25,7 @@ from megatrain.run_folder.layout import TIMELINE
 from megatrain.telemetry.gpu import by_driver_name, find_gpu
 from megatrain.telemetry.host import process_bytes
 from megatrain.telemetry.metrics import MetricsWriter, model_tflops
-from megatrain.telemetry.timeline import (
-    Breakdown,
-    Recording,
-    StepRecorder,
-    breakdown,
-    chrome_trace,
-)
+from megatrain.telemetry.timeline import Breakdown, Recording, StepRecorder, breakdown, chrome_trace
 from megatrain.train.resume import RunState
 from megatrain.train.sharing import check_rows, part_of, split_for_ranks
 
