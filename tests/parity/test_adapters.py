@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from megatrain import Engine, InputError, Placement
+from megatrain.compat.transformers import recorded_routers
 from megatrain.model.adapters import with_adapters
 from megatrain.model.trained import Trained
 from megatrain.source.write_model import write_saved
@@ -239,6 +240,8 @@ def test_adapters_of_experts_are_drawn_resumed_and_merged(family, tmp_path):
 def test_copies_of_routers_have_the_biases_by_which_they_choose(tmp_path):
     """Buffers of theirs are moved, resumed, saved, merged and read as PEFT has them."""
     base, steps = tiny_model("deepseek_v3"), make_batches(2)
+    if not recorded_routers(base):
+        pytest.skip("this version of transformers records no routers of DeepSeek-V3")
     for bias in (biases := dict(routers_biases(base))).values():
         bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(4)) / 9)
     base.save_pretrained(tmp_path / "base")
