@@ -248,6 +248,7 @@ class Search:
         return best
 
     def _families(self, rows: int) -> list[list[Placement]]:
+        """The families without their candidates of most slots, which are not the most sparing."""
         families = self._candidates.families(rows)
         return [[c for c in family if c.slots < MOST_SLOTS] for family in families]
 

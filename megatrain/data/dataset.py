@@ -407,12 +407,12 @@ def choose(store: TokenStore, layout: Layout, seed: int) -> Segments:
 def _shorten(
     store: TokenStore, lengths: NDArray[np.int64], learnable: NDArray[np.bool_], layout: Layout
 ) -> NDArray[np.int64]:
-    """Lengths after the rule for overlong conversations; 0 for dropped ones."""
+    """The tokens to keep of each conversation, by the rule for overlong ones; 0: it is dropped."""
     limit, what = layout.sequence_length, documents_named(layout.kind)
     overlong = np.flatnonzero(learnable & (lengths > limit))
     if len(overlong) == 0:
         return lengths
-    of_images = [n for n in overlong.tolist() if store.images_of(n, whole=False)[0] > limit]
+    with_cut_images = [n for n in overlong.tolist() if store.images_of(n, whole=False)[0] > limit]
     example = f"{store.place(overlong[0])} has {lengths[overlong[0]]}"
     if layout.overlong == "error":
         raise InputError(
@@ -426,12 +426,12 @@ def _shorten(
     )  # fmt: skip
     lengths = lengths.copy()
     lengths[overlong] = limit if layout.overlong == "truncate" else 0
-    if of_images and layout.overlong == "truncate":
-        lengths[of_images] = 0
+    if with_cut_images and layout.overlong == "truncate":
+        lengths[with_cut_images] = 0
         _log.warning(
             "left out %d of them, of which an image would be cut (first: %s): raise "
             "data.sequence_length, or make their images smaller",
-            len(of_images), store.place(of_images[0]),
+            len(with_cut_images), store.place(with_cut_images[0]),
         )  # fmt: skip
     return lengths
 

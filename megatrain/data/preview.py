@@ -131,7 +131,7 @@ def shown(data: PackedDataset, row: int, tokenizer: Any) -> list[ShownDocument]:
 
 
 def samples(data: PackedDataset, tokenizer: Any) -> list[dict[str, Any]]:
-    """The first documents of a run's report: their texts, cut, and small images as data URLs."""
+    """A run's first documents with images, for its report: cut texts, thumbnails as data URLs."""
     documents = (
         {
             "place": piece.place,

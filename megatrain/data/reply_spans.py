@@ -94,7 +94,7 @@ class ReplySpans:
         return end if tokens is None else tokens.end()
 
     def _ended(self, turn: int, begin: int, end: int) -> int:
-        """The end of the tokens that end a reply, if only a following turn makes it have an end.
+        """The end of a reply's end tokens, if the template writes these only before another turn.
 
         These are the tokens before a question's header, or else the header's first (GLM's).
         """

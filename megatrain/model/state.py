@@ -42,21 +42,23 @@ def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Si
     if not changes:
         return reached
     settled = [_value(change) for change in changes]
-    for module, (held, buffers) in zip(outer, before, strict=True):
+    for module, (attributes, buffers) in zip(outer, before, strict=True):
         vars(module).clear()
-        vars(module).update(held)
+        vars(module).update(attributes)
         buffers_of(module).clear()
         buffers_of(module).update(buffers)
-    kept = [_value(change) for change in changes]
+    original = [_value(change) for change in changes]
+    # Other weights and tokens must make the same values once more.
     _run_to_the_layers(capture, shapes, torch.nan, watch)
-    for change, old, one in zip(changes, kept, settled, strict=True):
+    for change, old, new in zip(changes, original, settled, strict=True):
         is_new = old is None or change.name in buffers_of(change.module)
-        if not is_new or one is None or _value(change) != one:
+        if not is_new or new is None or _value(change) != new:
             raise change.refusal()
     return reached
 
 
 def _value(change: Change) -> Any:
+    """A changed tensor's value now, to be compared; None: it is no tensor."""
     value = getattr(change.module, change.name, None)
     return value_of(value) if isinstance(value, Tensor) else None
 

@@ -155,7 +155,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
                     "it; make the engine with trained=Trained(freeze=...), or set its group's lr "
                     "and weight_decay to 0"
                 )
-        self._tell_of_first_rates()
+        self._warn_of_first_rates()
 
     def _name_parameters(self) -> None:
         """Put the names of its parameters into each group. Raises InputError: as `group_of`."""
@@ -163,8 +163,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["param_names"] = [self._names[parameter] for parameter in group["params"]]
 
-    def _tell_of_first_rates(self) -> None:
-        """Warn if a schedule made since `restore` has set its first rates."""
+    def _warn_of_first_rates(self) -> None:
+        """Warn if a schedule, made after `restore`, has put its first rates in place of those."""
         restored, self.restored_rates = self.restored_rates, None
         rates = [_scalar(group.get("lr")) for group in self.param_groups]
         if restored is not None and restored != rates and is_scheduled(self):

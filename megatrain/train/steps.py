@@ -107,7 +107,7 @@ class Steps:
         if job.resumed is not None:
             self._refusals.load_state_dict(job.resumed.refusals)
             self.done = job.resumed.step
-        self._settled = config.model_dump(mode="json")
+        self._run_file = config.model_dump(mode="json")
         self.state = self._state()
 
     def take(self) -> Mapping[str, Any]:
@@ -218,7 +218,7 @@ class Steps:
         position = self._job.loader.state_dict()
         rollouts = {} if self._job.rollouts is None else self._job.rollouts.state_dict()
         refusals = self._refusals.state_dict()
-        return RunState(self.done, position, refusals, self._settled, rollouts=rollouts)
+        return RunState(self.done, position, refusals, self._run_file, rollouts=rollouts)
 
     def _rates(self, tokens: int, seconds: float) -> dict[str, Any]:
         """Rates and memory of a step; tokens are positions computed, padding included."""
