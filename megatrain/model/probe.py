@@ -163,6 +163,7 @@ class _Probe:
         self.capture = Capture(model, stack)
         self.kinds: dict[Any, LayerTemplate] = {}
         self.layers: list[Layer] = []
+        self.without_gradients: list[str] = []  # layers that are called so
         self.origin: dict[Hashable, Ref] = {}  # identity of an activation -> where it came from
         self.alive: list[Tensor] = []  # keeps those identities valid
         self.uses = Uses()
@@ -212,6 +213,11 @@ class _Probe:
             structure = self._finish(rows, constants, output)
         refuse_mixing(structure)
         refuse_state(watch, lambda: self._again(output, rows))
+        if self.without_gradients:  # other reasons first, which say more
+            raise Unsupported(
+                f"{self.without_gradients[0]} is called under torch.no_grad(), and would be "
+                "trained here; freeze its parameters by requires_grad_(False) and call it without"
+            )
         if not unsupported.layer_drops(self.model.config):
             randomness.refuse()
         return structure
@@ -290,10 +296,7 @@ class _Probe:
         if any(layer.name == path for layer in self.layers):
             raise Unsupported(f"{path} is called more than once in a forward")
         if not torch.is_grad_enabled():
-            raise Unsupported(
-                f"{path} is called under torch.no_grad(), and would be trained here; freeze its "
-                "parameters by requires_grad_(False) and call it without"
-            )
+            self.without_gradients.append(path)
         leaves, tree_spec = pytree.tree_flatten((args, kwargs))
         if any(isinstance(leaf, Cache) for leaf in leaves):
             raise Unsupported(f"{path} is given a key-value cache in training")

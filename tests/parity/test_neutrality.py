@@ -53,10 +53,10 @@ PLACEMENTS = placements("neutrality")
 
 
 def test_every_choice_of_a_placement_is_tried():
-    """But for those that change rounding, and how much memory a save may have."""
+    """But for those that change rounding or are of ranks, and how much memory a save may have."""
     left = {f.name for f in fields(Placement)}
     left -= {n for n in left for p in PLACEMENTS if getattr(p, n) != getattr(Placement(), n)}
-    assert left == {"head_tokens", "chunk_tokens", "compile", "save_bytes"}
+    assert left == {"head_tokens", "chunk_tokens", "compile", "save_bytes", "own_experts"}
 
 
 @pytest.mark.parametrize(
