@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config
 from transformers.models.qwen2 import Qwen2ForCausalLM
 
-from megatrain import Engine
+from megatrain import Engine, Placement
 from megatrain.device import Buffer, CpuDevice
 from megatrain.loss import CROSS_ENTROPY
 from megatrain.model.fingerprint import Reader, value_of
@@ -109,7 +109,8 @@ _opened: dict[Any, Source] = {}
 def opened(model: PreTrainedModel, precision: str) -> Any:
     """The model as an engine opens it; models that differ in weights alone are examined once.
 
-    That is two thirds of the time to open a tiny engine.
+    That is two thirds of the time to open a tiny engine. An engine must not change the layers that
+    it runs, by compiling them or by running parts of them in tiles.
     """
     refuse_hooks(model)
     reader, kinds = Reader(model), {type(module) for module in model.modules()}
@@ -134,9 +135,12 @@ def make_engine(
     if "eps" in SWEPT[rule]().settings:
         settings["eps"] = eps
     optimizer = SWEPT[rule](**settings)
-    on_disk = getattr(options.get("placement"), "on_disk", False)
+    placement = options.get("placement", Placement())
+    on_disk = getattr(placement, "on_disk", False)
     options = {"device": "cpu", "disk": gettempdir() if on_disk else None} | options
-    if isinstance(model, PreTrainedModel) and precision != "fp8" and {*options} <= OPENED_ALIKE:
+    changed = (getattr(placement, name, None) for name in ("compile", "chunk_tokens"))
+    alike = {*options} <= OPENED_ALIKE and precision != "fp8" and not any(changed)
+    if isinstance(model, PreTrainedModel) and alike:
         model = opened(model, precision)
     return Engine(model, optimizer=optimizer, max_grad_norm=clip, precision=precision, **options)
 
