@@ -127,7 +127,7 @@ class StreamedModule:
 
     def graph(
         self, weights: dict[str, Tensor], inputs: dict[Any, Tensor], outputs: Activations
-    ) -> "Graph":
+    ) -> Graph:
         """The graph that has made `outputs` of `inputs` and of the `leaves`."""
         names = [entry.name for entry in self.tile.layout.trainable]
         parameters = {name: weights[name.removeprefix(self.prefix)] for name in names}

@@ -337,7 +337,7 @@ class ModelProgram:
         return [*self.buffers[visit].values(), *self.spec.layers[visit].kind.module.buffers()]
 
     def repeats(self, visit: int, batch: MicroBatch) -> bool:
-        """True if a graph that saves nothing may wait; see `LayerTemplate.repeats`."""
+        """True if a graph that saves nothing may wait; a forecast asks by the batch's rows."""
         return self.spec.layers[visit].kind.repeats
 
     def epilogue(self, weights: Weights, batch: MicroBatch, values: Activations) -> Any:
