@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count
 from operator import attrgetter
@@ -36,6 +36,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
+from transformers.utils import import_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 from transformers.utils.import_utils import is_torchvision_available
 from transformers.video_utils import load_video, make_batched_metadata
@@ -420,9 +421,22 @@ def film_of(
     return frames if frames.shape[-1] == 3 else frames.transpose(0, 2, 3, 1), vars(metadata)
 
 
-def unpacked() -> AbstractContextManager[None]:
-    """Within this context masks are made as for rows of one document each, also of fake tensors."""
-    return _finding(lambda position_ids: None)
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """Within this context masks are made as for rows of one document each, also without data.
+
+    transformers asks tensors for their values, unless they are fake or traced.
+    """
+    is_fake = import_utils.is_fake_tensor
+
+    def has_no_data(value: Any) -> bool:
+        return is_fake(value) or (isinstance(value, Tensor) and value.is_meta)
+
+    with (
+        _finding(lambda position_ids: None),
+        changed([import_utils], is_fake_tensor=has_no_data),
+    ):
+        yield
 
 
 def finding_once(packed: list[Tensor | None]) -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megatrain.compat.torch import FakeTensorMode, TorchDispatchMode, current_mode, without_modes
+from megatrain.compat.torch import TorchDispatchMode, current_mode, without_modes
 from megatrain.compat.transformers import unpacked
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.head import Head, Summed
@@ -163,7 +163,6 @@ def _count(work: Work, times: int, peak_bytes: int) -> None:
 
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
-_FAKE = partial(FakeTensorMode, allow_non_fake_inputs=True)
 
 Shapes = Mapping[Ref, Shape]
 
@@ -212,8 +211,7 @@ class Measurer:
         return work
 
     def prologue(self, rows: int) -> Prologue:
-        # transformers asks a mask for its values, unless it is of fake tensors.
-        with foreseeing("what comes before the layers"), fakes(mode=_FAKE):
+        with foreseeing("what comes before the layers"), fakes():
             micro = self.micro_batch(rows)
             with torch.enable_grad():
                 weights = self._weights(self.spec.prologue, all_trained=True)
@@ -404,8 +402,8 @@ def _without_data(value: Any) -> Any:
 
 
 @contextmanager
-def fakes(layers: int = 1, mode: Callable[[], Any] = _WithoutData) -> Iterator[None]:
+def fakes(layers: int = 1) -> Iterator[None]:
     """Tensors made within this context have no data; operations may be those of `layers`."""
     # A forecast may be in the middle of its own counting.
-    with without_modes(), unpacked(), mode(), OneAttention(layers):
+    with without_modes(), unpacked(), _WithoutData(), OneAttention(layers):
         yield

@@ -132,6 +132,13 @@ def two_of(seeds, number):
     return first, (first + apart) % seeds
 
 
+# What these compute depends on the values they compute with, or they run in fp32 alone.
+_UNFORESEEABLE = {
+    *("blt", "cpmant", "dbrx", "inkling_text", "jetmoe", "qwen4_exp", "qwen4_exp_text", "xlnet"),
+    "xmod",
+}
+
+
 @pytest.mark.parametrize(
     ("family", "seed"),
     [
@@ -148,6 +155,7 @@ def test_no_step_takes_more_than_is_foretold(family, seed):
         foretold, taken = foretold_and_taken(tiny_model(family), seed)
     except (NotForeseeable, InputError) as error:
         assert (family, seed) not in _USUAL, error
+        assert isinstance(error, InputError) or family in _UNFORESEEABLE, error
         pytest.skip(str(error))
     assert taken.device <= _SHARE * foretold.device, (taken, foretold)
     assert taken.host <= _SHARE * foretold.host, (taken, foretold)
