@@ -208,7 +208,8 @@ def _summed(rows: Tensor, places: Tensor) -> Tensor:
     total = rows[first].float()
     for place in others:
         total = total + rows[place]
-    return total.to(rows.dtype)
+    # torch 2.11 compiles a Function that ends with a conversion to the same dtype without gradient.
+    return total if total.dtype == rows.dtype else total.to(rows.dtype)
 
 
 class Copied(torch.autograd.Function):
@@ -261,7 +262,7 @@ def experts_forward(
         top_k_index, top_k_weights: [N, K].
     """
     chosen = top_k_index.shape[-1]
-    of_rows, order = top_k_index.reshape(-1).sort()
+    of_rows, order = top_k_index.reshape(-1).sort(stable=True)
     counted = of_rows.int() if of_rows.is_cuda else of_rows.float()
     counts = counted.histc(experts.num_experts, 0, experts.num_experts - 1)
     places = torch.empty_like(order)
