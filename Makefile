@@ -118,7 +118,7 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE_SOURCES)
 # What pyproject.toml lists, with the two versions in the place of the constrained ones.
 $(OLDEST)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST)
-	grep -vE '^(torch|transformers|tokenizers|huggingface_hub|hf-xet|httpx2|httpcore2)==' \
+	grep -vE '^(torch|transformers|typer|tokenizers|huggingface_hub|hf-xet|httpx2|httpcore2)==' \
 		constraints.txt >$(OLDEST)/constraints.txt
 	$(PYTHON) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 		print(*p["dependencies"], *p["optional-dependencies"]["dev"], sep="\n")' \

@@ -14,6 +14,8 @@ adapts the stacked weights of experts, too, where PEFT's "all-linear" leaves the
 
     python -m benchmarks.models --name gpt-oss-120b --sequences 24 --sequence-length 4096 \
         --lora-r 16 --experts --base folder --host-memory 125GiB --out model.json
+
+Under `torchrun --nproc-per-node N` each of N GPUs takes `--sequences` rows, and rank 0 writes.
 """
 
 import argparse
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -40,6 +43,7 @@ from megatrain.cli.models import lora_adapter
 from megatrain.compat.torch import num_compilations
 from megatrain.compat.transformers import set_attention
 from megatrain.model.trained import Trained
+from megatrain.parallel.distributed import local_rank
 from megatrain.source.source import Alike
 from megatrain.telemetry.host import commit, environment
 from megatrain.telemetry.metrics import model_tflops
@@ -120,10 +124,13 @@ def streamed(chosen: Any) -> dict[str, Any]:
     if chosen.base == "folder":
         config.quantization_config = {"quant_method": "mxfp4"}  # as gpt-oss is published
     begun = time.perf_counter()
+    ranks, rank = 1, 0
+    if dist.is_initialized():
+        ranks, rank = dist.get_world_size(), dist.get_rank()
     engine = Engine(
         Alike(config),
         optimizer=AdamW(lr=1e-5, states=chosen.states),
-        tokens_per_step=chosen.sequences * chosen.sequence_length,
+        tokens_per_step=ranks * chosen.sequences * chosen.sequence_length,
         sequence_length=chosen.sequence_length,
         micro_batch=chosen.micro_batch or None,
         precision=chosen.precision,
@@ -134,6 +141,7 @@ def streamed(chosen: Any) -> dict[str, Any]:
         device=chosen.device,
         device_memory=chosen.device_memory,
         host_memory=chosen.host_memory,
+        group=dist.group.WORLD if dist.is_initialized() else None,
     )
     with engine:
         built = time.perf_counter() - begun
@@ -142,7 +150,7 @@ def streamed(chosen: Any) -> dict[str, Any]:
         def step(micro_batches: list[Batch]) -> float:
             return engine.step(micro_batches).loss
 
-        result = timed(chosen, config, rows, step, engine.computing)
+        result = timed(chosen, config, rows, step, engine.computing, ranks=ranks, seed=1000 * rank)
         micro_batches = [*random_step(chosen, config, rows, 0)]
         recorder = StepRecorder(engine.recording)
         recorder.begin()  # a step's updates run during the next step's forward
@@ -204,27 +212,33 @@ def timed(
     rows: int,
     step: Callable[[list[Batch]], float],
     sizes: tuple[int, int],
+    ranks: int = 1,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Seconds and losses of the warm-up and the measured steps of `rows` rows at once.
 
     Args:
         sizes: parameters that a token is multiplied with, and those of them that are trained.
+        ranks: how many take as many rows; tokens are those of all, and TFLOPS of one.
+        seed: of the first step's rows.
     """
     seconds, losses = [], []
     for index in range(chosen.warmup + chosen.steps):
-        micro_batches = [*random_step(chosen, config, rows, index)]
+        micro_batches = [*random_step(chosen, config, rows, seed + index)]
         begun = time.perf_counter()
         losses.append(float(step(micro_batches)))
         seconds.append(time.perf_counter() - begun)
     measured = seconds[chosen.warmup :]
     median, tokens = statistics.median(measured), chosen.sequences * chosen.sequence_length
+    all_tokens = ranks * tokens
     return {
         "rows_at_once": rows,
         "step_seconds": seconds,
         "losses": losses,
         "median_seconds": median,
         "spread_seconds": max(measured) - min(measured),
-        "tokens_per_second": tokens / median,
+        "ranks": ranks,
+        "tokens_per_second": all_tokens / median,
         "model_tflops": model_tflops(*sizes, tokens, median),
         "compilations": num_compilations(),
     }
@@ -257,7 +271,14 @@ def main() -> None:
         steps=3,
         out=Path,
     )
+    mine = local_rank(dist.is_torchelastic_launched() or None)
+    if mine is not None:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(mine)
+        dist.init_process_group("gloo")
     result = resident(chosen) if chosen.resident else streamed(chosen)
+    if mine:
+        return
     result |= {
         "benchmark": "models",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import Qwen2Config
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config
 from transformers.models.qwen2 import Qwen2ForCausalLM
 
 from benchmarks.options import peak_process_bytes
@@ -36,6 +36,7 @@ PLACEMENTS = {
     "small": Placement(slots=1, layer_inputs="host", keep_rows=False),
     "graphs": Placement(slots=3, save_activations=2),
     "resident": Placement(slots=3, resident=("embedding", "layer 1", "head"), passes=2),
+    "owned experts": Placement(slots=2, own_experts=True),
 }
 
 
@@ -84,7 +85,10 @@ def main() -> None:
 
 
 def parity(group: Any, placement: Placement) -> dict[str, float]:
-    """The largest difference between ranks and one GPU that has all micro-batches, in fp32."""
+    """The largest difference between ranks and one GPU that has all micro-batches, in fp32.
+
+    Of a dense model, or of a mixture of experts if ranks own experts.
+    """
     generator = torch.Generator().manual_seed(0)
     ids = [[torch.randint(512, each, generator=generator) for each in ROWS] for _ in range(3)]
     steps = [[{"input_ids": each, "labels": each} for each in step] for step in ids]
@@ -95,7 +99,11 @@ def parity(group: Any, placement: Placement) -> dict[str, float]:
         torch.manual_seed(0)
         how: dict[str, Any] = {"optimizer": AdamW(lr=1e-3), "precision": "fp32", "group": shared}
         part = slice(*edges[rank : rank + 2]) if shared else slice(None)
-        with Engine(Qwen2ForCausalLM(Qwen2Config(**TINY)), placement=placement, **how) as engine:
+        if placement.own_experts:
+            model: Any = MixtralForCausalLM(MixtralConfig(**TINY, num_local_experts=8))
+        else:
+            model = Qwen2ForCausalLM(Qwen2Config(**TINY))
+        with Engine(model, placement=placement, **how) as engine:
             said = [engine.step(step[part]) for step in steps]
             return said, dict(engine.named_masters())
 
