@@ -13,11 +13,10 @@ from megatrain.compat.gguf import is_gguf, unpacked
 from megatrain.errors import InputError, in_one_line
 from megatrain.model.companions import companions, write_companions
 from megatrain.model.export import REPLACED
-from megatrain.run_folder.layout import CHECKPOINTS, holds_model, require_empty
-from megatrain.source.source import adapter_folder, open_source
-from megatrain.source.state_io import whole_masters
+from megatrain.run_folder.layout import holds_model, require_empty
+from megatrain.source.source import adapter_folder
 from megatrain.source.write_model import write_saved
-from megatrain.train.resolve import newest_checkpoint, trained_model
+from megatrain.train.resolve import require_same_base, trained_model
 
 CONVERTER = "convert_hf_to_gguf.py"
 
@@ -62,9 +61,8 @@ def _write_copy(
         raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
     if merged and adapter_folder(source) is None:
         raise InputError(f"{source}: has no adapter that could be merged; leave --merged out")
-    if merged and (saved := newest_checkpoint(Path(run).expanduser() / CHECKPOINTS)) is not None:
-        _, require_base = whole_masters(saved, open_source(saved, resumes=True).model)
-        require_base()
+    if merged:
+        require_same_base(run)
     if not any(source.glob("*.safetensors")):
         raise InputError(
             f"{source}: a configuration without weights (no .safetensors); not a model"

@@ -52,7 +52,7 @@ def test_an_adapter_is_trained_resumed_and_merged(megatrain, adapter_file, base,
     assert said[0].stdout == said[1].stdout
 
 
-def test_a_finished_run_is_not_merged_into_another_base(megatrain, adapter_file, base, tmp_path):
+def test_a_finished_run_takes_no_other_base(megatrain, adapter_file, base, tmp_path):
     shutil.copytree(base, tmp_path / "moves")
     changes = sets(model__path=str(tmp_path / "moves"), training__steps=1)
     megatrain.done("train", adapter_file, *changes, *sets(training__eval_every=None))
@@ -61,6 +61,7 @@ def test_a_finished_run_is_not_merged_into_another_base(megatrain, adapter_file,
     save_file({n: 2 * v for n, v in load_file(file).items()}, file, {"format": "pt"})
     told = "its weights are not those that"
     megatrain.refused(told, "export", run, tmp_path / "wrong", "--merged")
+    megatrain.refused(told, "generate", run, "--prompt", "cat", "--device", "cpu")
     assert not (tmp_path / "wrong").exists()
 
 
