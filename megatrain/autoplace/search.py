@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import le
 from typing import Any
 
 from megatrain.autoplace.candidates import (
@@ -192,29 +193,31 @@ class Search:
         """Forecast the placement that lacks least memory, on a machine with the memory it needs.
 
         Where more host memory or a larger device (that is sold) will do, it does not ask for both.
+        A larger micro-batch, or a faster candidate, is taken where it needs hardly more.
         """
         sizes = self._candidates.sizes()
         few = [rows for rows in sizes if rows * _MANY >= self._workload.rows] or sizes
-        number, place, taken = self._lacking_least(few[-1])
-        if taken[0] > self._budget.device and few[-1] > sizes[-1]:
+        number, place, fewest = self._lacking_least(few[-1])
+        if fewest[0] > self._budget.device and few[-1] > sizes[-1]:
             few = sizes
-            number, place, taken = self._lacking_least(sizes[-1])
+            number, place, fewest = self._lacking_least(sizes[-1])
+        pairs = zip(self._lacks(*fewest), fewest, strict=True)
+        most = [lacks + _ALIKE * peak if lacks else 0 for lacks, peak in pairs]
 
-        def hardly_more(placement: Placement, rows: int, steps: int = 1) -> bool:
-            if steps == 1 and not hardly_more(placement, rows, 0):
-                return False
-            now = self._lacks(*self._with_tiles(placement, rows, steps)[1])
-            pairs = zip(now, self._lacks(*taken), taken, strict=True)
-            return all(now <= then + (then and _ALIKE * total) for now, then, total in pairs)
+        def is_alike(placement: Placement, rows: int, *lengths: int) -> bool:
+            """True if it lacks hardly more memory, forecast for each of these numbers of steps."""
+            peaks = (self._with_tiles(placement, rows, steps)[1] for steps in lengths)
+            return all(all(map(le, self._lacks(*each), most)) for each in peaks)
 
-        for rows in few:
-            family = self._families(rows)[number]
-            if hardly_more(family[place], rows):
-                alike = [candidate for candidate in family if hardly_more(candidate, rows)]
-                steady = (candidate for candidate in alike if hardly_more(candidate, rows, STEADY))
-                least = next(steady, family[place])
-                if hardly_more(least, rows, STEADY):
-                    break
+        alike = (
+            (candidate, rows)
+            for rows in few
+            for family in [self._families(rows)[number]]
+            if is_alike(family[place], rows, 0, 1)
+            for candidate in family
+            if is_alike(candidate, rows, 0, 1, STEADY)
+        )
+        least, rows = next(alike, (self._families(few[-1])[number][place], few[-1]))
         placement, peaks = self._with_tiles(least, rows, STEADY)
         needed = map(max, peaks, self._peaks(placement, rows, 1), self._least_bytes(placement))
         return replace(self._of(placement, rows), machine=self._budget.raised(*needed))
@@ -230,17 +233,17 @@ class Search:
         most = max(self._budget.device, most_memory())
 
         def rank(peaks: tuple[int, int]) -> tuple[bool, bool, int]:
+            """Lower is better: a device that is sold, not both memories, few bytes."""
             on_device, on_host = self._lacks(*peaks)
             both = alone and on_device > 0 and on_host > 0
             return peaks[0] > most, both, _DEVICE_WORTH * on_device + on_host
 
         bounds = [rank(self._with_tiles(placement, rows, 0)[1]) for *_, placement in sparing]
-        best = None
-        for bound, (number, place, placement) in sorted(
-            zip(bounds, sparing, strict=True), key=lambda pair: pair[0]
-        ):
-            if best is not None and rank(best[2]) <= bound:
-                break
+        best: tuple[int, int, tuple[int, int]] | None = None
+        for at in sorted(range(len(sparing)), key=bounds.__getitem__):
+            if best is not None and rank(best[2]) <= bounds[at]:
+                break  # the others lack as much before a step is forecast
+            number, place, placement = sparing[at]
             peaks = self._with_tiles(placement, rows)[1]
             if best is None or rank(peaks) < rank(best[2]):
                 best = number, place, peaks
@@ -301,23 +304,28 @@ class Search:
     def _with_tiles(
         self, placement: Placement, rows: int | None = None, steps: int = 1
     ) -> tuple[Placement, tuple[int, int]]:
-        """The placement with tiles on the device as far as the host lacks room; its peaks."""
-        tiles, count, most = self._tiles, 0, len(self._tiles.tiles)
+        """The placement with as many tiles on the device as the host lacks room for; its peaks.
+
+        Each of up to four forecasts tells the number for the next one. With no `steps`, or `rows`,
+        bytes are counted and not forecast: see `_least_bytes`.
+        """
+        tiles, budget, count, most = self._tiles, self._budget, 0, len(self._tiles.tiles)
         if steps == STEADY:  # many fewer long forecasts: one step tells nearly as many tiles
             count = len(self._with_tiles(placement, rows)[0].resident)
         for _ in range(4):
             moved = replace(placement, resident=tiles.names(count))
             if rows and steps:
-                peaks = self._peaks(moved, rows, steps)
+                device, host = peaks = self._peaks(moved, rows, steps)
             else:
-                peaks = self._least_bytes(moved, rows)
-            room = self._budget.device - peaks[0] + tiles.device_bytes[count]
-            lacking = peaks[1] + tiles.host_bytes[count] - self._budget.host
-            if peaks[0] > self._budget.device:
-                most = max(0, count - 1)
-            before, count = count, max(0, min(tiles.fewest(lacking), tiles.most(room), most))
-            if (count <= before and peaks[0] <= self._budget.device) or count == before:
+                device, host = peaks = self._least_bytes(moved, rows)
+            fits = device <= budget.device
+            most = most if fits else max(0, count - 1)
+            wanted = tiles.fewest(host + tiles.host_bytes[count] - budget.host)
+            room = tiles.most(budget.device - (device - tiles.device_bytes[count]))
+            following = max(0, min(wanted, room, most))
+            if following == count or (fits and following < count):
                 break
+            count = following
         return moved, peaks
 
     def _of(self, placement: Placement, rows: int, steps: int = STEADY) -> Forecast:
@@ -393,14 +401,13 @@ class Search:
 
 
 def _best_spent(best: Forecast | None, spending: list[Spending], tried: int) -> Forecast | None:
-    """The fastest of `best` and the most promising ways; more are tried while nothing fits."""
+    """The fastest of `best` and `tried` promising ways; while there is no best, all are tried."""
     pairs = [(way, frame) for frame in spending for way in frame.all()]
     for number, (way, frame) in enumerate(sorted(pairs, key=lambda pair: pair[0].likely)):
-        if best is not None and (number >= tried or not way.promises(best)):
-            continue
-        spent = frame.spent(way)
-        if spent is not None and (best is None or spent.seconds < best.seconds):
-            best = spent
+        if best is None or (number < tried and way.promises(best)):
+            spent = frame.spent(way)
+            if spent is not None and (best is None or spent.seconds < best.seconds):
+                best = spent
     return best
 
 
