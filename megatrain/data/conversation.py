@@ -138,31 +138,28 @@ def _learnt(message: Message, where: str) -> bool:
 
 def _of_parts(parts: Sequence[object], message: Message, where: str, images: bool) -> Message:
     """Message fields made of content parts: text, media, in replies reasoning and tool calls."""
-    media: list[tuple[str, object]] = []
+    is_reply, media = message["role"] == "assistant", list[tuple[str, object]]()
     texts_of: dict[str, list[str]] = {"content": [], "reasoning_content": [], "tool_calls": []}
-    is_reply = message["role"] == "assistant"
     for part in parts:
-        kind = str(part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__)
+        entries = part if isinstance(part, Mapping) else {"type": type(part).__name__}
+        kind = str(entries.get("type", "text"))
         name = _TEXT_FIELDS.get(kind) if is_reply or kind == "text" else None
-        value = part.get(kind, part.get("value")) if isinstance(part, Mapping) else None
-        if kind in PARTS and images and not is_reply:
-            assert isinstance(part, Mapping)
+        text = entries.get(kind, entries.get("value"))
+        if images and not is_reply and kind in PARTS:
             medium = PARTS[kind]
-            media.append((medium, source_of(part, medium, where)))
-            name, value = "content", PLACES[medium]  # the text gets a character in its place
-        if name is None or not isinstance(value, str):
+            media.append((medium, source_of(entries, medium, where)))
+            name, text = "content", PLACES[medium]  # a character in its place
+        if name is None or not isinstance(text, str):
             raise InputError(
                 f"{where}: 'content' must be a string or a list of parts of text (and of images, "
                 f"films and sounds, not in replies): it has a part that is not read: {kind!r:.40}"
             )
         if name in message:
             raise InputError(f"{where}: {name!r} is also in a part of 'content': keep one")
-        texts_of[name].append(value)
+        texts_of[name].append(text)
     fields: Message = {name: "".join(texts) for name, texts in texts_of.items() if texts}
-    if texts_of["tool_calls"]:
-        fields["tool_calls"] = [
-            from_json(call, "tool_call", where) for call in texts_of["tool_calls"]
-        ]
+    if calls := texts_of["tool_calls"]:
+        fields["tool_calls"] = [from_json(call, "tool_call", where) for call in calls]
     return fields | ({"media": media} if media else {})
 
 

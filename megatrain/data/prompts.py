@@ -79,6 +79,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 
 def _end_of_reply(tokenizer: Any, talk: Conversation) -> int | None:
+    """The last added token after the answer in a conversation's first reply, if there is one."""
     if not tokenizer.chat_template or not tokenizer.is_fast:
         return None
     added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}

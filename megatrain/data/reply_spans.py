@@ -81,36 +81,35 @@ class ReplySpans:
         text, words = self.text[slice(*span)], words_of_calls(self._talk.messages[turn])
         if any(word not in text for word in words):
             raise self._left_out(turn)
-        return span[0], self._ended(turn, span[0], self._closed(turn, *span))
+        return span[0], self._with_end_tokens(turn, span[0], self._closed(turn, *span))
 
     def _closed(self, turn: int, begin: int, end: int) -> int:
-        """The end of the first tokens after a reply's content: templates may end the text again."""
-        if "tool_calls" in self._talk.messages[turn]:
-            return end
+        """The end of the first tokens after a reply's content; templates may write more."""
         content = self._said(turn, begin, end)
-        if content is None:
+        if content is None or "tool_calls" in self._talk.messages[turn]:
             return end
         tokens = self._tokens.search(self.text, content[1], end)
         return end if tokens is None else tokens.end()
 
-    def _ended(self, turn: int, begin: int, end: int) -> int:
-        """The end of a reply's end tokens, if the template writes these only before another turn.
+    def _with_end_tokens(self, turn: int, begin: int, end: int) -> int:
+        """The end of a reply with its end tokens, which may follow text[begin:end].
 
-        These are the tokens before a question's header, or else the header's first (GLM's).
+        Some templates write end tokens only before a question. These are the tokens between reply
+        and question but for the question's header. If nothing but a header ends replies (GLM), the
+        header's first token is the reply's.
         """
-        roles = [message["role"] for message in self._talk.messages]
+        following = [message["role"] for message in self._talk.messages[turn + 1 : turn + 2]]
         num_opening, opening_ends = self._template.header(self._talk, self._token)
-        if opening_ends and turn + 1 < len(roles) and roles[turn + 1] != "assistant":
-            start = len(self.text) - len(self.text[end:].lstrip())
-            opening = self._token.match(self.text, start)
+        if opening_ends and following not in ([], ["assistant"]):
+            opening = self._token.match(self.text, self._past_space(end))
             return end if opening is None else opening.end()
         stop = begin + len(self.text[begin:end].rstrip())
-        tokens = self._token.finditer(self.text, begin, stop)
-        if roles[turn + 1 : turn + 2] != ["user"] or any(t.end() == stop for t in tokens):
+        has_end = any(t.end() == stop for t in self._token.finditer(self.text, begin, stop))
+        question = None if has_end or following != ["user"] else self._start(turn + 1)
+        if question is None:
             return end
-        following = self._start(turn + 1)
-        between = [] if following is None else self._token.findall(self.text, end, following)
-        return self._past("".join(between[: len(between) - num_opening]), end)
+        between = self._token.findall(self.text, end, question)
+        return self._past(between[: len(between) - num_opening], end)
 
     def _start(self, turn: int) -> int | None:
         """The place where a message's content begins in the text, if it can be found."""
@@ -151,7 +150,7 @@ class ReplySpans:
         if len(spans) != roles.count("assistant"):
             return None
         begin, end = spans[roles[:turn].count("assistant")]
-        begin += self._common(asked.rpartition(header)[2], begin)
+        begin += self._common(asked.rpartition(header)[2], begin)  # the request may be longer
         follows = begin >= self._places.get(turn - 1, 0)  # not a header quoted in a message
         return (begin, end) if follows and self._says_alone(turn, begin, end) else None
 
@@ -254,19 +253,22 @@ class ReplySpans:
             return place + first.end()
         for token in self._tokens.finditer(closing):
             if token.start() <= same < token.end():
-                place = self._past(token.group(), place + token.start())
+                place = self._past(self._token.findall(token.group()), place + token.start())
                 other = next((t for t in closings if self.text.startswith(t, place)), "")
                 return place + len(other)
         return place + self._common(closing, place)
 
-    def _past(self, tokens: str, place: int) -> int:
-        """The end of these tokens at `place`, which white space may separate."""
-        for token in self._token.findall(tokens):
-            start = len(self.text) - len(self.text[place:].lstrip())
+    def _past(self, tokens: list[str], place: int) -> int:
+        """The end of those of these tokens that are at `place`, with white space between them."""
+        for token in tokens:
+            start = self._past_space(place)
             if not self.text.startswith(token, start):
                 break
             place = start + len(token)
         return place
+
+    def _past_space(self, place: int) -> int:
+        return len(self.text) - len(self.text[place:].lstrip())
 
     def _same(self, expected: str, place: int) -> int:
         actual = self.text[place : place + len(expected)]
