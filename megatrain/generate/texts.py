@@ -122,7 +122,7 @@ def continued(
         media: the tensors of prompts with images, by their places; then `batch_size` is 1.
     """
     limit, share = _room(source, ids, sampling.max_new_tokens), source.ranks if apart else ALONE
-    out: dict[int, list[int]] = {}
+    new: dict[int, list[int]] = {}
     longest = max(map(len, ids), default=0) + sampling.max_new_tokens
     at_once, device = -(-min(batch_size, len(ids)) // share.size), source.device.torch_device
     with ExitStack() as stack:
@@ -132,39 +132,45 @@ def continued(
         stack.enter_context(changed(configs, output_router_logits=False))
         if not apart:
             torch.manual_seed(sampling.seed)
-        for rows in _batches(source, model, ids, batch_size):
-            count = -(-len(rows) // share.size)
-            mine = rows[share.rank * count :][:count]
-            padded = mine + rows[:1] * (count - len(mine))  # as many as any rank's
-            width = max(len(ids[row]) for row in rows)
+        for batch in _batches(source, model, ids, batch_size):
+            count = -(-len(batch) // share.size)
+            mine = batch[share.rank * count :][:count]
+            rows = mine + batch[:1] * (count - len(mine))  # as many as any rank's
+            width = max(len(ids[row]) for row in batch)
             room = min(sampling.max_new_tokens, limit - width)
-            check = partial(check_cache, source.device, model, len(padded), width + room)
-            source.ranks.agree(check)
+            source.ranks.agree(partial(check_cache, source.device, model, count, width + room))
             settings = sampling.settings(
                 of_model, room=room, stops=stops, pad=pad, cached=_layers_of(model) is not None
             )
             extras: dict[str, Any] = {}
             if apart:
-                extras = drawn_apart(settings, sampling.seed, padded, len(mine), share, device)
-            for name, value in media.get(rows[0], {}).items():
-                extras[name] = as_computed(value, model.dtype).to(device)
+                extras = drawn_apart(settings, sampling.seed, rows, len(mine), share, device)
             extras["logits_processor"] = [OnlyNumbers(), *extras.get("logits_processor", ())]
-            filled = [[pad] * (width - len(ids[row])) + list(ids[row]) for row in padded]
-            mask = [[0] * (width - len(ids[row])) + [1] * len(ids[row]) for row in padded]
+            for name, value in media.get(batch[0], {}).items():
+                extras[name] = as_computed(value, model.dtype).to(device)
             output = model.generate(
-                torch.tensor(filled, device=device),
-                attention_mask=torch.tensor(mask, device=device),
+                **_padded([ids[row] for row in rows], width, pad, device),
                 **extras,
                 generation_config=settings,
                 tokenizer=tokenizer,
                 streamer=streamer,
             )
-            new = output.sequences[: len(mine), width:].tolist()
-            for row, tokens in zip(mine, new, strict=True):
+            generated = output.sequences[: len(mine), width:].tolist()
+            for row, tokens in zip(mine, generated, strict=True):
                 ends = (at for at, token in enumerate(tokens, 1) if token in stops)
-                out[row] = tokens[: next(ends, len(tokens))]
-    every = {row: new for shared in share.all_gather_object(out) for row, new in shared.items()}
+                new[row] = tokens[: next(ends, len(tokens))]
+    every = {row: each for shared in share.all_gather_object(new) for row, each in shared.items()}
     return [every[row] for row in range(len(ids))]
+
+
+def _padded(
+    ids: Sequence[Sequence[int]], width: int, pad: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Inputs of `generate`: prompts padded on the left to `width` tokens, and their mask."""
+    rows = [[pad] * (width - len(row)) + list(row) for row in ids]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in ids]
+    tensors = {"inputs": rows, "attention_mask": mask}
+    return {name: torch.tensor(each, device=device) for name, each in tensors.items()}
 
 
 def _batches(
@@ -275,13 +281,10 @@ def _layers_of(model: PreTrainedModel) -> _Layers | None:
     return _known[model]
 
 
-def _next_token(model: PreTrainedModel, ids: list[int], padding: int, **options: bool) -> Any:
-    """The output of `generate` for one token after `ids`, the first `padding` of them masked."""
-    row = torch.tensor([ids], device=model.device)
-    mask = (torch.arange(len(ids), device=model.device) >= padding).long()[None]
+def _next_token(model: PreTrainedModel, ids: Sequence[int], padding: int, **options: bool) -> Any:
+    """The output of `generate` for one token after `ids`, which follow some tokens of padding."""
     return model.generate(
-        row,
-        attention_mask=mask,
+        **_padded([ids], len(ids) + padding, _PROMPT[0], model.device),
         max_new_tokens=1,
         do_sample=False,
         return_dict_in_generate=True,
@@ -310,5 +313,6 @@ def heeds_mask(model: PreTrainedModel) -> bool:
 
 
 def _logits(model: PreTrainedModel, padding: int) -> Tensor:
-    ids, cached = [_PROMPT[0]] * padding + list(_PROMPT), _layers_of(model) is not None
-    return _next_token(model, ids, padding, use_cache=cached, output_logits=True).logits[0].float()
+    cached = _layers_of(model) is not None
+    output = _next_token(model, _PROMPT, padding, use_cache=cached, output_logits=True)
+    return output.logits[0].float()
