@@ -3,7 +3,6 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from megatrain import Engine, Placement
 from megatrain.checkpoint import files
 from megatrain.checkpoint.manifest import signed
 from megatrain.device import Buffer, CpuDevice
-from megatrain.device.base import HOST_STREAMS
+from megatrain.device.base import HOST_STREAMS, Buffers, Work
 from megatrain.device.host_stream import HostStream
 from tests.families.plain import Step
 from tests.inside import store_of
@@ -74,12 +73,7 @@ class ThreadedDevice(CpuDevice):
         }
 
     def run(
-        self,
-        stream: str,
-        name: str,
-        work: Callable[[], Any],
-        reads: Sequence[Buffer] = (),
-        writes: Sequence[Buffer] = (),
+        self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
     ) -> Any:
         if stream in self._workers:
             return self._workers[stream].put(name, work)
@@ -93,12 +87,8 @@ class ThreadedDevice(CpuDevice):
         return None if worker is None else (worker, worker.mark())
 
     def wait(self, stream: str, event: Any, why: str) -> None:
-        if event is None:
-            return
-        if stream in self._workers:
-            self._workers[stream].put(why, lambda: event[0].wait(event[1]))
-        else:
-            event[0].wait(event[1])
+        if event is not None:
+            self.run(stream, why, lambda: event[0].wait(event[1]))
 
     def synchronize(self, event: Any, why: str) -> None:
         if event is not None:

@@ -57,7 +57,14 @@ def test_the_state_is_that_of_the_call(clip, blocks, choices, tmp_path, monkeypa
         for step in steps[:2]:
             engine.step(step)
         slow.may_go_on.clear()
-        threading.Thread(target=_go_on_when_waited_for, args=(slow, engine)).start()
+
+        def go_on_when_waited_for():
+            while not slow.may_go_on.is_set():
+                time.sleep(0.005)
+                if engine.saving is not None and engine.saving.snapshot.waited:
+                    slow.may_go_on.set()
+
+        threading.Thread(target=go_on_when_waited_for).start()
         saving = engine.save(tmp_path / "saved", wait=False)
         engine.step(steps[2])
         engine.flush()
@@ -70,13 +77,6 @@ def test_the_state_is_that_of_the_call(clip, blocks, choices, tmp_path, monkeypa
         for step in steps[:2]:
             engine.step(step)
         assert same(saved_state(tmp_path / "saved"), state(engine))
-
-
-def _go_on_when_waited_for(slow, engine):
-    while not slow.may_go_on.is_set():
-        time.sleep(0.005)
-        if engine.saving is not None and engine.saving.snapshot.waited:
-            slow.may_go_on.set()
 
 
 def test_only_updates_wait_for_the_disk(tmp_path, monkeypatch):

@@ -34,7 +34,6 @@ class Calls:
 
     def __init__(self, patch, at=float("inf"), *, dead=False):
         self.at, self.dead, self.count = at, dead, itertools.count()
-        self.log: list[tuple[str, tuple]] = []
         for module, names in CALLS.items():
             real = getattr(files, module)
             fake = types.SimpleNamespace(**vars(real))
@@ -51,7 +50,6 @@ class Calls:
                 if name == "close":
                     call(*args)  # the system does this for a process that dies
                 raise OSError(5, "Input/output error")
-            self.log.append((name, args))
             return call(*args, **kwargs)
 
         return counted
@@ -59,8 +57,7 @@ class Calls:
 
 @pytest.fixture
 def engine():
-    sizes = {"num_hidden_layers": 1, "vocab_size": 128}
-    return engine_of(sizes=sizes)
+    return engine_of(sizes={"num_hidden_layers": 1, "vocab_size": 128})
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +65,10 @@ def large_pieces(monkeypatch, small_pieces):
     sized(monkeypatch, files, PIECE_BYTES=1 << 20)  # one for a plane
 
 
-def count_calls(engine, folder):
+def count_calls(work, *given):
     with pytest.MonkeyPatch.context() as patch:
         calls = Calls(patch)
-        engine.save(folder)
+        work(*given)
         return next(calls.count)
 
 
@@ -83,7 +80,7 @@ def test_whatever_call_fails_a_whole_checkpoint_is_there(engine, every, name, de
     engine.step(batches(1)[0])
     engine.save(folder / "old")
     old = state(engine)
-    calls = count_calls(engine, tmp_path / "count" / "new")
+    calls = count_calls(engine.save, tmp_path / "count" / "new")
     assert calls > 60
     failed = 0
     tried = sorted({*range(12), *range(0, calls, every), *range(calls - 12, calls + 8)})
@@ -115,10 +112,7 @@ def test_whatever_call_of_a_rotation_fails_no_half_checkpoint_is_there(engine, t
         set_steps(engine, number)
         engine.save(whole / f"step {number}")
     shutil.copytree(whole, tmp_path / "count")
-    with pytest.MonkeyPatch.context() as patch:
-        counting = Calls(patch)
-        rotate(tmp_path / "count", 1)
-    calls = next(counting.count)
+    calls = count_calls(rotate, tmp_path / "count", 1)
     for at in range(calls - 8, calls):  # the removals; all calls before only read
         folder = tmp_path / str(at)
         shutil.copytree(whole, folder)

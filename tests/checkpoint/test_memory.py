@@ -41,7 +41,6 @@ def measure(folder):
     saving = _status("VmHWM") - begin
     engine.close()
     del engine
-    gc.collect()
     begin = _peak_from_here()
     engine = Engine.load(folder / "saved", device="cpu")
     loading = _status("VmHWM") - begin
@@ -49,7 +48,6 @@ def measure(folder):
     engine.save_pretrained(folder / "model", dtype=torch.float32)
     engine.close()
     del engine
-    gc.collect()
     begin = _peak_from_here()
     Engine(folder / "model", optimizer=AdamW(), device="cpu")
     sizes = {"saving": saving, "loading": loading, "opening": _status("VmHWM") - begin}
@@ -58,6 +56,7 @@ def measure(folder):
 
 def _peak_from_here():
     """Forget the peak so far; resident bytes now."""
+    gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 

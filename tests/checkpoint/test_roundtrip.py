@@ -18,8 +18,8 @@ from megatrain.device import CpuDevice
 from megatrain.store.store import Store
 from megatrain.tile import TileLayout
 from tests.checkpoint.cases import batches, engine_of, state
-from tests.families.tiny import tiny_model
-from tests.inside import spec_of, store_of
+from tests.families.plain import go_on
+from tests.inside import store_of
 from tests.parity.cases import frozen, llama, masters, same
 from tests.rules import SWEPT, with_rules
 from tests.sweeps import placements, swept
@@ -29,23 +29,17 @@ PLACEMENTS = placements("roundtrip")
 CASES = list(itertools.product(("fp32", "bf16"), (0.5, None), (False, True), (0.0, 0.3)))
 
 
-def go_on(engine, steps):
-    results = [engine.step(step) for step in steps]
-    return [(r.loss, r.grad_norm) for r in results]
-
-
 def check(engine, tmp_path, load=None, steps=4):
     """Save in the middle of a run, go on, and go on again from what was saved."""
     given = batches(steps)
     go_on(engine, given[: steps // 2])
     saving = engine.save(tmp_path / "saved", wait=False)
-    wanted = go_on(engine, given[steps // 2 :])
+    wanted, _ = go_on(engine, given[steps // 2 :])
     saving.wait()
     again = Engine.load(tmp_path / "saved", **{"device": "cpu", "disk": tmp_path, **(load or {})})
     assert again.steps == steps // 2
-    assert go_on(again, given[steps // 2 :]) == wanted
+    assert go_on(again, given[steps // 2 :])[0] == wanted
     assert same(state(again), state(engine))
-    assert same(masters(again), masters(engine))
     return again
 
 
@@ -100,17 +94,6 @@ def test_groups_that_were_split_come_back_and_go_on(tmp_path):
     assert groups == [group["param_names"] for group in engine.optimizer.param_groups]
     after = masters(again)
     assert {name for name in after if torch.equal(after[name], before[name])} == set(groups[2])
-
-
-def test_persistent_buffers_come_back(tmp_path):
-    model = tiny_model("deepseek_v3")
-    biases = {n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
-    assert biases
-    for bias in biases.values():
-        bias.copy_(torch.randn(bias.shape))
-    again = check(engine_of(model=model), tmp_path)
-    loaded = dict(spec_of(again).capture.model.named_buffers())
-    assert same({n: loaded[n] for n in biases}, biases)
 
 
 def test_an_engine_without_optimizer(tmp_path):

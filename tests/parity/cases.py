@@ -169,12 +169,16 @@ def gradients(engine: Engine) -> dict[str, Tensor]:
     }
 
 
-def resumes(engine: Engine, folder: Any, steps: list[Step], loss: Any = CROSS_ENTROPY) -> None:
-    """That an engine which is saved in `folder` now goes on there with `steps`, to the bit."""
+def resumes(
+    engine: Engine, folder: Any, steps: list[Step], loss: Any = CROSS_ENTROPY, **options: Any
+) -> None:
+    """That an engine which is saved in `folder` now goes on there with `steps`, to the bit.
 
+    Args: `options`: with which it is loaded.
+    """
     engine.save(folder)
     results, trained = [engine.step(step, loss) for step in steps], masters(engine)
-    with Engine.load(folder, device="cpu") as again:
+    with Engine.load(folder, device="cpu", **options) as again:
         for step, wanted in zip(steps, results, strict=True):
             result = again.step(step, loss)
             assert (result.loss, result.grad_norm) == (wanted.loss, wanted.grad_norm)

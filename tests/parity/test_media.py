@@ -23,7 +23,7 @@ from tests.families.media import media_steps, micro_batch, omni
 from tests.families.parity import compare
 from tests.families.plain import EPS, LR, go_on, plain_training
 from tests.families.tiny import tiny_multimodal
-from tests.parity.cases import masters, same
+from tests.parity.cases import masters, parameters, resumes, same
 from tests.parity.ranks import run_ranks
 from tests.sweeps import few, placements
 from tests.unit.trainer_cases import alike, lines
@@ -103,16 +103,10 @@ def test_a_run_of_images_and_sounds_goes_on_to_the_bit_and_is_exported_whole(tmp
     options = {"trained": ALL, "verify": "step", "max_grad_norm": None}
     with engine_of(tmp_path / "model", **options) as engine:
         engine.step(steps[0])  # the tile of sounds is one version behind now
-        engine.save(tmp_path / "saved")
-        before = masters(engine)
-        expected = go_on(engine, steps)
+        resumes(engine, tmp_path / "saved", steps, verify="step")
         engine.save_pretrained(tmp_path / "trained")
-    with Engine.load(tmp_path / "saved", device="cpu", verify="step") as engine:
-        assert same(masters(engine), before)
-        results, after = go_on(engine, steps)
-    assert results == expected[0] and same(after, expected[1])
-    again = type(model).from_pretrained(tmp_path / "trained", dtype=torch.float32)
-    assert same({n: p.detach() for n, p in again.named_parameters()}, expected[1])
+        again = type(model).from_pretrained(tmp_path / "trained", dtype=torch.float32)
+        assert same(parameters(again), masters(engine))
 
 
 def test_features_that_the_forward_changes_in_place_are_refused(monkeypatch):

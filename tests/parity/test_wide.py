@@ -12,10 +12,10 @@ from megatrain.device import disk
 from megatrain.device.disk import BLOCK
 from megatrain.engine import sink
 from tests.families.media import media_steps
-from tests.families.plain import accumulate, go_on, make_steps
+from tests.families.plain import accumulate, make_steps
 from tests.families.tiny import tiny_model, tiny_multimodal
 from tests.inside import program_of, sized, store_of
-from tests.parity.cases import make_engine, masters, same
+from tests.parity.cases import make_engine, masters, resumes, same
 from tests.race.late import LateDevice
 from tests.sweeps import few, placements
 
@@ -37,12 +37,11 @@ def from_folder(family, folder):
     return model, {n: p for n, p in model.named_parameters() if p.dtype == torch.float32}
 
 
-def train(family, steps=2, **options):
+def train(family, **options):
     """Losses and masters; each step is evaluated as well."""
-    model = tiny_model(family)
-    said, batches = [], make_steps(model.config)[:steps]
+    model, said = tiny_model(family), []
     with make_engine(model, precision="bf16", verify="step", **options) as engine:
-        for step in batches:
+        for step in make_steps(model.config)[:2]:
             said += [engine.step(step).loss, engine.evaluate(step[:1])]
         return said, masters(engine)
 
@@ -83,15 +82,10 @@ def test_no_placement_changes_a_bit(family, placement, monkeypatch):
 def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(rule, tmp_path):
     model = tiny_model("ernie4_5_moe")
     first, *rest = make_steps(model.config)
+    placement = Placement(resident=("layer 1",), disk_remainder=9)
     with make_engine(model, precision="bf16", rule=rule) as engine:
         engine.step(first)
-        engine.save(tmp_path / "saved")
-        wanted = go_on(engine, rest)
-    placement = Placement(resident=("layer 1",), disk_remainder=9)
-    where = {"device": "cpu", "placement": placement, "disk": tmp_path}
-    with Engine.load(tmp_path / "saved", **where) as engine:
-        results, after = go_on(engine, rest)
-    assert results == wanted[0] and same(after, wanted[1])
+        resumes(engine, tmp_path / "saved", rest, placement=placement, disk=tmp_path)
 
 
 def test_exports_have_the_types_of_save_pretrained_and_all_bits(tmp_path):
@@ -123,11 +117,9 @@ def test_an_adapter_on_a_packed_base_leaves_them_in_fp32(tmp_path):
         assert all(torch.equal(held[f"{_held(name, held)}"], v) for name, v in wide.items())
         assert {e.packed.name for e in kept.values()} == {"nf4", "fp32"}
         engine.step(steps[0])
-        engine.save(tmp_path / "saved")
-        loss, after = engine.step(steps[1]).loss, masters(engine)
+        resumes(engine, tmp_path / "saved", steps[1:2])
     with Engine.load(tmp_path / "saved", device="cpu") as engine:
-        assert engine.step(steps[1]).loss == loss and same(masters(engine), after)
-        types = {program_of(engine).type_of(_held(name, after)) for name in wide}
+        types = {program_of(engine).type_of(_held(name, held)) for name in wide}
     assert types == {torch.float32}
 
 

@@ -8,14 +8,13 @@ moved on from, shows as a wrong number.
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatrain.device import Buffer, CpuDevice
-from megatrain.device.base import COMPUTE
+from megatrain.device.base import COMPUTE, Buffers, Work
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class LateDevice(CpuDevice):
     """
 
     def __init__(self, eagerness: float = 0.0, seed: int = 0) -> None:
-        self._queues: defaultdict[str, list[Callable[[], Any]]] = defaultdict(list)
+        self._queues: defaultdict[str, list[Work]] = defaultdict(list)
         self._done: defaultdict[str, int] = defaultdict(int)
         self._eagerness, self._random = eagerness, random.Random(seed)
 
@@ -44,12 +43,7 @@ class LateDevice(CpuDevice):
         return buffer
 
     def run(
-        self,
-        stream: str,
-        name: str,
-        work: Callable[[], Any],
-        reads: Sequence[Buffer] = (),
-        writes: Sequence[Buffer] = (),
+        self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
     ) -> Any:
         self._let_some_happen()
         if stream == COMPUTE:

@@ -107,7 +107,6 @@ def tiny_program(
 
 @functools.cache
 def tiny_program_with_experts(tied: bool) -> tuple[ModelProgram, StreamedOptimizer]:
-    """Five layers of six experts, with the loss of their routers."""
     config = MixtralConfig(
         **decoder_sizes(VOCAB, 8, 16, 5, 2, 2),
         num_local_experts=6,
@@ -122,9 +121,9 @@ def schedules() -> Iterator[dict]:
     rest = itertools.cycle(
         itertools.product((1, 3, None), KEPT_ROWS, RESIDENT, ((), (0, 1)), WAITING, CLOSED)
     )
-    rules, disks = itertools.cycle(SWEPT), itertools.cycle(DISKS)
-    losses, staying = itertools.cycle(LOSSES), itertools.cycle(STAYING)
-    lowest, wide = itertools.cycle(LOWEST), itertools.cycle(WIDE)
+    disks, staying = itertools.cycle(DISKS), itertools.cycle(STAYING)
+    turns = {"rule": SWEPT, "loss": LOSSES, "lowest": LOWEST, "wide": WIDE}
+    further = {name: itertools.cycle(values) for name, values in turns.items()}
     for slots, boundaries, clip, tied, precision in itertools.product(
         (0, 1, 2, 3, 4), ("device", "host"), (1.0, None), (False, True), ("bf16", "fp32")
     ):
@@ -153,11 +152,7 @@ def schedules() -> Iterator[dict]:
                     "precision": precision,
                     "saves": saves,
                     "closed": closed,
-                    "rule": next(rules),
-                    "loss": next(losses),
-                    "lowest": next(lowest),
-                    "wide": next(wide),
-                }
+                } | {name: next(each) for name, each in further.items()}
     yield from shared_schedules()
 
 
