@@ -128,15 +128,10 @@ def git(*arguments: str) -> list[str] | None:
 
 
 def base_commit() -> str | None:
-    named = [os.environ.get("CI_BASE"), "refs/ci/passed", f"HEAD~{COMMITS_BACK}"]
-    return next(
-        (
-            name
-            for name in named
-            if name and git("rev-parse", "-q", "--verify", f"{name}^{{commit}}")
-        ),
-        None,
-    )
+    for name in (os.environ.get("CI_BASE"), "refs/ci/passed", f"HEAD~{COMMITS_BACK}"):
+        if name and git("rev-parse", "-q", "--verify", f"{name}^{{commit}}"):
+            return name
+    return None
 
 
 def changed_files(base: str) -> list[str]:

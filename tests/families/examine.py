@@ -73,7 +73,9 @@ def examine(family: str, changes: dict | None = None, name: str = "") -> Diagnos
         notes.append(f"bf16 is refused: {refusal}")
     else:
         if runs_in_bf16(model):
-            bf16 = abs(bf16_loss(model) - errors.first) / abs(errors.first)
+            with Engine(model, optimizer=AdamW(), precision="bf16", device="cpu") as engine:
+                loss = engine.step(make_steps(model.config)[0]).loss
+            bf16 = abs(loss - errors.first) / abs(errors.first)
             if not bf16 <= BF16_TOLERANCE:
                 problems.append(f"bf16 loss off by {bf16:.1e}")
         else:
@@ -88,12 +90,6 @@ def examine(family: str, changes: dict | None = None, name: str = "") -> Diagnos
         bool(set(found.gathered) & set(found.epilogue)),
         notes,
     )
-
-
-def bf16_loss(model: PreTrainedModel) -> float:
-    """The first step's loss, computed in bf16."""
-    with Engine(model, optimizer=AdamW(), precision="bf16", device="cpu") as engine:
-        return engine.step(make_steps(model.config)[0]).loss
 
 
 def runs_in_bf16(model: PreTrainedModel) -> bool:
@@ -130,8 +126,3 @@ def _notes(model: PreTrainedModel, found: ModelSpec) -> list[str]:
     if any(ref.visit >= 0 and ref.leaf > 0 for layer in found.layers for ref in layer.inputs):
         notes.append("layers hand on more than the hidden state")
     return notes
-
-
-def single_threaded() -> None:
-    """Make sums independent of the number of cores."""
-    torch.set_num_threads(1)

@@ -65,7 +65,7 @@ def examine_media(family: str, *, quick: bool = False) -> MediaDiagnostic:
         steps = media_steps(model, family)
     except Exception as error:  # a forward may fail in any way on tensors of other shapes
         return MediaDiagnostic(family, NOT_TRIED, f"no micro-batch for it: {_line(error)}")
-    found = MediaDiagnostic(family, PASSES, media=media_names(steps))
+    found = MediaDiagnostic(family, PASSES, media=[n for n in steps[0][0] if n not in steps[0][1]])
     try:
         found.errors = compare(model, steps=steps, chosen=Trained())
     except InputError as refusal:
@@ -88,11 +88,6 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__} {error}".splitlines()[0][:150].replace("|", "/")
 
 
-def media_names(steps: list[Step]) -> list[str]:
-    """Names of the tensors that a micro-batch with media has and one of text has not."""
-    return [name for name in steps[0][0] if name not in steps[0][1]]
-
-
 def round_trip(model: PreTrainedModel, steps: list[Step]) -> list[str]:
     """What is wrong with a checkpoint, or with an export, of a run from the model's folder."""
     rule, options = AdamW(lr=LR, eps=EPS), {"precision": "fp32", "device": "cpu"}
@@ -106,17 +101,14 @@ def round_trip(model: PreTrainedModel, steps: list[Step]) -> list[str]:
             engine.save_pretrained(export)
         with Engine.load(saved, device="cpu") as engine:
             got = go_on(engine, steps[1:])
-        failures = _export_failures(type(model), folder, export)
+        places = (folder, export)
+        old, new = (type(model).from_pretrained(p, dtype=torch.float32) for p in places)
+        still = {name for name, _ in old.named_buffers()}
+        for encoder in encoders(old):
+            encoder.requires_grad_(False)
+        still |= {name for name, p in old.named_parameters() if not p.requires_grad}
+        failures = export_failures(*places, old, new, still)
     other = [name for name, value in wanted[1].items() if not torch.equal(value, got[1][name])]
     if got[0] != wanted[0] or other:
         failures.append(f"resumed, it goes on differently: {other[:2]}")
     return failures
-
-
-def _export_failures(cls: type[PreTrainedModel], folder: Path, export: Path) -> list[str]:
-    old, new = (cls.from_pretrained(place, dtype=torch.float32) for place in (folder, export))
-    still = {name for name, buffer in old.named_buffers()}
-    for encoder in encoders(old):
-        encoder.requires_grad_(False)
-    still |= {name for name, parameter in old.named_parameters() if not parameter.requires_grad}
-    return export_failures(folder, export, old, new, still)

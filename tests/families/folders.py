@@ -55,7 +55,7 @@ def from_folders(family: str, changes: dict[str, Any] | None = None) -> FromFold
             model = tiny_model(family, changes=changes)
             folder = Path(place) / "folder"
             trained = _save(model, folder, PRECISIONS[stored])
-            _compare(found, folder, trained, "fp32", stored)
+            _compare(found, folder, trained, stored)
             if stored == "bf16":
                 _compare_bf16(found, folder)
     return found
@@ -84,15 +84,13 @@ def _loaded(folder: Path, precision: str) -> PreTrainedModel:
         return cls.from_pretrained(folder, dtype=PRECISIONS[precision]).train()
 
 
-def _compare(
-    found: FromFolder, folder: Path, trained: set[str], precision: str, stored: str
-) -> None:
-    model = _loaded(folder, precision)
+def _compare(found: FromFolder, folder: Path, trained: set[str], stored: str) -> None:
+    model = _loaded(folder, "fp32")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)  # from_pretrained does not keep it
     steps, errors = make_steps(model.config)[:1], Errors()
     settings = AdamW(lr=LR, eps=EPS)
-    with Engine(folder, optimizer=settings, precision=precision, device="cpu") as engine:
+    with Engine(folder, optimizer=settings, precision="fp32", device="cpu") as engine:
         _compare_buffers(errors, engine, model)
         results = [engine.step(step) for step in steps]
         masters = dict(engine.named_masters())
@@ -178,5 +176,4 @@ def export_failures(
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's files."""
     return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}

@@ -146,12 +146,9 @@ def _tower(model: PreTrainedModel) -> Any:
     return getattr(config, "sam_config", config)
 
 
-def _sized(value: Any) -> int:
-    return value[0] if isinstance(value, list | tuple) else value
-
-
 def _first(config: Any, *names: str, default: int = 3) -> int:
-    return next((_sized(v) for n in names if (v := getattr(config, n, None)) is not None), default)
+    value = next((v for n in names if (v := getattr(config, n, None)) is not None), default)
+    return value[0] if isinstance(value, list | tuple) else value
 
 
 def pictures(model: PreTrainedModel, rows: int, generator: torch.Generator) -> Iterator[Medium]:

@@ -46,12 +46,12 @@ SHAPES = [[(2, 12), (3, 7), (1, 16)], [(1, 9), (2, 16), (2, 5)], [(3, 11), (1, 6
 Step = list[dict[str, Tensor]]
 
 
-def make_steps(config: PreTrainedConfig, seed: int = 0) -> list[Step]:
+def make_steps(config: PreTrainedConfig) -> list[Step]:
     """Three steps of three uneven micro-batches: right padding, ignored labels, one without mask.
 
     Token ids keep clear of both ends of the vocabulary, where special tokens are.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     return [
         [_micro_batch(config, *shape, i < len(step) - 1, generator) for i, shape in enumerate(step)]
         for step in SHAPES
@@ -74,6 +74,7 @@ def _micro_batch(
     return {"input_ids": ids, "labels": labels, "attention_mask": (~padding).long()}
 
 
+Parts = Callable[[Any, Any], Iterator[Tensor]]
 Results = tuple[list[tuple[float, float]], dict[str, Tensor]]
 
 
@@ -108,22 +109,19 @@ def train_in_place(
     model: PreTrainedModel,
     steps: list[Step],
     *,
-    lr: float = LR,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = EPS,
-    weight_decay: float = 0.1,
     max_grad_norm: float | None = 1.0,
     schedule: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: None,
     change: Callable[[int, torch.optim.Optimizer], None] = lambda index, optimizer: None,
-    parts: Callable[[Any, Any], Iterator[Tensor]] | None = None,
+    parts: Parts | None = None,
+    **rates: float,
 ) -> Trained:
     """As `plain_training`, of `model` itself: what a copy would lose is there.
 
     Args: `schedule`: makes what sets rates after each step; `change`: is called before each step;
-        `parts`: as `shares`, of another loss.
+        `parts`: as `shares`, of another loss; `rates`: of AdamW.
     """
     model.train()
-    optimizer = _adamw(model, lr, betas, eps, weight_decay)
+    optimizer = _adamw(model, **rates)
     scheduler = schedule(optimizer)
     losses, norms, gradients = [], [], {}
     for index, step in enumerate(steps):
@@ -166,11 +164,7 @@ def _layer(name: str) -> str | None:
     return match.group(1) if match else None
 
 
-def accumulate(
-    model: PreTrainedModel,
-    step: Step,
-    parts: Callable[[Any, Any], Iterator[Tensor]] | None = None,
-) -> float:
+def accumulate(model: PreTrainedModel, step: Step, parts: Parts | None = None) -> float:
     """Gradients of the mean loss over all labelled tokens of the step; returns that loss."""
     total = 0.0
     for loss in (parts or shares)(model, step):
@@ -181,23 +175,12 @@ def accumulate(
 
 def shares(model: PreTrainedModel, step: Step) -> Iterator[Tensor]:
     """Each micro-batch's share of the mean loss over all labelled tokens of the step."""
-    shift = label_shift(model)
+    shift = 0 if model.config.model_type in UNSHIFTED else 1
     tokens = sum(int((batch["labels"][:, shift:] != -100).sum()) for batch in step)
     for batch in step:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         logits_BTV = model(**inputs, use_cache=False).logits.float()
         yield token_loss(logits_BTV, batch["labels"], shift) / tokens
-
-
-def label_shift(model: PreTrainedModel) -> int:
-    """How many tokens after its logits a label is: 1, but for decoders of pairs of texts."""
-    return 0 if model.config.model_type in UNSHIFTED else 1
-
-
-def own_loss(model: PreTrainedModel, batch: dict[str, Tensor]) -> float:
-    """The loss that the model's own forward makes of labels."""
-    with torch.no_grad():
-        return copy.deepcopy(model).eval()(**batch, use_cache=False).loss.item()
 
 
 def token_loss(logits_BTV: Tensor, labels_BT: Tensor, shift: int = 1) -> Tensor:
@@ -282,7 +265,7 @@ class RoundedAdamW(torch.optim.Optimizer):
 
 
 def _adamw(
-    model: PreTrainedModel, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    model: PreTrainedModel, lr: float = LR, eps: float = EPS, weight_decay: float = 0.1
 ) -> torch.optim.AdamW:
     decayed = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -291,4 +274,4 @@ def _adamw(
         {"params": [(n, p) for n, p in named if n not in decayed], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, foreach=False, fused=False)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=eps, foreach=False, fused=False)

@@ -2,7 +2,6 @@
 
 import re
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,11 +19,10 @@ from tests.families.examine import (
     WRONG,
     Diagnostic,
     examine,
-    single_threaded,
 )
 from tests.families.examine_media import NOT_TRIED, TEXT_ALONE, MediaDiagnostic, examine_media
 from tests.families.folders import from_folders
-from tests.families.roundtrip import round_trips, summary
+from tests.families.roundtrip import quiet, round_trips, summary
 from tests.families.sizes import VARIANTS
 from tests.families.tiny import families, tiny_model
 
@@ -51,16 +49,10 @@ def put(text: str, name: str, lines: Sequence[str]) -> str:
     return "\n".join([before + begin, *lines, end + rest.split(end)[1]])
 
 
-def find_all_media(names: list[str] | None = None) -> list[MediaDiagnostic]:
-    """Findings of multimodal families, several at a time."""
-    chosen = [family for family in media.families() if names is None or family in names]
-    return side_by_side(examine_media, chosen)
-
-
 def side_by_side(work: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
     """The findings of `work` in several processes, each told as it comes."""
     found = []
-    with ProcessPoolExecutor(WORKERS, initializer=_start) as pool:
+    with ProcessPoolExecutor(WORKERS, initializer=quiet) as pool:
         for finding in pool.map(work, *arguments):
             print(finding.name, finding.result, finding.reason, file=sys.stderr, flush=True)
             found.append(finding)
@@ -92,13 +84,6 @@ def _media_row(f: MediaDiagnostic) -> str:
     return f"| {' | '.join([f.name, f.result, why, *cells])} |"
 
 
-def find_all() -> list[Diagnostic]:
-    """Findings of families and then of variants, several at a time."""
-    wanted = [(f, None, f) for f in families()]
-    wanted += [(family, changes, name) for name, (family, changes) in VARIANTS.items()]
-    return side_by_side(_try, *zip(*wanted, strict=True))
-
-
 def _try(family: str, changes: dict[str, Any] | None, name: str) -> Diagnostic:
     finding = examine(family, changes, name)
     if finding.result == PASSES:
@@ -109,12 +94,6 @@ def _try(family: str, changes: dict[str, Any] | None, name: str) -> Diagnostic:
         if failures := finding.folder.failures + failures:
             finding.result, finding.reason = WRONG, "; ".join(failures)
     return finding
-
-
-def _start() -> None:
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    single_threaded()
 
 
 def put_families(text: str, findings: list[Diagnostic]) -> str:
@@ -204,9 +183,12 @@ def main() -> None:
     table = re.findall(r"^\| .*\|$", text.partition(MEDIA_TITLE)[2], re.M)
     rows = {row.split(" | ")[0][2:]: row for row in table}
     if not names:
-        findings = find_all()
+        wanted = [(f, None, f) for f in families()]
+        wanted += [(family, changes, name) for name, (family, changes) in VARIANTS.items()]
+        findings = side_by_side(_try, *zip(*wanted, strict=True))
         text = put_families(text, findings)
-    of_media = find_all_media(names or None)
+    chosen = [family for family in media.families() if not names or family in names]
+    of_media = side_by_side(examine_media, chosen)
     rows |= {finding.name: _media_row(finding) for finding in of_media}
     DOCUMENT.write_text(put_media(text, {family: rows[family] for family in media.families()}))
     wrong = [f for f in (*findings, *of_media) if f.result == WRONG]

@@ -6,6 +6,7 @@ checkpoint and takes the same three. Losses, norms and masters must be the same 
 
 import copy
 import multiprocessing
+import warnings
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -86,9 +87,11 @@ def _load(folder: Path, steps: list[Step]) -> Results:
 @cache
 def _another_process() -> Any:
     """One that loads for all: it makes no model but from a checkpoint. It ends with this one."""
-    return multiprocessing.get_context("spawn").Pool(1, _quiet)
+    return multiprocessing.get_context("spawn").Pool(1, quiet)
 
 
-def _quiet() -> None:
+def quiet() -> None:
+    """Let a process say nothing, and make sums independent of the number of cores."""
+    warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)

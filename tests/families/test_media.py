@@ -18,13 +18,9 @@ REPRESENTATIVE = {
 }
 
 
-# Images train in parity/test_media.py, too.
-QUICK = ("glmasr",)
-
-
 @pytest.mark.parametrize(
     ("family", "alone"),
-    [(family, True) for family in families() if family in QUICK]
+    [("glmasr", True)]  # images train in parity/test_media.py, too
     + [pytest.param(family, False, marks=pytest.mark.exhaustive) for family in families()],
 )
 def test_family(family, alone):

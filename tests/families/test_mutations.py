@@ -113,8 +113,6 @@ def call(part):
 
 
 class Factor:
-    """Settings of a user's own."""
-
     def __init__(self, value):
         self.value = value
 
@@ -130,25 +128,9 @@ class Slotted:
 
 
 class FactorList(list):
-    """A list with more to it."""
-
     def __init__(self, more):
         super().__init__([1.0])
         self.more = more
-
-
-def default(value):
-    def function(value=value):
-        return value
-
-    return function
-
-
-def keyword(value):
-    def function(*, value=value):
-        return value
-
-    return function
 
 
 def function_attribute(value):
@@ -157,10 +139,6 @@ def function_attribute(value):
 
     function.value = value  # type: ignore[attr-defined]
     return function
-
-
-def leaky(value):
-    return functools.partial(F.leaky_relu, negative_slope=-value)
 
 
 def buffer(model):
@@ -185,11 +163,14 @@ STATES: dict[str, Callable[[Any], Any]] = {
     "an object with slots": state(lambda p: p.state.value, Slotted),
     "a method of another self": state(call, lambda v: Factor(v).read),
     "a closure": state(call, lambda v: lambda: v),
-    "a default": state(call, default),
-    "a default by name": state(call, keyword),
+    "a default": state(call, lambda v: lambda value=v: value),
+    "a default by name": state(call, lambda v: lambda *, value=v: value),
     "an attribute of a function": state(call, function_attribute),
     "a partial": state(call, lambda v: functools.partial(float, v)),
-    "a partial activation": state(lambda p: p.state(torch.tensor(-1.0)), leaky),
+    "a partial activation": state(
+        lambda p: p.state(torch.tensor(-1.0)),
+        lambda v: functools.partial(F.leaky_relu, negative_slope=-v),
+    ),
     "a tensor": state(read, lambda v: torch.full((1,), v)),
     "a buffer": buffer,
     "a number by getattr": state(
@@ -245,10 +226,6 @@ def tied_inside(model):
     extended_alike(leaves, lambda self, output: tilted(output, 2 + self.other.mean()))
 
 
-def tied_between(model):
-    part(model).weight = leaf(stack(model)[0]).weight
-
-
 def wide(model):
     part(model).double()
     extended(part(model), lambda self, output: output.float())
@@ -289,10 +266,6 @@ def skipping(model):
     extended(part(model), lambda self, output: output * (1 + (random.random() < 0.5)))
 
 
-def mixing(module):
-    extended(module, lambda self, out: out + 0.5 * out.roll(1, 1))
-
-
 def by_place(module):
     extended(module, lambda self, out: out * (1 + torch.arange(out.shape[1])[:, None] / 10))
 
@@ -316,14 +289,6 @@ def backward(module):
     module.register_full_backward_hook(
         lambda m, given, out: tuple(None if g is None else g * 1.5 for g in given)
     )
-
-
-def of_gradient(module):
-    module.weight.register_hook(lambda gradient: gradient * 1.5)
-
-
-def of_accumulated(module):
-    module.weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.mul_(1.5))
 
 
 def of_every_module(model):
@@ -367,17 +332,21 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "a part that is not registered": (unregistered, "q_proj.other holds a weight"),
     "a view of a weight": (view, "q_proj.weight has the memory of .*q_proj.view"),
     "a weight used twice": (tied_inside, None),
-    "a weight of another layer": (tied_between, "is the same parameter as"),
+    "a weight of another layer": (
+        lambda m: setattr(part(m), "weight", leaf(stack(m)[0]).weight), "is the same parameter as",
+    ),
     "a part in fp64": (wide, "q_proj.weight is torch.float64"),
     "a configuration of its own": (own_config, None),
     "a hook after a layer": (lambda m: after(stack(m)[1]), r"model\.layers\.1 has a hook"),
     "a hook before a part": (lambda m: before(part(m)), "q_proj has a hook"),
     "a backward hook": (lambda m: backward(stack(m)[1]), r"model\.layers\.1 has a hook"),
     "a hook of a weight's gradient": (
-        lambda m: of_gradient(part(m)), "q_proj.weight has a hook of its gradient",
+        lambda m: part(m).weight.register_hook(lambda gradient: gradient * 1.5),
+        "q_proj.weight has a hook of its gradient",
     ),
     "a hook of a gradient that is there": (
-        lambda m: of_accumulated(part(m)), "q_proj.weight has a hook of its gradient",
+        lambda m: part(m).weight.register_post_accumulate_grad_hook(lambda w: w.grad.mul_(1.5)),
+        "q_proj.weight has a hook of its gradient",
     ),
     "weight_norm": (lambda m: parametrizations.weight_norm(part(m)), None),
     "spectral_norm": (
@@ -409,7 +378,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "a buffer that the head counts in": (
         lambda m: count_in_buffer(head(m)), "logits from other tokens",
     ),
-    "a head that mixes tokens": (lambda m: mixing(head(m)), "logits from other tokens"),
+    "a head that mixes tokens": (
+        lambda m: extended(head(m), lambda self, out: out + 0.5 * out.roll(1, 1)),
+        "logits from other tokens",
+    ),
     "a head that counts positions": (lambda m: by_place(head(m)), "or from its place"),
     "a norm that counts positions": (lambda m: by_place(norm(m)), None),
     "an embedding with max_norm": (table_with(max_norm=0.5), "max_norm=0.5"),

@@ -70,7 +70,9 @@ def tiny_multimodal(family: str) -> PreTrainedModel:
     torch.manual_seed(0)
     cls = getattr(transformers, MULTIMODAL_CLASSES[family])
     kwargs = _shrunk(cls.config_class, CONSTRUCTOR.get(family, {}), towers=True)
-    places = [f.name for f in dataclasses.fields(cls.config_class) if _is_token(f.name)]
+    tokens = ("_token_id", "_token_index")
+    names = [f.name for f in dataclasses.fields(cls.config_class) if f.name.endswith(tokens)]
+    places = [name for name in names if name not in SPECIAL_TOKENS]
     kwargs |= {name: VOCAB - 1 - number for number, name in enumerate(places)}
     for part in (kwargs, kwargs.get("text_config", {})):  # images take many tokens
         if "max_position_embeddings" in part:
@@ -80,10 +82,6 @@ def tiny_multimodal(family: str) -> PreTrainedModel:
     config = cls.config_class(**kwargs)
     config.use_cache = config.get_text_config(decoder=True).use_cache = False
     return _noisy(cls._from_config(config, dtype=torch.float32), 0)
-
-
-def _is_token(name: str) -> bool:
-    return name.endswith(("_token_id", "_token_index")) and name not in SPECIAL_TOKENS
 
 
 def tiny_config(family: str, changes: dict[str, Any] | None = None) -> PreTrainedConfig:

@@ -13,7 +13,6 @@ from unittest import mock
 
 import typer
 from pydantic import BaseModel
-from torch import Tensor
 
 import megatrain
 import megatrain.integrations
@@ -99,13 +98,9 @@ def weights() -> dict[str, str]:
         for precision in ("fp32", "bf16"):
             with make_engine(llama(), rule=rule, precision=precision) as engine:
                 losses = [engine.step(batches).loss for batches in make_batches(5)]
-                values = b"".join(map(as_bytes, masters(engine).values()))
+                values = b"".join(each.numpy().tobytes() for each in masters(engine).values())
             digests[f"{rule}, {precision}"] = digest(repr(losses).encode() + values)
     return digests
-
-
-def as_bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().flatten().numpy().tobytes()
 
 
 def call(function: Any) -> str:
@@ -117,12 +112,8 @@ def call(function: Any) -> str:
     return str(inspect.Signature(plain))
 
 
-def public_names() -> dict[str, str]:
-    """Calls of all that is public, with the methods of classes."""
-    return dict(sorted([*calls(megatrain), *calls(megatrain.integrations)]))
-
-
 def calls(module: Any) -> Iterator[tuple[str, str]]:
+    """Calls of all that is public, with the methods of classes."""
     for name in module.__all__:
         value, full = getattr(module, name), f"{module.__name__}.{name}"
         if isinstance(value, type) and issubclass(value, Exception):
@@ -188,7 +179,7 @@ def keys_of(value: Any, path: str) -> Iterator[str]:
 
 def snapshots() -> dict[str, Any]:
     return {
-        "public names": public_names(),
+        "public names": dict(sorted([*calls(megatrain), *calls(megatrain.integrations)])),
         "run file": run_file_keys(),
         "help": help_texts(),
         "checkpoint": checkpoint_keys(),

@@ -54,6 +54,14 @@ def updates(engine, batches):
     return losses, {name: master - before[name] for name, master in engine.named_masters()}
 
 
+def assert_near(results, rel=2e-3):
+    """Losses and updates of two engines are the same but for rounding."""
+    (one, moved), (other, wanted) = results
+    assert one == pytest.approx(other, rel=rel)
+    for name in wanted:
+        assert torch.cosine_similarity(moved[name].flatten(), wanted[name].flatten(), 0) > 0.97
+
+
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_lengths_do_what_masks_do(window, compiled):
@@ -69,10 +77,7 @@ def test_lengths_do_what_masks_do(window, compiled):
             program_of(engine).may_attend_by_lengths = by_lengths
             results.append(updates(engine, batches))
             assert program_of(engine).attends_by_lengths == by_lengths
-    (one, moved), (other, wanted) = results
-    assert one == pytest.approx(other, rel=2e-3)
-    for name in wanted:
-        assert torch.cosine_similarity(moved[name].flatten(), wanted[name].flatten(), 0) > 0.97
+    assert_near(results)
 
 
 def test_long_packed_rows_take_no_mask():
@@ -132,10 +137,7 @@ def test_soft_caps_are_those_of_the_eager_form(precision, compiled):
             name = attention_of(program_of(engine).capture.model.config)
             assert name == (BY_SINKS if device == "cuda" else "eager")
             results.append(updates(engine, batches))
-    (one, moved), (other, wanted) = results
-    assert one == pytest.approx(other, rel=2e-3 if precision == "bf16" else 1e-5)
-    for name in wanted:
-        assert torch.cosine_similarity(moved[name].flatten(), wanted[name].flatten(), 0) > 0.97
+    assert_near(results, 2e-3 if precision == "bf16" else 1e-5)
 
 
 def test_long_rows_with_caps_take_memory_that_grows_with_the_row():
@@ -156,10 +158,7 @@ def test_plain_rows_attend_in_windows_as_masks_let_them(compiled):
         with Engine(mistral(24), optimizer=rule, device=device, placement=how or "auto") as engine:
             assert attention_of(program_of(engine).capture.model.config) == name
             results.append(updates(engine, batches))
-    (one, moved), (other, wanted) = results
-    assert one == pytest.approx(other, rel=2e-3)
-    for name in wanted:
-        assert torch.cosine_similarity(moved[name].flatten(), wanted[name].flatten(), 0) > 0.97
+    assert_near(results)
 
 
 @pytest.mark.parametrize("edges", [None, (0, 100, 600, 1024, 1200, 2048)])

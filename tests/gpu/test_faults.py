@@ -18,13 +18,12 @@ from tests.parity.cases import (
 )
 
 pytestmark = pytest.mark.gpu
-DEVICE = "cuda"
 
 
 def engine_of(model, **options):
     """Streamed and updated by host threads; on its own a tiny model would rest on the GPU."""
     options.setdefault("placement", Placement(slots=3))
-    return make_engine(model, device=DEVICE, **options)
+    return make_engine(model, device="cuda", **options)
 
 
 def test_engines_that_nobody_closes_leave_no_pinned_memory(caplog):

@@ -91,7 +91,6 @@ def run_in(tree: Path, tests: list[str], failure: Path) -> None:
 
 
 def print_table() -> None:
-    """Faults by area."""
     counts = Counter(fault.area for fault in FAULTS)
     print("| area | faults | such as |\n|---|---|---|")
     for area, count in counts.items():
