@@ -184,6 +184,15 @@ def test_a_state_with_a_flipped_bit_is_not_saved(verify, place, tmp_path):
             engine.step(step)
 
 
+def said_of(engine, steps):
+    try:
+        for step in steps:
+            engine.step(step)
+    except RunFailed as error:
+        return str(error)
+    return "nothing was found"
+
+
 @pytest.mark.parametrize("place", few(["host", "device"]))
 def test_ranks_stop_together(place, tmp_path):
     def work(group):
@@ -193,12 +202,7 @@ def test_ranks_stop_together(place, tmp_path):
         engine.step(steps[0])
         if group.rank() == 1:
             flip([*layer(engine).states.values()][1], 16)
-        try:
-            engine.step(steps[1])
-            engine.step(steps[2])
-        except RunFailed as error:
-            return str(error)
-        return "nothing was found"
+        return said_of(engine, steps[1:])
 
     others, own = run_ranks(2, tmp_path, work)
     assert re.match("layer 1: the plane of second moment .*one flipped bit", own), own
@@ -212,11 +216,7 @@ def test_a_copy_of_any_ranks_block_is_compared(byte, tmp_path):
         engine = make_engine(llama(), verify="step", group=group, device=device)
         engine.step(make_batches(1)[0])
         device.visit, device.byte = 0 if group.rank() == 1 else None, byte
-        try:
-            engine.step(make_batches(1)[0])
-        except RunFailed as error:
-            return str(error)
-        return "nothing was found"
+        return said_of(engine, make_batches(1))
 
     _, own = run_ranks(2, tmp_path, work)
     assert re.match("layer 1: the copy of weights on the device .*one flipped bit", own), own

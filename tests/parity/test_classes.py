@@ -69,10 +69,6 @@ def steps(kind):
     return made
 
 
-def loss_of(kind):
-    return MultiLabel() if kind == "several labels" else CROSS_ENTROPY
-
-
 def own_shares(model, step):
     """The losses of the model's own forward, each micro-batch weighed by its labels."""
     counts = [int((ours["labels"] != -100).sum()) for _, ours in step]
@@ -80,8 +76,8 @@ def own_shares(model, step):
         yield model(**inputs).loss * (count / sum(counts))
 
 
-def engine_of(model):
-    return make_engine(model, placement=Placement(head_tokens=5))
+def engine_of(model, **options):
+    return make_engine(model, placement=Placement(head_tokens=5), **options)
 
 
 CASES = {f"{kind}, {family}": (kind, family) for family in FAMILIES for kind in KINDS}
@@ -91,9 +87,9 @@ CASES = {f"{kind}, {family}": (kind, family) for family in FAMILIES for kind in 
 def test_three_steps_are_plain_ones_and_the_export_is_transformers_own(case, tmp_path):
     kind, family = CASES[case]
     model, made = classifier(kind, family), steps(kind)
-    before = parameters(model)
+    before, loss = parameters(model), MultiLabel() if kind == "several labels" else CROSS_ENTROPY
     with engine_of(model) as engine:
-        losses = [engine.step([ours for _, ours in step], loss_of(kind)).loss for step in made]
+        losses = [engine.step([ours for _, ours in step], loss).loss for step in made]
         plain = train_in_place(model, made, parts=own_shares)
         assert losses == pytest.approx(plain.losses, rel=1e-6)
         assert relative_error(masters(engine), plain.parameters, before) < 2e-5

@@ -111,11 +111,9 @@ def test_frozen_weights_on_a_disk_are_only_read(tmp_path, monkeypatch):
         written.append((offset, tensor.nbytes))
         write(file, offset, tensor)
 
-    def trained(name):
-        return "layers.0.mlp" in name
-
     def train(**given):
-        engine = make_engine(frozen(llama(), trained), precision="bf16", **given)
+        model = frozen(llama(), lambda name: "layers.0.mlp" in name)
+        engine = make_engine(model, precision="bf16", **given)
         monkeypatch.setattr(PlaneFile, "write", noting)
         for step in steps:
             engine.step(step)

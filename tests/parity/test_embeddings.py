@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from peft import PeftModel
 from transformers import AutoModel
 
-from megatrain import InputError, Placement
+from megatrain import InputError
 from megatrain.loss import CROSS_ENTROPY, DPO, Contrastive, Reward
 from tests.families.plain import train_in_place
 from tests.families.tiny import tiny_config
@@ -23,6 +23,7 @@ from tests.parity.cases import (
     resumes,
 )
 from tests.parity.ranks import assert_as_one, run_ranks
+from tests.parity.test_classes import engine_of
 from tests.sweeps import few, swept
 
 PAIRS, PAD = 4, 0
@@ -89,10 +90,6 @@ def plain_loss(loss, model, step):
     if loss.symmetric:
         value = (value + F.cross_entropy(scores[:, :PAIRS].T, right)) / 2
     yield value
-
-
-def engine_of(model, **options):
-    return make_engine(model, placement=Placement(head_tokens=5), **options)
 
 
 def test_embeddings_that_are_all_alike_tell_no_positive():

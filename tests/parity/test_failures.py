@@ -6,6 +6,7 @@ the layers (a good loss, a bad gradient).
 
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,15 @@ PLACED = {"streamed": Placement(slots=1), "resident": Placement(resident=("layer
 def engine_of(tied, clip, device, **options):
     model = llama(tie_word_embeddings=tied)
     return make_engine(model, clip=clip, device=device(), precision="bf16", **options)
+
+
+def begun(tied, clip, device, **options):
+    """An engine on the device and one on the CPU after the first of three steps."""
+    engines = [engine_of(tied, clip, each, **options) for each in (device, CpuDevice)]
+    steps = make_batches(3)
+    for engine in engines:
+        engine.step(steps[0])
+    return *engines, steps
 
 
 def versions(engine):
@@ -56,11 +66,7 @@ def goes_on(engine, other, steps):
     together=1, tied=TIED, clip=CLIPPED, device=DEVICES, rule=["adamw", "muon"], placement=PLACED
 )
 def test_a_bad_loss(tied, clip, device, rule, placement):
-    options = {"rule": rule, "placement": placement}
-    engine, other = (engine_of(tied, clip, d, **options) for d in (device, CpuDevice))
-    steps = make_batches(3)
-    engine.step(steps[0])
-    other.step(steps[0])
+    engine, other, steps = begun(tied, clip, device, rule=rule, placement=placement)
     program, logits = program_of(engine), program_of(engine).logits
     bad = steps[1][1]["input_ids"].shape[0]
 
@@ -103,11 +109,7 @@ def spoil_gradient(engine, value):
     placement=PLACED,
 )
 def test_a_bad_gradient_with_clipping(value, tied, device, rule, placement):
-    options = {"rule": rule, "placement": placement}
-    engine, other = (engine_of(tied, 1.0, d, **options) for d in (device, CpuDevice))
-    steps = make_batches(3)
-    engine.step(steps[0])
-    other.step(steps[0])
+    engine, other, steps = begun(tied, 1.0, device, rule=rule, placement=placement)
     undo = spoil_gradient(engine, value)
     caught = without(engine, lambda: None, steps[1])
     assert "the gradient norm is" in str(caught.value)
@@ -152,15 +154,9 @@ def test_a_step_that_breaks_off_leaves_nothing_behind(where, placement):
         "head": (parts.head, "loss_and_vjp"),
         "backward": (parts.trunk[1], "vjp"),
     }[where]
-    work = getattr(unit, name)
-
-    def break_off(*arguments, **settings):
-        raise MemoryError("no more")
-
-    setattr(unit, name, break_off)
-    with pytest.raises(MemoryError, match="no more"):
+    broken = mock.patch.object(unit, name, side_effect=MemoryError("no more"))
+    with broken, pytest.raises(MemoryError, match="no more"):
         engine.step(steps[1])
-    setattr(unit, name, work)
     goes_on(engine, other, [steps[1][:1], *steps[1:]])
 
 
@@ -205,26 +201,21 @@ CLOSED_AFTER = {
 }
 
 
-def held_by(engine):
-    """What holds the planes of an engine that is closed, before anything is collected."""
-    held = [weakref.ref(buffer) for t in store_of(engine).tiles for buffer in t.planes.values()]
-    engine.close()
-    return held
-
-
 @pytest.mark.parametrize("rule", ["adamw", "muon"])
 @pytest.mark.parametrize("placement", CLOSED_AFTER.values(), ids=CLOSED_AFTER)
 def test_a_closed_engine_has_given_its_memory_back(placement, rule, tmp_path):
-    gc.disable()
+    gc.disable()  # nothing may need it
     try:
         engine = make_engine(qwen2(), rule=rule, placement=placement)
         [step] = make_batches(1)
         engine.step(step)
         engine.evaluate(step)
         engine.save(tmp_path / "saved", wait=False)
-        held = held_by(engine)
-        assert held
-        assert [each for each in held if each() is not None] == []
+        tiles = store_of(engine).tiles
+        held = [weakref.ref(buffer) for tile in tiles for buffer in tile.planes.values()]
+        del tiles
+        engine.close()
+        assert held and not any(each() is not None for each in held)
     finally:
         gc.enable()
 

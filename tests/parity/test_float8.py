@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatrain import Engine, InputError, Placement
+from megatrain import InputError, Placement
 from megatrain.model.float8 import convert
 from tests.inside import program_of
 from tests.parity.cases import (
@@ -97,13 +97,11 @@ def test_a_scale_of_all_tokens_is_not_taken_for_documents_that_see_each_other():
 
 
 @needs_torchao
-def test_a_run_is_resumed_to_the_bit_and_only_in_float8(tmp_path):
+def test_a_run_is_resumed_to_the_bit(tmp_path):
     first, *others = make_batches(3)
     engine = make_engine(llama(), precision="fp8")
     engine.step(first)
     resumes(engine, tmp_path / "saved", others)
-    with pytest.raises(InputError, match="fp8"):
-        Engine.load(tmp_path / "saved", precision="bf16")
 
 
 @needs_torchao

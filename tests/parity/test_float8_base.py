@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from megatrain import Engine, InputError, Placement
+from megatrain import InputError, Placement
 from megatrain.tile.formats import NF4
 from tests.families.tiny import tiny_model
 from tests.inside import program_of, store_of
@@ -96,22 +96,15 @@ def reference_gradients(model, step, *, quantised, base="bf16"):
     return plain_gradients(model.get_base_model(), step)
 
 
-def one_row():
-    """One row, whose gradients are rounded to bf16 once, as the engine rounds its sums."""
-    return [{name: each[:1] for name, each in make_batches(1)[0][0].items()}]
-
-
 @swept(together=1, base=BASES, family=[llama, qwen2])
 def test_gradients_are_those_of_plain_pytorch_that_quantises_so(family, base):
-    step = one_row()
+    """Of one row, whose gradients are rounded to bf16 once, as the engine rounds its sums."""
+    [step] = make_batches(1, ((1, 12),))
     engine = make_engine(adapted(family), precision="fp8", base=base, clip=1e9)
     wanted = reference_gradients(adapted(family), step, quantised=True, base=base)
     assert_step(engine, step, wanted, error=1e-30)
     in_bf16 = reference_gradients(adapted(family), step, quantised=False, base=base)[1]
     assert 0.9 < cosine(gradients(engine), in_bf16) < 0.99
-
-
-PLACEMENTS = placements("float8 base")
 
 
 @pytest.mark.parametrize("base", few(["fp8", "bf16"]))
@@ -124,7 +117,7 @@ def test_no_placement_changes_a_bit(base):
         return [*numbers, engine.evaluate(steps[0])], masters(engine)
 
     wanted = run()
-    for name, placement in PLACEMENTS.items():
+    for name, placement in placements("float8 base").items():
         numbers, weights = run(placement=placement)
         assert numbers == wanted[0] and same(weights, wanted[1]), name
 
@@ -139,15 +132,13 @@ def test_rows_train_alike_whatever_shares_their_micro_batch():
 
 
 @pytest.mark.parametrize("base", few(BASES))
-def test_a_run_is_resumed_to_the_bit_and_only_in_float8(base, tmp_path):
+def test_a_run_is_resumed_to_the_bit(base, tmp_path):
     first, *others = make_batches(3)
     llama().save_pretrained(tmp_path / "base")
     lora = {"r": 4, "target_modules": "all-linear"}
     engine = make_engine(tmp_path / "base", adapter=lora, precision="fp8", base=base)
     engine.step(first)
     resumes(engine, tmp_path / "saved", others)
-    with pytest.raises(InputError, match="fp8"):
-        Engine.load(tmp_path / "saved", precision="bf16")
 
 
 @pytest.mark.parametrize("base", few(BASES, 1))
@@ -201,5 +192,3 @@ def test_what_has_no_products_in_float8_is_refused():
     for said, model in refused.items():
         with pytest.raises(InputError, match=said):
             make_engine(model(), precision="fp8")
-    with pytest.raises(InputError, match="precision 'fp32'; take bf16"):
-        make_engine(adapted(), precision="fp32", base="fp8")

@@ -1,6 +1,5 @@
 """Texts that a streamed model continues: transformers' own, with a cache, token for token."""
 
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 from unittest import mock
@@ -303,25 +302,13 @@ def test_rows_with_draws_of_their_own_heed_a_repetition_penalty(engine):
         assert continued(engine, ids.tolist(), drawn, GenerationConfig(), **how) == wanted
 
 
-IDS = [torch.arange(3, 3 + count).tolist() for count in (5, 2, 5, 2, 4, 2, 5)]
-
-
-@contextmanager
-def counted(engine):
-    """The rows of each forward of the whole model."""
-    model, rows = spec_of(engine).capture.model, list[int]()
-    hook = model.register_forward_pre_hook(
-        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
-    yield rows
-    hook.remove()
-
-
 def test_a_rank_that_ends_or_has_no_room_between_two_tokens_ends_all(tmp_path):
     def work(group):
         engine = make_engine(tiny_model("llama"), group=group, placement=Placement())
         given: dict[str, Any] = {"stops": set(), "pad": 0, "batch_size": 8, "apart": True}
-        made, rank = [engine, IDS, Sampling(max_new_tokens=9), GenerationConfig()], dist.get_rank()
+        ids = [torch.arange(3, 3 + count).tolist() for count in (5, 2, 5, 2, 4, 2, 5)]
+        made, rank = [engine, ids, Sampling(max_new_tokens=9), GenerationConfig()], dist.get_rank()
+        forwards = []
 
         def full(*needed):
             if rank:
@@ -333,15 +320,15 @@ def test_a_rank_that_ends_or_has_no_room_between_two_tokens_ends_all(tmp_path):
         ):
             continued(*made, **given)
         assert refused.value.by_all
-        with counted(engine) as forwards:
 
-            def ends(module, given):
-                if rank and len(forwards) == 6:
-                    end()
+        def ends(module, given):
+            forwards.append(module)
+            if rank and len(forwards) == 6:
+                end()
 
-            spec_of(engine).capture.model.register_forward_pre_hook(ends)
-            with pytest.raises(RunFailed, match="rank 0 of 2 has lost the others") as lost:
-                continued(*made, **given)
+        spec_of(engine).capture.model.register_forward_pre_hook(ends)
+        with pytest.raises(RunFailed, match="rank 0 of 2 has lost the others") as lost:
+            continued(*made, **given)
         assert not lost.value.by_all
         end()
 
@@ -354,7 +341,6 @@ def test_a_rank_that_ends_or_has_no_room_between_two_tokens_ends_all(tmp_path):
 MANY, LONG, NEW = 24, 64, 16
 LARGER = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
 CONFIG = LlamaConfig(**SIZES | LARGER, eos_token_id=None)
-PLACEMENT = Placement(slots=1)
 
 
 @swept(together=0, apart={"alike": False, "apart": True}, precision=["bf16", "fp32"])
@@ -363,7 +349,7 @@ def test_generation_takes_what_is_foretold(precision, apart, monkeypatch):
     prompts = torch.randint(1, 500, (MANY, LONG - NEW)).tolist()
     prompts[0] = prompts[0][3:]
     sampling = Sampling(max_new_tokens=NEW, temperature=0.7, top_p=0.9)
-    with Engine(CONFIG, precision=precision, placement=PLACEMENT, device="cpu") as engine:
+    with Engine(CONFIG, precision=precision, placement=Placement(slots=1), device="cpu") as engine:
         given: dict[str, Any] = {"stops": set(), "pad": 0, "batch_size": MANY, "apart": apart}
         continued(engine, prompts[:1], sampling, GenerationConfig(), **given)  # as it measures
         counted = CountedDevice()

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from megatrain import InputError
-from megatrain.device import CpuDevice
 from tests.families.tiny import tiny_model
 from tests.parity.cases import (
     frozen,
@@ -99,32 +97,17 @@ def test_frozen_parameters_stay_and_the_others_learn_as_before(unless, tied):
     assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
 
 
-class Watched(CpuDevice):
-    """Notes what is put on it."""
-
-    def __init__(self):
-        self.names: list[str] = []
-
-    def run(self, stream, name, *given, **named):
-        self.names.append(str(name))
-        return super().run(stream, name, *given, **named)
-
-
 @pytest.mark.parametrize("clip", [1.0, None])
 def test_what_is_frozen_is_neither_measured_nor_updated(clip):
-    device, [step] = Watched(), make_batches(1)
-    engine = make_engine(frozen(llama(), FROZEN["all but one layer"]), clip=clip, device=device)
-    device.names.clear()
-    engine.step(step)
-    assert [n for n in device.names if n.startswith("update")] == ["update layer 1"]
-    assert [n for n in device.names if n.startswith("measure")] == ["measure layer 1"]
-    assert device.names.count("clear gradient sums") == 1
-    assert not {"prologue backward", "clear rows"} & {*device.names}
-
-
-def test_with_everything_frozen_there_is_nothing_to_train():
-    with pytest.raises(InputError, match="every parameter is frozen"):
-        make_engine(frozen(llama(), lambda name: False))
+    [step] = make_batches(1)
+    engine = make_engine(frozen(llama(), FROZEN["all but one layer"]), clip=clip)
+    with engine.recording() as spans:
+        engine.step(step)
+    names = [span.name for span in spans]
+    assert [n for n in names if n.startswith("update")] == ["update layer 1"]
+    assert [n for n in names if n.startswith("measure")] == ["measure layer 1"]
+    assert names.count("clear gradient sums") == 1
+    assert not {"prologue backward", "clear rows"} & {*names}
 
 
 def test_idle_experts_have_a_gradient_of_zero():
@@ -150,14 +133,3 @@ def test_states_and_activations_that_several_layers_read(family):
         [step] = make_batches(1, shapes)
         # Rows that are alone have other strides, for which other kernels round otherwise.
         check(model, step, exact=False, error=1e-5)
-
-
-def test_padding_on_either_side():
-    model, [step] = llama(), make_batches(1)
-    for micro, side in zip(step, ("left", "right", "left"), strict=True):
-        mask = torch.ones_like(micro["input_ids"])
-        padding = slice(0, 2) if side == "left" else slice(-2, None)
-        mask[0, padding] = 0
-        micro["labels"][0, padding] = -100
-        micro["attention_mask"] = mask
-    check(model, step)

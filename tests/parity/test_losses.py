@@ -77,13 +77,6 @@ def micro_batches():
         micro["old"] = -7 + torch.randn(shape, generator=generator)
         logits = torch.randn((*shape, WIDE), generator=generator)
         micro["teacher_log_probs"], micro["teacher_ids"] = logits.log_softmax(-1).topk(3)
-        micro["reference_logp"] = torch.zeros(shape)
-    # Rows are chosen and rejected in turn: pairs lie across micro-batches.
-    numbers = torch.arange(sum(len(micro["labels"]) for micro in step))
-    for micro, part in zip(step, numbers.split([len(m["labels"]) for m in step]), strict=True):
-        half, shape = len(numbers) // 2, micro["labels"].shape
-        micro["pair"] = (part % half)[:, None].expand(shape).float()
-        micro["chosen"] = (part < half)[:, None].expand(shape).float()
     return step
 
 
@@ -198,9 +191,7 @@ def test_both_visits_of_the_head_drop_the_same():
     ],
 )
 def test_pairs_that_are_none_are_refused(spoil, message):
-    [*_, micro] = step = taken(micro_batches(), DPO())
-    for name in ("pair", "chosen"):
-        micro[name] = micro[name].clone()
+    [*_, micro] = step = replies(DPO())
     spoil(micro)
     with pytest.raises(InputError, match=message):
         make_engine(llama()).step(step, DPO())

@@ -6,6 +6,7 @@ bit, and no host stream touches memory while work that was put on the GPU may be
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def test_dropout_saves_evaluation_and_losses_of_pairs_are_the_cpus(gpu, tmp_path
     assert ours[0] == plain[0] and same(ours[1], plain[1])
 
 
-def test_what_it_cannot_do_is_refused_in_one_line(gpu, monkeypatch):
+def test_what_it_cannot_do_is_refused_in_one_line(gpu):
     with pytest.raises(InputError, match="torch.compile does not work for this device"):
         make_engine(llama(), device=gpu(), placement=Placement(compile=True))
     with pytest.raises(InputError, match="fp8.*no float8 products"):
@@ -110,11 +111,10 @@ def test_what_it_cannot_do_is_refused_in_one_line(gpu, monkeypatch):
     with pytest.raises(DoesNotFit, match="no host memory for all of it: .* wanted, .* free"):
         gpu().empty("all of it", 1 << 50, torch.uint8)
 
-    def refuse(*_, **__):
-        raise RuntimeError("Invalid buffer size: 64.00 GiB. Metal allows less")
-
-    monkeypatch.setattr(mps.torch, "empty", refuse)
-    with pytest.raises(DoesNotFit, match=r"for x: .* wanted: Invalid buffer size: 64.00 GiB"):
+    error = RuntimeError("Invalid buffer size: 64.00 GiB. Metal allows less")
+    refusing = mock.patch.object(mps.torch, "empty", side_effect=error)
+    told = pytest.raises(DoesNotFit, match=r"for x: .* wanted: Invalid buffer size: 64.00 GiB")
+    with refusing, told:
         gpu().empty("x", 1, torch.uint8)
 
 

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from megatrain import InputError, Placement
 from megatrain.loss import GRPO
-from tests.parity.cases import gradients, llama, make_engine, relative_error, replies
+from tests.parity.cases import gradients, llama, make_engine, relative_error, replies, slopes
 from tests.sweeps import few, quick
 
 trl = pytest.importorskip("trl")
@@ -58,21 +58,6 @@ def trainer_of(loss, folder, tokenizer):
     return trainer
 
 
-def drawn(trainer):
-    """What the trainer makes of replies to its prompts."""
-    return trainer._generate_and_score_completions(
-        [row for row in trainer.train_dataset for _ in range(REPLIES)]
-    )
-
-
-def computed(trainer, inputs):
-    """The trainer's loss, and its gradients."""
-    trainer._metrics["train"].clear()
-    total = trainer.compute_loss(trainer.model.train(), inputs)
-    total.backward()
-    return total.item(), {name: p.grad for name, p in trainer.model.named_parameters()}
-
-
 def rows_of(inputs):
     """Each reply a micro-batch, without padding; `at`: where its labels are."""
     made = []
@@ -83,17 +68,6 @@ def rows_of(inputs):
         labels = ids.masked_fill(torch.arange(ids.shape[1]) < len(prompt), -100)
         made.append({"input_ids": ids, "labels": labels})
     return made
-
-
-def numbered(step, inputs, old, reference=None):
-    """A step with the numbers of its replies, some of which the trainer has as well."""
-    mask = inputs["completion_mask"]
-    for row, micro in enumerate(step):
-        numbers = {"example": float(row), "advantage": float(inputs["advantages"][row])}
-        micro |= {name: torch.full(micro["labels"].shape, v) for name, v in numbers.items()}
-        micro["old_logp"] = placed(old[row], mask[row], micro)
-        if reference is not None:
-            micro["reference_logp"] = placed(reference[row], mask[row], micro)
 
 
 def placed(values, mask, micro):
@@ -110,17 +84,13 @@ def tokenizer(tokenizer_folder):
     return made
 
 
-def engine_of(tokenizer, head_tokens):
-    placement = Placement(head_tokens=head_tokens)
-    return make_engine(llama(vocab_size=len(tokenizer)), clip=1e9, placement=placement)
-
-
 @pytest.mark.parametrize("name", quick(LOSSES, {*LOSSES} - {"grpo", "bnpo", "cispo"}))
 @pytest.mark.parametrize("head_tokens", few([5, 4096]))
 def test_policies_are_those_of_trl(tokenizer, tmp_path, name, head_tokens):
     loss = LOSSES[name]
     trainer = trainer_of(loss, tmp_path, tokenizer)
-    inputs = drawn(trainer)
+    prompts = [row for row in trainer.train_dataset for _ in range(REPLIES)]
+    inputs = trainer._generate_and_score_completions(prompts)
     mask = inputs["completion_mask"]
     mask[1, 3:], mask[5, 1:] = 0, 0  # replies of several lengths
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
@@ -132,7 +102,8 @@ def test_policies_are_those_of_trl(tokenizer, tmp_path, name, head_tokens):
             if model is not None
         ]
     step = rows_of(inputs)
-    engine = engine_of(tokenizer, head_tokens)
+    placement = Placement(head_tokens=head_tokens)
+    engine = make_engine(llama(vocab_size=len(tokenizer)), clip=1e9, placement=placement)
     for row, own in enumerate(engine.logprobs(step, temperature=loss.temperature)):
         wanted = placed(logps[0][row], mask[row], step[row])
         torch.testing.assert_close(own, wanted, rtol=1e-5, atol=2e-6)
@@ -142,11 +113,18 @@ def test_policies_are_those_of_trl(tokenizer, tmp_path, name, head_tokens):
     inputs["ref_per_token_logps"] = logps[-1]
     inputs["advantages"] = torch.randn(len(mask), generator=generator)
     inputs["num_items_in_batch"] = mask.sum()
-    numbered(step, inputs, old, logps[-1] if "reference_logp" in loss.inputs else None)
-    total, grads = computed(trainer, inputs)
+    for row, micro in enumerate(step):
+        numbers = {"example": float(row), "advantage": float(inputs["advantages"][row])}
+        micro |= {name: torch.full(micro["labels"].shape, v) for name, v in numbers.items()}
+        micro["old_logp"] = placed(old[row], mask[row], micro)
+        if "reference_logp" in loss.inputs:
+            micro["reference_logp"] = placed(logps[-1][row], mask[row], micro)
+    trainer._metrics["train"].clear()
+    total = trainer.compute_loss(trainer.model.train(), inputs)
+    total.backward()
     result = engine.step(step, loss)
-    assert result.loss == pytest.approx(total, rel=1e-5, abs=1e-7)
-    assert relative_error(gradients(engine), grads) < 5e-6
+    assert result.loss == pytest.approx(total.item(), rel=1e-5, abs=1e-7)
+    assert relative_error(gradients(engine), slopes(trainer.model)) < 5e-6
     said = {name: value for name, [value] in trainer._metrics["train"].items()}
     del said["entropy"]
     assert result.measures == pytest.approx(said, rel=1e-5, abs=1e-6)

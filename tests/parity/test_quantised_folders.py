@@ -288,9 +288,6 @@ def rounded(model, packing):
     return model
 
 
-PLACEMENTS = placements("quantised folders")
-
-
 @pytest.mark.parametrize("family", few(["gpt_oss", "llama", "mixtral"]))
 @pytest.mark.parametrize("base", few(BASES))
 def test_training_is_that_on_the_unpacked_weights(base, family):
@@ -299,7 +296,7 @@ def test_training_is_that_on_the_unpacked_weights(base, family):
     how = {"precision": "bf16", "clip": 1e9}
     engine = make_engine(adapted(rounded(plain, BASES[base])), **how)
     wanted, grads = engine.step(step), gradients(engine)
-    for placement in PLACEMENTS:
+    for placement in placements("quantised folders"):
         packed = make_engine(adapted(plain), base=base, placement=placement, **how)
         got = packed.step(step)
         assert (got.loss, got.grad_norm) == (wanted.loss, wanted.grad_norm)
@@ -324,7 +321,7 @@ def test_a_stack_is_packed_in_pieces_and_as_its_rows(packing, monkeypatch):
 def test_what_cannot_be_is_refused():
     with pytest.raises(InputError, match="base is 'nf4', but no linear module"):
         make_engine(llama(), base="nf4", precision="bf16")
-    with pytest.raises(InputError, match="base is 'fp8', and precision 'fp32'"):
+    with pytest.raises(InputError, match="base is 'fp8', and precision 'fp32'; take bf16"):
         make_engine(adapted(llama()), base="fp8")
     with pytest.raises(InputError, match="base is 'int3'; it must be bf16, nf4, fp8 or folder"):
         make_engine(adapted(llama()), base="int3", precision="bf16")

@@ -85,8 +85,11 @@ def pairs(loss):
 
 
 def train(group, model, loss=CROSS_ENTROPY, batches=None, **options):
-    """What training leaves, and says."""
-    with make_engine(model, group=group, **options) as engine:
+    """What training leaves, and says, each tile that is on a disk in several pieces."""
+    with (
+        mock.patch.object(disk, "PIECE", BLOCK // 2),
+        make_engine(model, group=group, **options) as engine,
+    ):
         steps = [part_of(step, group) for step in batches or make_batches(2, SHAPES)]
         return training(engine, steps, loss)
 
@@ -94,12 +97,6 @@ def train(group, model, loss=CROSS_ENTROPY, batches=None, **options):
 ON_DISK = Placement(
     slots=2, disk_moments=9, disk_remainder=9, disk_weights=9, resident=("layer 0",)
 )
-
-
-def on_disk(group, *given, **options):
-    """As `train`, each tile in several pieces."""
-    with mock.patch.object(disk, "PIECE", BLOCK // 2):
-        return train(group, *given, placement=ON_DISK, **options)
 
 
 MUON = {
@@ -112,8 +109,7 @@ MUON = {
 def muon(group, model, *given, **options):
     """As `train`; a direction that is off by a bit of bf16 moves a weight by less than 1e-6."""
     options = {"lr": 2e-5, "batches": make_batches(1, SHAPES)} | options
-    with mock.patch.object(disk, "PIECE", BLOCK // 2):
-        return train(group, model, *given, **options)
+    return train(group, model, *given, **options)
 
 
 def one_row(group, model):
@@ -210,10 +206,12 @@ EXACT: dict[str, Callable[[Any], dict]] = {
         placement=Placement(slots=2),
     ),
     "bf16, some in fp32, on a disk": exact(
-        partial(tiny_model, "hunyuan_v1_moe"), by=on_disk, lr=1e-2
+        partial(tiny_model, "hunyuan_v1_moe"), placement=ON_DISK
     ),
     "bf16, planes on a disk": exact(
-        partial(llama, **TIED), by=on_disk, trained=Trained(freeze=("k_proj", "layers.1.mlp"))
+        partial(llama, **TIED),
+        trained=Trained(freeze=("k_proj", "layers.1.mlp")),
+        placement=ON_DISK,
     ),
     **{
         f"{precision}, {rule}, {where}": exact(

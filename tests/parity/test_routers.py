@@ -63,7 +63,6 @@ def plain(model, step):
 
 
 def plain_slopes(model, step):
-    """The gradients of what `plain` says."""
     model.zero_grad()
     plain(model.train(), step)[0].backward()
     return slopes(model)
@@ -106,10 +105,7 @@ def test_gradients_of_routed_tokens_are_added_in_a_fixed_order(family):
     assert plain_model.count and not streamed.count
 
 
-PLACEMENTS = placements("routers")
-
-
-@swept(together=0, placement=PLACEMENTS)
+@swept(together=0, placement=placements("routers"))
 def test_every_placement_has_the_same_loss(placement):
     model, step = tiny_model("mixtral", changes=ASKED), a_step()
     one, other = make_engine(model, clip=1e9), make_engine(model, clip=1e9, placement=placement)
@@ -154,13 +150,6 @@ class Other(MixtralForCausalLM):
         return result
 
 
-REFUSED = {
-    "is not the usual one": lambda: other(),
-    "does not say what its routers' loss is": lambda: llama(output_router_logits=True),
-    "no layer of MixtralForCausalLM has a router": lambda: dense(),
-}
-
-
 def other():
     """Made as a Mixtral: the oldest transformers builds no experts for a class of this file."""
     model = tiny_model("mixtral", changes=ASKED)
@@ -174,6 +163,13 @@ def dense():
     for layer in model.model.layers:
         layer.mlp = torch.nn.Linear(model.config.hidden_size, model.config.hidden_size)
     return model
+
+
+REFUSED = {
+    "is not the usual one": other,
+    "does not say what its routers' loss is": lambda: llama(output_router_logits=True),
+    "no layer of MixtralForCausalLM has a router": dense,
+}
 
 
 @pytest.mark.parametrize("reason", REFUSED)

@@ -29,6 +29,7 @@ from tests.parity.cases import (
 )
 from tests.parity.ranks import assert_as_one, refused, run_ranks, training
 from tests.parity.test_ranks import LORA, RATES
+from tests.parity.test_ranks import case as case_of
 
 SHAPES = ((2, 12), (1, 7), (3, 5), (1, 2))  # of which no length is a multiple of 5, and two are odd
 MANY = {"hidden_size": 48, "num_attention_heads": 12}  # heads that 2, 3 and 4 ranks can share
@@ -71,11 +72,7 @@ def filled_up(steps):
     return steps
 
 
-def case(make, *given, **options):
-    """A training of the model that `make` makes, of many heads where it may have them."""
-    return lambda group: train(group, make(), *given, **options)
-
-
+case = partial(case_of, by=train)
 heads, biases = partial(llama, **MANY), partial(qwen2, **MANY, tie_word_embeddings=True)
 CASES: dict[str, Callable[[Any], dict]] = {
     "few heads of keys, clipped": case(heads, clip=0.5),
@@ -206,7 +203,6 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "heads": (lambda: llama(num_attention_heads=1, num_key_value_heads=1), "1 heads of queries"),
 }
 FEW = {"eager", "a window", "positions", "heads"}
-ROUTED = {"output_router_logits": True}
 
 
 @pytest.mark.exhaustive
@@ -226,7 +222,7 @@ def test_what_ranks_cannot_share_is_refused_by_all(names, tmp_path):
         with make_engine(tiny_model("mistral"), **options) as engine:
             assert engine.step(step[2:]).loss > 0
             refused(InputError, "its attention reaches 6 tokens", engine.step, step)
-        routed = tiny_model("mixtral", changes=ROUTED)
+        routed = tiny_model("mixtral", changes={"output_router_logits": True})
         refused(InputError, "a loss of its routers", make_engine, routed, **options)
         rank = dist.get_rank(group)
         for number, words in ((3, "number of ranks, which is 2"), (1 + rank, "another sequence")):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -50,11 +51,10 @@ def check(model, *, clip=0.5, schedule=nothing, change=nothing, saveable=True):
     assert relative_error(masters(engine), parameters(model), start) < 1e-5
 
 
-def tied():
-    return llama(tie_word_embeddings=True)
+MODELS = {"llama": llama, "qwen2": qwen2, "tied": partial(llama, tie_word_embeddings=True)}
 
 
-@swept(together=1, make=[llama, qwen2, tied], clip=[0.5, 1e9, None])
+@swept(together=1, make=MODELS, clip=[0.5, 1e9, None])
 def test_steps_equal_plain_training(make, clip):
     check(make(), clip=clip)
 
@@ -90,11 +90,6 @@ def test_a_schedule_takes_effect_at_the_step_it_is_for(schedule, clip):
     check(llama(), schedule=schedule, clip=clip)
 
 
-def place(tile, entry):
-    """What a parameter's random numbers follow from."""
-    return (tile.index << 40) + entry.offset
-
-
 @swept(together=1, rule=FLAT, clip=[0.5, 1e9], precision=["bf16", "fp32"])
 @pytest.mark.usefixtures("exact_roots")
 def test_a_rule_s_steps_are_its_plain_form_s_on_the_same_gradients(rule, clip, precision):
@@ -116,9 +111,8 @@ def test_a_rule_s_steps_are_its_plain_form_s_on_the_same_gradients(rule, clip, p
         **settings,
     )
     if isinstance(plain, RoundedAdamW):
-        plain.at = {
-            named[entry.name]: place(tile, entry) for tile, entry in store_of(engine).entries()
-        }
+        for tile, entry in store_of(engine).entries():  # where its random numbers begin
+            plain.at[named[entry.name]] = (tile.index << 40) + entry.offset
     for step in make_batches(3):
         norm = engine.step(step).grad_norm
         engine.flush()

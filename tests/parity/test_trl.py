@@ -1,8 +1,9 @@
 """Losses against those of TRL's own trainers: what they compute, and its gradients."""
 
+import copy
+
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoTokenizer
 
 from megatrain import Placement
@@ -15,7 +16,6 @@ datasets = pytest.importorskip("datasets")
 
 TEXT = "a cat sat on the mat and a dog ran to the sea where it swam for an hour"
 WORDS = TEXT.split()
-VOCAB = 320
 
 
 @pytest.fixture(scope="module")
@@ -23,54 +23,27 @@ def tokenizer(tokenizer_folder):
     return AutoTokenizer.from_pretrained(tokenizer_folder)
 
 
-def rows(count=4):
-    said = [" ".join(WORDS[at % 7 : 3 + 2 * at % 9 + at % 7]) for at in range(3 * count)]
+def rows():
+    said = [" ".join(WORDS[at % 7 : 3 + 2 * at % 9 + at % 7]) for at in range(12)]
     return [
-        {"prompt": said[3 * i], "chosen": " " + said[3 * i + 1], "rejected": " " + said[3 * i + 2]}
-        for i in range(count)
+        {"prompt": said[at], "chosen": " " + said[at + 1], "rejected": " " + said[at + 2]}
+        for at in range(0, 12, 3)
     ]
 
 
-def trainer_of(kind, models, data, tokenizer, folder, **more):
-    """TRL's trainer called `kind`, of copies of these models."""
-    args = getattr(trl, f"{kind}Config")(
+def trainer_of(loss, models, tokenizer, folder):
+    """TRL's trainer of copies of these models."""
+    settings = vars(loss) | {"loss_type": [loss.loss_type]}
+    args = trl.DPOConfig(
         output_dir=str(folder), use_cpu=True, report_to=[], per_device_train_batch_size=4,
-        gradient_checkpointing=False, bf16=False, max_length=64, disable_tqdm=True, **more,
+        gradient_checkpointing=False, bf16=False, max_length=64, disable_tqdm=True, **settings,
     )  # fmt: skip
-    return getattr(trl, f"{kind}Trainer")(
-        *map(copied, models),
+    return trl.DPOTrainer(
+        *map(copy.deepcopy, models),
         args=args,
-        train_dataset=datasets.Dataset.from_list(data),
+        train_dataset=datasets.Dataset.from_list(rows()),
         processing_class=tokenizer,
     )
-
-
-def computed(trainer):
-    """A batch of a trainer, its loss, and the gradients."""
-    batch = next(iter(trainer.get_train_dataloader()))
-    given = {name: v.clone() if isinstance(v, Tensor) else v for name, v in batch.items()}
-    trainer.model.train()
-    loss = trainer.compute_loss(trainer.model, batch)
-    loss.backward()
-    return given, loss.item(), slopes(trainer.model)
-
-
-def agree(model, step, loss, wanted, said):
-    """Loss and gradients are the wanted ones, and measures those that a trainer has `said`."""
-    value, grads = wanted
-    engine = make_engine(model, clip=1e9, placement=Placement(head_tokens=5))
-    assert engine.evaluate(step, loss) == pytest.approx(value, rel=1e-6, abs=1e-7)
-    result = engine.step(step, loss)
-    assert result.loss == pytest.approx(value, rel=1e-6, abs=1e-7)
-    assert relative_error(gradients(engine), grads) < 3e-6
-    for name, measure in result.measures.items():  # of logarithms in fp32 that all but cancel
-        assert measure == pytest.approx(said[name][0], rel=1e-5, abs=5e-6), name
-    return result.measures
-
-
-def in_parts(rows, cut):
-    parts = {name: tensor.split(cut) for name, tensor in rows.items()}
-    return [dict(zip(parts, each, strict=True)) for each in zip(*parts.values(), strict=True)]
 
 
 def plain_logprobs(model, batch, labels):
@@ -80,26 +53,6 @@ def plain_logprobs(model, batch, labels):
     found = logits[:, :-1].log_softmax(-1)
     picked = found.gather(2, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
     return torch.cat([torch.zeros(len(labels), 1), picked * (labels[:, 1:] != -100)], 1)
-
-
-def of_pairs(batch):
-    ids = batch["input_ids"]
-    at = torch.arange(len(ids))[:, None].expand(ids.shape)
-    half = len(ids) // 2
-    both = {"pair": (at % half).float(), "chosen": (at < half).float()}
-    return {"input_ids": ids, "attention_mask": batch["attention_mask"], **both}
-
-
-def both(tokenizer):
-    """A model and its reference."""
-    sizes = {"vocab_size": VOCAB, "pad_token_id": tokenizer.pad_token_id}
-    return llama(**sizes), llama(**sizes, tie_word_embeddings=True)
-
-
-def copied(model):
-    made = type(model)(model.config)
-    made.load_state_dict(model.state_dict())
-    return made
 
 
 DPOS = [
@@ -113,13 +66,27 @@ DPOS = [
 
 @pytest.mark.parametrize("loss", few(DPOS), ids=str)
 def test_dpo(tokenizer, tmp_path, loss):
-    models, settings = both(tokenizer), vars(loss) | {"loss_type": [loss.loss_type]}
-    trainer = trainer_of("DPO", models, rows(), tokenizer, tmp_path, **settings)
-    batch, *wanted = computed(trainer)
-    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
-    micro = of_pairs(batch) | {"labels": labels}
-    micro["reference_logp"] = plain_logprobs(models[1], batch, labels)
-    agree(models[0], in_parts(micro, 3), loss, wanted, trainer._metrics["train"])
+    sizes = {"vocab_size": 320, "pad_token_id": tokenizer.pad_token_id}
+    model, reference = llama(**sizes), llama(**sizes, tie_word_embeddings=True)
+    trainer = trainer_of(loss, (model, reference), tokenizer, tmp_path)
+    batch = next(iter(trainer.get_train_dataloader()))
+    micro = {name: batch[name].clone() for name in ("input_ids", "attention_mask")}
+    micro["labels"] = micro["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
+    micro["reference_logp"] = plain_logprobs(reference, micro, micro["labels"])
+    wanted = trainer.compute_loss(trainer.model.train(), batch)
+    wanted.backward()
+    count, tokens = micro["labels"].shape
+    numbers = torch.arange(count)[:, None].expand(count, tokens)
+    micro |= {"pair": (numbers % (count // 2)).float(), "chosen": (numbers < count // 2).float()}
+    step = [{n: value[at : at + 3] for n, value in micro.items()} for at in range(0, count, 3)]
+    engine = make_engine(model, clip=1e9, placement=Placement(head_tokens=5))
+    value, said = pytest.approx(wanted.item(), rel=1e-6, abs=1e-7), trainer._metrics["train"]
+    assert engine.evaluate(step, loss) == value
+    result = engine.step(step, loss)
+    assert result.loss == value
+    assert relative_error(gradients(engine), slopes(trainer.model)) < 3e-6
+    for name, measure in result.measures.items():  # of logarithms in fp32 that all but cancel
+        assert measure == pytest.approx(said[name][0], rel=1e-5, abs=5e-6), name
 
 
 def test_smoothed_dpo_takes_a_share_of_the_pairs_for_the_other_way_round():

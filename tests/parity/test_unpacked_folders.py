@@ -188,14 +188,13 @@ def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path):
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-CT: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
 
-def scheme(kind="pack-quantized", **weights):
-    weights = INT4 | weights
-    return CT | {
-        "format": kind, "quantization_status": "compressed",
-        "config_groups": {"a": {"targets": ["Linear"], "weights": weights}}, "ignore": ["lm_head"],
+def scheme(**weights):
+    groups = {"a": {"targets": ["Linear"], "weights": INT4 | weights}}
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "quantization_status": "compressed", "config_groups": groups, "ignore": ["lm_head"],
     }  # fmt: skip
 
 
