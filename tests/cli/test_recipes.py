@@ -54,6 +54,16 @@ def test_a_recipe_is_planned_as_it_says(megatrain, tmp_path, name):
     assert told["fits"] and reached == pytest.approx(float(rate.replace(",", "")), rel=0.01)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "reported"), [("llama-3.1-8b", 2432), ("qwen3-14b", 1405)])
+def test_an_rtx_4090_is_foretold_as_others_measured_it(megatrain, tmp_path, name, reported):
+    """SlideFormer with fp32 masters, 64 x 1,024 tokens (arXiv 2603.16428)."""
+    configuration(name).save_pretrained(tmp_path)
+    where = ["--gpu", "4090", "--host-memory", "512GiB", "--cores", "32", "--tokens", "65536"]
+    forecast = megatrain.planned("--model", tmp_path, *where)["forecast"]
+    assert 65536 / forecast["seconds"] == pytest.approx(reported, rel=0.05)
+
+
 def test_scripts_of_clusters_and_of_the_image_are_well_formed():
     slurm = (CLUSTER / "slurm.sh").read_text(encoding="utf-8")
     sky = yaml.safe_load((CLUSTER / "sky.yaml").read_text(encoding="utf-8"))
