@@ -205,9 +205,9 @@ def _summed(rows: Tensor, places: Tensor) -> Tensor:
     reduction that takes three to five times as long.
     """
     first, *others = places.unbind(dim=1)
-    total = rows[first].float()
+    total = rows[first]
     for place in others:
-        total = total + rows[place]
+        total = total.float() + rows[place]
     # torch 2.11 compiles a Function that ends with a conversion to the same dtype without gradient.
     return total if total.dtype == rows.dtype else total.to(rows.dtype)
 

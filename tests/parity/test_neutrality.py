@@ -3,6 +3,7 @@
 import itertools
 import shutil
 from dataclasses import fields
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from megatrain.device import disk
 from megatrain.device.disk import BLOCK
 from megatrain.engine import sink
 from megatrain.model.micro_batch import Batch
+from tests.families.tiny import tiny_model
 from tests.inside import sized
 from tests.parity.cases import (
     VOCAB,
@@ -21,7 +23,6 @@ from tests.parity.cases import (
     make_batches,
     make_engine,
     masters,
-    model_of,
     moments,
     same,
     trained,
@@ -147,9 +148,13 @@ def test_compiled_layers_train_as_eager_ones():
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for the CPU with g++")
-def test_compiled_experts_train_as_eager_ones_within_the_noise_of_bf16():
+@pytest.mark.parametrize(("chosen", "backend"), [(1, "aot_eager"), (2, "inductor")])
+def test_compiled_experts_train_as_eager_ones_within_the_noise_of_bf16(
+    chosen, backend, monkeypatch
+):
     """By grouped products, whose rows are weighed in fp32: torch 2.11 lost their gradient."""
-    model = model_of("mixtral")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    model = tiny_model("mixtral", changes={"num_experts_per_tok": chosen})
     set_experts(model.config, "grouped_mm")
     numbers = []
     for compiled in (False, True):
