@@ -1,31 +1,17 @@
 """The inner parts of an engine that tests look into, each by one function."""
 
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from megatrain import Engine
 
-
-def parts_of(engine: Engine) -> Any:
-    """What runs its steps: trunk, head, sink, update."""
-    return engine._parts
-
-
-def program_of(engine: Engine) -> Any:
-    """The model's computation."""
-    return engine._program
-
-
-def spec_of(engine: Engine) -> Any:
-    """The model's structure, with its modules."""
-    return engine._spec
-
-
-def store_of(engine: Engine) -> Any:
-    """Tiles and their planes."""
-    return engine._store
+parts_of = attrgetter("_parts")  # what runs its steps: trunk, head, sink, update
+program_of = attrgetter("_program")  # the model's computation
+spec_of = attrgetter("_spec")  # the model's structure, with its modules
+store_of = attrgetter("_store")  # tiles and their planes
 
 
 def set_steps(engine: Engine, number: int) -> None:

@@ -19,8 +19,6 @@ from tests.families.plain import Step
 from tests.inside import store_of
 from tests.parity.cases import llama, make_batches, make_engine, masters
 
-SHAPES = ((2, 8), (1, 5))
-
 
 def engine_of(**options: Any) -> Engine:
     """A tiny engine; `model` and `sizes` choose the model."""
@@ -51,7 +49,7 @@ def add_code(folder: Path, first: str = "") -> None:
 
 
 def batches(count: int) -> list[Step]:
-    return make_batches(count, SHAPES)
+    return make_batches(count, ((2, 8), (1, 5)))
 
 
 def state(engine: Engine) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from megatrain.parallel.distributed import ALONE
 from tests.parity.cases import llama, make_batches, make_engine, masters
 from tests.race import schedule
 from tests.race.schedule import Alike
-from tests.race.trace import TraceDevice, TraceEvent
+from tests.race.trace import Clock, TraceDevice
 from tests.rules import SWEPT
 
 FILE = Path(__file__).with_name("golden.json")
@@ -59,9 +59,9 @@ class Noting(TraceDevice):
         self.notes.append(f"{stream}: {name} reads {names[0]} writes {names[1]}")
         super().run(stream, name, work, reads, writes)
 
-    def wait(self, stream: str, event: TraceEvent | None, why: str) -> None:
+    def wait(self, stream: str, event: Clock | None, why: str) -> None:
         if event is not None:
-            self.notes.append(f"{stream}: wait for {why}, after {sorted(event.clock.items())}")
+            self.notes.append(f"{stream}: wait for {why}, after {sorted(event.items())}")
         super().wait(stream, event, why)
 
 

@@ -35,13 +35,11 @@ class FirstFailure:
     def __init__(self, file: Path) -> None:
         self.file = file
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed:
             self.file.write_text(report.nodeid)
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self.file.write_text(report.nodeid)
+    pytest_collectreport = pytest_runtest_logreport
 
 
 def copy_tree(to: Path) -> None:

@@ -8,21 +8,12 @@ moved on from, shows as a wrong number.
 
 import random
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatrain.device import Buffer, CpuDevice
 from megatrain.device.base import COMPUTE, Buffers, Work
-
-
-@dataclass(frozen=True)
-class Point:
-    """The first `count` pieces of work of a stream."""
-
-    stream: str
-    count: int
 
 
 class LateDevice(CpuDevice):
@@ -54,36 +45,35 @@ class LateDevice(CpuDevice):
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         self.run(stream, "copy", lambda: CpuDevice.copy(self, stream, to, source, numel))
 
-    def record(self, stream: str) -> Point:
-        return Point(stream, len(self._queues[stream]))
+    def record(self, stream: str) -> tuple[str, int]:
+        """The pieces of work of the stream so far."""
+        return stream, len(self._queues[stream])
 
     def wait(self, stream: str, event: Any, why: str) -> None:
         if event is None:
             return
         if stream == COMPUTE:
-            self._reach(event)
+            self._reach(*event)
         else:
-            self._queues[stream].append(lambda: self._reach(event))
+            self._queues[stream].append(lambda: self._reach(*event))
 
     def synchronize(self, event: Any, why: str) -> None:
         if event is not None:
-            self._reach(event)
+            self._reach(*event)
 
     def close(self) -> None:
         for stream in list(self._queues):
-            self._reach(self.record(stream))
+            self._reach(*self.record(stream))
 
-    def _reach(self, point: Point) -> None:
-        if point.stream == COMPUTE:
+    def _reach(self, stream: str, count: int) -> None:
+        if stream == COMPUTE:
             return  # done when it was put on
-        queue = self._queues[point.stream]
-        while self._done[point.stream] < point.count:
-            self._done[point.stream] += 1
-            queue[self._done[point.stream] - 1]()
+        while self._done[stream] < count:
+            self._done[stream] += 1
+            self._queues[stream][self._done[stream] - 1]()
 
     def _let_some_happen(self) -> None:
         for stream in list(self._queues):
             if self._random.random() < self._eagerness:
                 ahead = len(self._queues[stream]) - self._done[stream]
-                count = self._done[stream] + self._random.randint(0, ahead)
-                self._reach(Point(stream, count))
+                self._reach(stream, self._done[stream] + self._random.randint(0, ahead))

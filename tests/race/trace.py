@@ -2,21 +2,14 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from megatrain.device.base import COMPUTE, Buffer, Buffers, Work
 from megatrain.device.trace import CALLER, MetaDevice
 
+# Of each stream how many operations are certain to have happened.
 Clock = dict[str, int]
-
-
-@dataclass(frozen=True)
-class TraceEvent:
-    """A point whose `clock` says what is certain to have happened once it has passed."""
-
-    clock: Clock
 
 
 @dataclass
@@ -64,17 +57,17 @@ class TraceDevice(MetaDevice):
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         self.run(stream, f"{source.name} -> {to.name}", lambda: None, [source], [to])
 
-    def record(self, stream: str) -> TraceEvent:
+    def record(self, stream: str) -> Clock:
         clock = dict(self._clocks[stream])
         _merge(clock, self._clocks[CALLER])
-        return TraceEvent(clock)
+        return clock
 
-    def wait(self, stream: str, event: Any | None, why: str) -> None:
+    def wait(self, stream: str, event: Clock | None, why: str) -> None:
         if event is None:
             return
         self.waits.add(why)
         if why not in self.without:
-            _merge(self._clocks[stream], event.clock)
+            _merge(self._clocks[stream], event)
 
 
 def _merge(clock: Clock, other: Clock) -> None:
