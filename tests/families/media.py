@@ -107,7 +107,6 @@ def _placeholders(model: PreTrainedModel, medium: Medium, rows: int) -> Iterator
 
 
 def token(model: PreTrainedModel, kind: str) -> int:
-    """The id of a placeholder."""
     found = _named(model, TOKENS[kind])
     assert found is not None, f"no {kind} token"
     return found

@@ -14,12 +14,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from megatrain import Engine, InputError, Placement
-from megatrain.compat.transformers import recorded_routers
 from megatrain.model.adapters import with_adapters
 from megatrain.model.trained import Trained
 from megatrain.source.write_model import write_saved
 from tests.families.plain import shares
-from tests.families.tiny import tiny_model
+from tests.families.tiny import routing, tiny_model
 from tests.inside import parts_of, program_of
 from tests.parity.cases import (
     assert_step,
@@ -214,21 +213,29 @@ def test_what_is_trained_beside_an_adapter_is_merged_or_refused(by, tmp_path):
     assert loss_of(whole, step) == pytest.approx(loss, rel=1e-4)
 
 
+def drawn_resumed_and_saved(folder, keys, **options):
+    """PEFT's model of an adapter: trained on the base in a folder, saved and merged there."""
+    steps = make_batches(2)
+    with make_engine(folder / "base", adapter=keys, lr=0.1, **options) as engine:
+        assert engine.evaluate(steps[0]) == make_engine(folder / "base").evaluate(steps[0])
+        engine.step(steps[0])
+        resumes(engine, folder / "saved", steps[1:])
+        engine.save_pretrained(folder / "adapter")
+        engine.save_pretrained(folder / "merged", merged=True)
+        loss, wanted = engine.evaluate(steps[0]), masters(engine)
+    plain = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(plain, folder / "adapter")
+    assert loss_of(loaded.get_base_model(), steps[0]) == pytest.approx(loss, rel=1e-6)
+    with make_engine(folder / "adapter") as again:
+        assert again.evaluate(steps[0]) == loss and same(masters(again), wanted)
+    return loaded
+
+
 @pytest.mark.parametrize("family", few(["mixtral", "gpt_oss"]))
 def test_adapters_of_experts_are_drawn_resumed_and_merged(family, tmp_path):
     tiny_model(family).save_pretrained(tmp_path / "base")
-    keys: dict[str, Any] = {"target_modules": ["q_proj"], "target_parameters": EXPERTS, "r": 2}
-    steps = make_batches(2)
-    with make_engine(tmp_path / "base", adapter=keys, lr=0.1) as engine:
-        assert engine.evaluate(steps[0]) == make_engine(tmp_path / "base").evaluate(steps[0])
-        engine.step(steps[0])
-        resumes(engine, tmp_path / "saved", steps[1:])
-        evaluated = engine.evaluate(steps[0])
-        engine.save_pretrained(tmp_path / "adapter")
-        engine.save_pretrained(tmp_path / "merged", merged=True)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    loaded = PeftModel.from_pretrained(plain, tmp_path / "adapter")
-    assert loss_of(loaded.get_base_model(), steps[0]) == pytest.approx(evaluated, rel=1e-6)
+    keys = {"target_modules": ["q_proj"], "target_parameters": EXPERTS, "r": 2}
+    loaded = drawn_resumed_and_saved(tmp_path, keys)
     reference = dict(loaded.merge_and_unload().named_parameters())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert same(dict(merged.named_parameters()), reference)
@@ -236,26 +243,13 @@ def test_adapters_of_experts_are_drawn_resumed_and_merged(family, tmp_path):
 
 def test_copies_of_routers_have_the_biases_by_which_they_choose(tmp_path):
     """Buffers of theirs are moved, resumed, saved, merged and read as PEFT has them."""
-    base, steps = tiny_model("deepseek_v3"), make_batches(2)
-    if not recorded_routers(base):
-        pytest.skip("this version of transformers records no routers of DeepSeek-V3")
+    base = routing("deepseek_v3")
     for bias in (biases := dict(routers_biases(base))).values():
         bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(4)) / 9)
     base.save_pretrained(tmp_path / "base")
-    with make_engine(tmp_path / "base", adapter=ROUTERS, lr=0.1, router_bias_update=0.25) as engine:
-        assert engine.evaluate(steps[0]) == make_engine(tmp_path / "base").evaluate(steps[0])
-        engine.step(steps[0])
-        resumes(engine, tmp_path / "saved", steps[1:])
-        engine.save_pretrained(tmp_path / "adapter")
-        engine.save_pretrained(tmp_path / "merged", merged=True)
-        loss, wanted = engine.evaluate(steps[0]), masters(engine)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    loaded = PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    loaded = drawn_resumed_and_saved(tmp_path, ROUTERS, router_bias_update=0.25)
     held = load_file(tmp_path / "adapter/adapter_model.safetensors")
     assert held.keys() == get_peft_model_state_dict(loaded).keys()
-    assert loss_of(loaded.get_base_model(), steps[0]) == pytest.approx(loss, rel=1e-6)
-    with make_engine(tmp_path / "adapter") as again:
-        assert again.evaluate(steps[0]) == loss and same(masters(again), wanted)
     reference = dict(routers_biases(loaded.merge_and_unload()))
     assert not any(torch.equal(bias, biases[name]) for name, bias in reference.items())
     write_saved(tmp_path / "adapter", tmp_path / "again", torch.bfloat16, merged=True)

@@ -51,13 +51,12 @@ def slope_error(model, step, placement, device="cpu"):
     return abs(slope / norm - 1)
 
 
-PLACEMENTS = placements("dropout")
 COMPILED = [Placement(slots=3, compile=True, save_activations=n) for n in (0, 2)]
 
 
 @pytest.mark.parametrize(
     ("placement", "device"),
-    few([(placement, "cpu") for placement in PLACEMENTS], 1, 6)
+    few([(placement, "cpu") for placement in placements("dropout")], 1, 6)
     + on_gpu(Placement(slots=3), *COMPILED),
     ids=str,
 )

@@ -1,6 +1,5 @@
 """Products in float8, emulated on the CPU: near bf16, exactly resumed, exported as ever."""
 
-import importlib.util
 import sys
 
 import pytest
@@ -22,12 +21,9 @@ from tests.parity.cases import (
     trained,
 )
 from tests.parity.test_packing import documents, packed
+from tests.parity.test_quantised_folders import needs
 
-# `make test-all` installs torchao beside the environment: with it in, every start of transformers
-# imports it.
-needs_torchao = pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None, reason="needs torchao"
-)
+needs_torchao = needs("torchao")
 
 
 def gradients_in_bf16(step, *, float8):

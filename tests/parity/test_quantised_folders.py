@@ -37,7 +37,7 @@ HOW = {
 
 
 def needs(package):
-    """`make test-all` installs them beside the environment."""
+    """`make test-all` installs them beside it: with torchao in, transformers always imports it."""
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
 
 

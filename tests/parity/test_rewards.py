@@ -20,7 +20,6 @@ from tests.parity.test_classes import PAD, classifier
 from tests.sweeps import few, swept
 
 LENGTHS = (9, 5, 7, 9, 3, 8)
-CUT = {"in one micro-batch": [6], "in several": [1, 3, 2]}
 LOSSES = {
     "plain": Reward(),
     "centred": Reward(center_rewards_coefficient=0.01),
@@ -70,7 +69,7 @@ def plain(model, loss):
     return made
 
 
-@swept(together=1, cut=CUT, loss=LOSSES)
+@swept(together=1, cut={"in one micro-batch": [6], "in several": [1, 3, 2]}, loss=LOSSES)
 def test_value_and_gradients_are_plain_ones(loss, cut):
     model = reward_model()
     engine = make_engine(model, clip=1e9, placement=Placement(head_tokens=5))
