@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +12,10 @@ from torch.utils.data import IterableDataset
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from megatrain.errors import InputError
-from megatrain.integrations import StreamedTrainer
 from tests.inside import program_of
 from tests.sweeps import few, quick, swept
 from tests.unit.data_cases import chat_tokenizer
 from tests.unit.trainer_cases import (
-    Stop,
     Streamed,
     alike,
     arguments,
@@ -29,7 +27,6 @@ from tests.unit.trainer_cases import (
     small,
     text_trainer,
     trainer,
-    weights,
 )
 
 
@@ -68,10 +65,12 @@ class Stream(IterableDataset):
         return iter(rows(9))
 
 
-class Unsaved(Streamed):
-    """For models of a class that no checkpoint could name."""
+def streamed(**options):
+    """A trainer that gives its engine these options."""
+    return type("WithOptions", (Streamed,), {"engine_options": options})
 
-    engine_options: ClassVar[dict[str, Any]] = {"saveable": False}
+
+Unsaved = streamed(saveable=False)  # for models of a class that no checkpoint could name
 
 
 def losses_and_norms(kind, model, data, folder, **also):
@@ -118,20 +117,6 @@ def test_what_is_no_tensor_in_a_batch_is_honoured_or_refused(tmp_path):
             losses_and_norms(Unsaved, small(), rows(4), tmp_path, **{name: value})
 
 
-def test_a_streamed_trainer_goes_on_exactly(tmp_path):
-    whole = trainer(Streamed, tmp_path / "whole")
-    whole.train()
-    parted = trainer(Streamed, tmp_path / "parted")
-    parted.add_callback(Stop())
-    parted.train()
-    again = trainer(Streamed, tmp_path / "parted")
-    again.train(resume_from_checkpoint=True)
-    first, second = weights(whole), weights(again)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert lines(whole)[:-1] == lines(again)[:-1]
-    assert sum("loss" in entry for entry in lines(whole)) == 5
-
-
 def test_a_step_that_is_broken_off_is_not_part_of_the_next_run(tmp_path):
     class Stop(TrainerCallback):
         def on_substep_end(self, args, state, control, **_):
@@ -145,12 +130,11 @@ def test_a_step_that_is_broken_off_is_not_part_of_the_next_run(tmp_path):
     assert stopped.train().training_loss == fresh.train().training_loss
 
 
-class Precise(StreamedTrainer, Trainer):
-    engine_options: ClassVar = {"precision": "bf16"}
+def of_classes(kind):
+    return getattr(transformers, f"LlamaFor{kind}Classification")(small().config)
 
 
-class InFloat8(StreamedTrainer, Trainer):
-    engine_options: ClassVar = {"precision": "fp8"}
+PROMPTS = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
 
 
 def test_a_trainer_in_bf16_may_multiply_in_float8_and_goes_on_so(tmp_path):
@@ -158,7 +142,9 @@ def test_a_trainer_in_bf16_may_multiply_in_float8_and_goes_on_so(tmp_path):
     for start in (None, str(tmp_path / "checkpoint-2")):
         model = get_peft_model(small(), LoraConfig(r=4, target_modules="all-linear"))
         args = arguments(tmp_path, bf16=True, max_steps=3, eval_strategy="no")
-        trainers.append(InFloat8(model, args, train_dataset=rows(16), data_collator=padded))
+        trainers.append(
+            streamed(precision="fp8")(model, args, train_dataset=rows(16), data_collator=padded)
+        )
         trainers[-1].train(resume_from_checkpoint=start)
     first, second = (dict(made.engine.named_masters()) for made in trainers)
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -168,7 +154,8 @@ def test_a_trainer_in_bf16_may_multiply_in_float8_and_goes_on_so(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "changes", "options", "message"),
     [
-        (Precise, {}, {}, r"engine_options\['precision'\]: it follows from the Trainer's"),
+        (streamed(precision="bf16"), {}, {},
+         r"engine_options\['precision'\]: it follows from the Trainer's"),
         (Streamed, {"optim": "adafactor"}, {}, "args.optim: it must be adamw_torch"),
         (Streamed, {"save_only_model": True, "load_best_model_at_end": True, "save_steps": 2}, {},
          "args.save_only_model"),
@@ -176,6 +163,10 @@ def test_a_trainer_in_bf16_may_multiply_in_float8_and_goes_on_so(tmp_path):
          "args.metric_for_best_model: the engine does not measure it"),
         (Streamed, {}, {"compute_loss_func": lambda *given, **more: 0}, "compute_loss_func"),
         (Streamed, {}, {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers"),
+        # A plain Trainer adds the means of their micro-batches, and does not average.
+        (Streamed, {"model": of_classes("Token")}, {}, "LlamaForTokenC.* classes a run file"),
+        (Streamed, {"model": of_classes("Sequence")}, {}, "LlamaForSequenceC.* classes a run file"),
+        (Streamed, {"model": get_peft_model(small(), PROMPTS)}, {}, r"PromptTuning|PROMPT_TUNING"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_right_is_refused_by_name(tmp_path, kind, changes, options, message):
@@ -198,14 +189,6 @@ def test_a_new_head_is_drawn_by_the_seed(tmp_path):
         made.append(kind(str(tmp_path), args, train_dataset=data, processing_class=tokenizer))
     masters = dict(made[1].engine.named_masters())
     assert torch.equal(masters["score.weight"], made[0].model.score.weight)
-
-
-@pytest.mark.parametrize("name", ["TokenClassification", "SequenceClassification"])
-def test_a_model_of_classes_is_referred_to_a_run_file(tmp_path, name):
-    """A plain Trainer adds the means of such a model's micro-batches, and does not average."""
-    model = getattr(transformers, f"LlamaFor{name}")(small().config)
-    with pytest.raises(InputError, match=f"LlamaFor{name}: .* classes a run file"):
-        Streamed(model, arguments(tmp_path), train_dataset=rows(4), data_collator=padded)
 
 
 @pytest.mark.parametrize(
@@ -260,16 +243,6 @@ def test_an_adapter_learns_what_it_does_under_the_plain_one(tmp_path, keys, chan
     whole = PeftModel.from_pretrained(small(), tmp_path / "Streamed")
     described = json.loads((tmp_path / "Streamed/adapter_config.json").read_text())
     assert described["r"] == 4 and whole.peft_config["default"].use_dora == ("use_dora" in keys)
-
-
-def test_other_methods_of_peft_are_refused_by_name(tmp_path):
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    with pytest.raises(InputError, match=r"PromptTuning|PROMPT_TUNING"):
-        Streamed(
-            get_peft_model(small(), config),
-            arguments(tmp_path, eval_strategy="no"),
-            train_dataset=rows(4),
-        )
 
 
 def lora(**keys):

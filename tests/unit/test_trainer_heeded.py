@@ -446,17 +446,13 @@ def test_a_micro_batch_counts_by_its_own_step_of_the_trainer():
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("margin", (1, 1), r"margin of a batch is \(1, 1\); it must be \(1,\): one number"),
-        (
-            "attention_mask",
-            (2, 1, 3, 3),
-            r"attention_mask of a batch is \(2, 1, 3, 3\); it must be",
-        ),
+        ("margin", (1, 1), r"\(1, 1\); it must be \(1,\): one number"),
+        ("attention_mask", (2, 1, 3, 3), r"\(2, 1, 3, 3\); it must be"),
     ],
 )
 def test_pairs_of_other_shapes_than_trls_are_refused(name, shape, message):
     """TRL takes a margin [pairs, 1] from each pair's, and the mean of all differences."""
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=f"{name} of a batch is {message}"):
         scored(1, **{name: torch.ones(shape)})
 
 

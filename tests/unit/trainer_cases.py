@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaForSequenceClassification, Trainer, TrainingArguments
 
 from megatrain.integrations import StreamedTrainer
 from tests.parity.cases import VOCAB, llama, noisy
@@ -20,13 +20,6 @@ small = partial(llama, num_hidden_layers=1)
 
 class Streamed(StreamedTrainer, Trainer):
     """What a user writes."""
-
-
-class Stop(TrainerCallback):
-    """Ends a run after two steps, which are saved."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.global_step == 2
 
 
 def lines(made: Any) -> list[dict[str, float]]:
@@ -103,9 +96,11 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(**(given | changes))
 
 
-def trainer(kind: Any, folder: Path, *, options: Any = None, **changes: Any) -> Any:
+def trainer(
+    kind: Any, folder: Path, *, model: Any = None, options: Any = None, **changes: Any
+) -> Any:
     return kind(
-        small(),
+        model or small(),
         arguments(folder, **changes),
         train_dataset=rows(16),
         eval_dataset=rows(5, seed=1),
