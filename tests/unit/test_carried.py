@@ -15,6 +15,7 @@ from megatrain.errors import InputError
 from megatrain.source.write_model import write_saved
 from megatrain.train.export import export
 from tests.families.tiny import tiny_config
+from tests.refusals import refused
 from tests.sweeps import few
 
 IDS = torch.arange(4, 20).view(2, 8)
@@ -155,7 +156,5 @@ def test_models_of_other_kinds_are_refused(family, architecture, said, tmp_path)
     config = tiny_config(family)
     config.architectures = None if architecture is None else [architecture]
     config.save_pretrained(tmp_path)
-    with pytest.raises(InputError) as refused:
+    with refused(said):
         engine(tmp_path)
-    assert said in str(refused.value)
-    assert "\n" not in str(refused.value)

@@ -18,7 +18,6 @@ from megatrain.placement import RENAMED, renamed
 from megatrain.train.setup import make_schedule
 from tests.refusals import refused, table
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 MINIMAL = """
 model: {path: some/model}
 data: {kind: text, path: a.txt, sequence_length: 128}
@@ -34,11 +33,6 @@ def load(tmp_path):
         return config.load(path, overrides)
 
     return load
-
-
-def test_a_run_is_read_by_its_folder(load, tmp_path):
-    (tmp_path / "config.yaml").write_text(MINIMAL)
-    assert config.load(tmp_path) == load()
 
 
 def test_overrides_beat_the_file_and_the_file_beats_the_defaults(load):
@@ -186,11 +180,6 @@ def test_a_file_of_data_is_refused_with_the_key_it_belongs_to(tmp_path, suffix, 
     assert str(refused.value) == (
         f"{path}: a file of data: name it in a run file (YAML), as data.path"
     )
-
-
-@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda p: p.name)
-def test_the_examples_are_valid(example):
-    config.load(example)
 
 
 # Keys of other trainers are refused with the name of ours, as docs/coming-from.md lists them.

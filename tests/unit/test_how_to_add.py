@@ -1,7 +1,7 @@
 """What others add or build: the code of docs/engine.md, and the example for verl."""
 
-import importlib.util
 import re
+import runpy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,15 +67,6 @@ def test_the_device_counts_weights_and_gradients(shown):
 # What builders of other frameworks need: the example for verl.
 
 
-def example():
-    path = ROOT / "examples" / "verl_engine.py"
-    spec = importlib.util.spec_from_file_location("verl_engine", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_example_for_verl_trains_as_the_loss_of_the_house(tmp_path):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 60, (5, 9), generator=generator)
@@ -91,7 +82,8 @@ def test_the_example_for_verl_trains_as_the_loss_of_the_house(tmp_path):
     def make():
         return Engine(llama(), optimizer=AdamW(lr=0.01), precision="fp32", device="cpu")
 
-    engine = example().MegatrainEngine(make, lambda made: LambdaLR(made, lambda step: 0.5**step), 2)
+    kind = runpy.run_path(str(ROOT / "examples" / "verl_engine.py"))["MegatrainEngine"]
+    engine = kind(make, lambda made: LambdaLR(made, lambda step: 0.5**step), 2)
     engine.initialize()
     data = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": mask}
     data["old_log_probs"] = engine.infer_batch(data)["model_output"]["log_probs"] + 0.1 * mask

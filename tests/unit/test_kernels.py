@@ -146,23 +146,14 @@ def test_native_is_chosen_where_it_exists_unless_the_reference_is_asked_for(
 # The split master: every fp32 number goes out as bf16 and a remainder, and comes back itself.
 
 
-def as_floats(patterns):
-    return torch.from_numpy(patterns.view(np.int32)).view(torch.float32)
-
-
-def take_apart(kernels, patterns, threads=1):
-    """Weights, remainder and joined-again bits, as uint32, int16 and uint32 arrays."""
-    weights = torch.empty(patterns.size, dtype=torch.bfloat16)
-    remainder = torch.empty(patterns.size, dtype=torch.int16)
-    master = torch.empty(patterns.size)
-    kernels.split(as_floats(patterns), weights, remainder, threads=threads)
+def check_patterns(kernels, patterns, threads=1):
+    dtypes = torch.bfloat16, torch.int16, torch.float32
+    weights, remainder, master = (torch.empty(patterns.size, dtype=each) for each in dtypes)
+    floats = torch.from_numpy(patterns.view(np.int32)).view(torch.float32)
+    kernels.split(floats, weights, remainder, threads=threads)
     kernels.join(weights, remainder, master, threads=threads)
     high = weights.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
-    return high, remainder.numpy(), master.view(torch.int32).numpy().view(np.uint32)
-
-
-def check_patterns(kernels, patterns, threads=1):
-    high, low, back = take_apart(kernels, patterns, threads)
+    low, back = remainder.numpy(), master.view(torch.int32).numpy().view(np.uint32)
     is_nan = (patterns & 0x7FFFFFFF) > 0x7F800000
     kept = ~is_nan
     # The join is stated here once more, in 64-bit integers, so that two wrongs cannot cancel.
@@ -202,8 +193,6 @@ FORMS = {
     "whole": whole_state,
     "24 bits": partial(split_state, remainder=torch.int8),
 }
-
-
 CASES = list(product(FORMS, ["fp32", "bf16", "int8"], [torch.bfloat16, torch.float32]))
 
 
@@ -229,8 +218,6 @@ def after_steps(kernels, form, kind, grad_dtype, size):
 
 
 by_reference = cache(partial(after_steps, reference))  # the same for all instruction sets
-
-
 BY = Scalars(-3e-3, 0.97, 0.9, 0.3, 0.95, 0.05)
 
 
@@ -328,12 +315,8 @@ def test_an_update_sums_what_it_reads_and_writes(instruction_set, states, size):
 # The kernels of ARM machines, on an emulated one: each makes the same bits as AVX2's.
 
 DIGESTS = Path(__file__).with_name("kernel_digests.cpp")
-COMPILER, EMULATOR, LIBRARIES = (
-    "aarch64-linux-gnu-g++",
-    "qemu-aarch64-static",
-    "/usr/aarch64-linux-gnu",
-)
-
+COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
+LIBRARIES = "/usr/aarch64-linux-gnu"
 needed = ("cmake", "c++", COMPILER, EMULATOR)
 
 

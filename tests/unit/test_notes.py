@@ -59,15 +59,11 @@ def unneeded():
 @pytest.mark.parametrize("name", few(MODELS, 2))
 def test_a_second_plan_is_the_same_without_the_model(name, folder):
     make, options = MODELS[name]
-    config, opened = make(), []
-
-    def structured():
-        opened.append(structure(open_source(make(), **options)))
-        return opened[-1]
+    config = make()
 
     def of(workload, known):
-        notes = Notes(unneeded if known else structured, {"name": name})
-        return planned(config, notes, workload)
+        opened = unneeded if known else lambda: structure(open_source(make(), **options))
+        return planned(config, Notes(opened, {"name": name}), workload)
 
     workloads = [WORKLOAD, replace(WORKLOAD, rule=Muon()), replace(WORKLOAD, clip=False)]
     first = [of(workload, known=False) for workload in workloads]

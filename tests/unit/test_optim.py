@@ -52,7 +52,6 @@ from tests.unit.kernel_cases import (  # noqa: F401
     needs_native,
     randn,
     split_state,
-    whole_state,
 )
 
 REFUSED = table(__file__, "settings.yaml")["optimizers"]
@@ -114,58 +113,49 @@ def changed(change, *, loads=False):
 
 
 FOREIGN, OTHER = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-MISUSED: dict[str, tuple[Any, str]] = {
-    "other tensors": (
-        lambda o: o.add_param_group({"params": [FOREIGN, OTHER]}),
-        "a parameter that this engine does not train",
+MISUSED: dict[str, Any] = {
+    "parameter that this engine does not train": lambda o: o.add_param_group(
+        {"params": [FOREIGN, OTHER]}
     ),
-    "a foreign tensor": (
-        changed(lambda groups: groups[0]["params"].__setitem__(0, FOREIGN)),
-        "a parameter that this engine does not train",
+    "a parameter that this engine does not train": changed(
+        lambda groups: groups[0]["params"].__setitem__(0, FOREIGN)
     ),
-    "in two groups": (
-        changed(lambda groups: groups.append(dict(groups[0]))),
-        "'model.embed_tokens.weight' in two groups",
+    "'model.embed_tokens.weight' in two groups": changed(
+        lambda groups: groups.append(dict(groups[0]))
     ),
-    "in no group": (changed(lambda groups: groups.pop()), "norm.weight' in no group"),
-    "amsgrad": (
-        changed(lambda groups: groups[1].update(amsgrad=True)),
-        "asks for amsgrad, .* or AdamW does not know it",
+    "norm.weight' in no group": changed(lambda groups: groups.pop()),
+    "asks for amsgrad, .* or AdamW does not know it": changed(
+        lambda groups: groups[1].update(amsgrad=True)
     ),
-    "no rate": (changed(lambda groups: groups[1].pop("lr")), "AdamW lr is None"),
-    "a hook before steps": (lambda o: o.register_step_pre_hook(print), "call before Engine.step"),
-    "step": (lambda o: o.step(), r"optimizer.step\(\) has nothing to do"),
-    "a state read": (lambda o: o.state[o.param_groups[0]["params"][0]], "Engine.save"),
-    "a state set": (lambda o: o.state.update({}) or o.state.__setitem__(1, {}), "Engine.save"),
-    "a state loaded": (lambda o: o.load_state_dict(moved().state_dict()), "brings no moments"),
-    "other groups loaded": (
-        changed(lambda groups: groups[0]["param_names"].pop(), loads=True),
-        "groups given are of other parameters",
+    "AdamW lr is None": changed(lambda groups: groups[1].pop("lr")),
+    "call before Engine.step": lambda o: o.register_step_pre_hook(print),
+    r"optimizer.step\(\) has nothing to do": lambda o: o.step(),
+    "Engine.save": lambda o: o.state[o.param_groups[0]["params"][0]],
+    r"Engine\.save": lambda o: o.state.update({}) or o.state.__setitem__(1, {}),
+    "brings no moments": lambda o: o.load_state_dict(moved().state_dict()),
+    "groups given are of other parameters": changed(
+        lambda groups: groups[0]["param_names"].pop(), loads=True
     ),
-    "a tensor in a group": (
-        lambda o: o.param_groups[1].update(mine=torch.zeros(2)) or o.saved_groups(),
-        "'mine' is a Tensor, which no checkpoint can hold",
+    "'mine' is a Tensor, which no checkpoint can hold": lambda o: (
+        o.param_groups[1].update(mine=torch.zeros(2)) or o.saved_groups()
     ),
-    "frozen later": (
-        changed(lambda groups: groups[0]["params"][0].requires_grad_(False)),
-        r"embed_tokens.weight' was frozen after the engine was made",
+    r"embed_tokens.weight' was frozen after the engine was made": changed(
+        lambda groups: groups[0]["params"][0].requires_grad_(False)
     ),
-    "coupled decay": (
-        changed(lambda groups: groups[0].update(decoupled_weight_decay=False)),
-        "asks for decoupled_weight_decay=False, .* or AdamW does not know it",
+    "asks for decoupled_weight_decay=False, .* or AdamW does not know it": changed(
+        lambda groups: groups[0].update(decoupled_weight_decay=False)
     ),
-    "a choice in a group": (
-        changed(lambda groups: groups[0].update(states="int8")),
-        "asks for states 'int8', and the engine was made with",
+    "asks for states 'int8', and the engine was made with": changed(
+        lambda groups: groups[0].update(states="int8")
     ),
 }
 
 
-@pytest.mark.parametrize(("misuse", "message"), MISUSED.values(), ids=MISUSED)
-def test_what_has_no_effect_is_refused_in_one_line(misuse, message):
+@pytest.mark.parametrize("message", MISUSED)
+def test_what_has_no_effect_is_refused_in_one_line(message):
     optimizer = StreamedOptimizer(AdamW(), tiny_model("llama"))
     with refused(message):
-        misuse(optimizer)
+        MISUSED[message](optimizer)
     assert optimizer.num_steps == 0
 
 
@@ -294,24 +284,11 @@ def test_a_second_moment_s_root_is_off_by_less_than_a_code(values):
     assert torch.allclose(decode_second(codes, scales).double(), found**2, rtol=1e-6, atol=1e-44)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_makes_its_group_nan_and_no_other(bad):
-    values = torch.ones(3 * GROUP)
-    values[GROUP + 5] = bad
-    for encode, decode in ((encode_first, decode_first), (encode_second, decode_second)):
-        found = decode(*encode(values)).view(3, GROUP).isnan()
-        assert found[1].all() and not found[[0, 2]].any()
-
-
 def test_a_group_that_only_decays_keeps_its_codes():
     """The row of a rare token fades as a whole, however close to 1 a beta is, to zero."""
     values = torch.randn(GROUP, generator=torch.Generator().manual_seed(0))
-    first, second, largest = (
-        encode_first(values)[0],
-        encode_second(values.abs())[0],
-        values.abs().max(),
-    )
-    faded, squares = values, values.abs()
+    faded, squares, largest = values, values.abs(), values.abs().max()
+    first, second = encode_first(values)[0], encode_second(squares)[0]
     for _ in range(500):
         codes, scales = encode_first(faded)
         assert torch.equal(codes, first)

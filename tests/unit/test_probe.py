@@ -38,9 +38,7 @@ def before_layer(change):
         def __call__(self, hidden, *args, **kwargs):
             return super().__call__(change(hidden), *args, **kwargs)
 
-    model = tiny()
-    model.model.layers[1].__class__ = Between
-    return model
+    return with_layer(Between)
 
 
 def summed_table():
@@ -101,21 +99,6 @@ class WithoutGradients(LlamaDecoderLayer):
             return super().__call__(*args, **kwargs)
 
 
-class Normed(LlamaDecoderLayer):
-    """Changes its own weights, in place or by giving them other memory."""
-
-    def forward(self, *args, **kwargs):
-        with torch.no_grad():
-            self.mlp.up_proj.weight.div_(2)
-        return super().forward(*args, **kwargs)
-
-
-class NormedAnew(LlamaDecoderLayer):
-    def forward(self, *args, **kwargs):
-        self.mlp.up_proj.weight.data = self.mlp.up_proj.weight.data / 2
-        return super().forward(*args, **kwargs)
-
-
 class Asking(LlamaDecoderLayer):
     def forward(self, hidden, *args, **kwargs):
         return super().forward(2 * hidden if torch.is_grad_enabled() else hidden, *args, **kwargs)
@@ -128,12 +111,27 @@ def with_layer(kind):
     return model
 
 
+def changing(change):
+    """A model whose second layer changes a weight of its own."""
+
+    class Normed(LlamaDecoderLayer):
+        def forward(self, *args, **kwargs):
+            change(self.mlp.up_proj.weight)
+            return super().forward(*args, **kwargs)
+
+    return with_layer(Normed)
+
+
 REFUSALS = {
     "layers.1, its forward calls Reversed, a torch.autograd": lambda: before_layer(Reversed.apply),
     "hook of an activation's gradient between layers": lambda: before_layer(hooked),
     "layers.1 is called under torch.no_grad": lambda: with_layer(WithoutGradients),
-    "forward of model.layers.1 changes its parameter mlp.up_proj": lambda: with_layer(Normed),
-    "of model.layers.1 changes its parameter mlp.up_proj.weight": lambda: with_layer(NormedAnew),
+    "forward of model.layers.1 changes its parameter mlp.up_proj": lambda: changing(
+        lambda weight: weight.detach().div_(2)
+    ),
+    "of model.layers.1 changes its parameter mlp.up_proj.weight": lambda: changing(
+        lambda weight: setattr(weight, "data", weight.data / 2)
+    ),
     "in model.layers.1 the code of Asking reads is_grad_enabled": lambda: with_layer(Asking),
     "operations between layers": lambda: before_layer(lambda h: h * 2),
     "before model.layers.1": lambda: before_layer(lambda h: h.detach()),
@@ -292,16 +290,11 @@ def test_another_loss_or_head_is_refused(make, said):
             make_engine(make(), saveable=saveable)
 
 
-def padded_head():
-    """160 logits for a vocabulary of 128, as of tables that are padded for speed."""
-    return with_head(160)
-
-
 ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.0}
 AS_THEY_ARE = {
     "no loss of its own": lambda: of(WithoutLoss),
     "a forward of its own": lambda: of(Tempered),
-    "more logits than tokens": padded_head,
+    "more logits than tokens": lambda: with_head(160),  # of a table that is padded for speed
     "a router's loss of no weight": lambda: tiny_model("mixtral", changes=ROUTERS),
 }
 

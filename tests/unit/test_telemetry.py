@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from contextlib import nullcontext, redirect_stderr
+from unittest import mock
 
 import psutil
 import pytest
@@ -20,24 +21,13 @@ from megatrain.telemetry import host, timeline
 from megatrain.telemetry.console import PASSING, Share, StderrHandler, TrainingProgress
 from megatrain.telemetry.host import environment
 from megatrain.telemetry.metrics import MetricsWriter, read_metrics
-from megatrain.telemetry.timeline import Span, breakdown, chrome_trace, critical_path, read_trace
+from megatrain.telemetry.timeline import Span, breakdown, critical_path, read_trace
 from megatrain.train.loop import draw
 from megatrain.train.steps import RunTimeline
 from tests.forks import forked
 from tests.inside import sized
 from tests.parity.cases import llama, make_engine
-
-RECORD = {
-    "step": 1,
-    "loss": 2.5,
-    "grad_norm": 0.75,
-    "lr": 1e-4,
-    "tokens_per_second": 12345.6,
-    "model_tflops": 400.25,
-    "mfu": 0.4045,
-    "device_peak_bytes": 3 * GIB,
-    "host_bytes": 100 * GIB,
-}
+from tests.unit.test_report import record
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -53,7 +43,7 @@ def test_a_full_disk_is_reported_once_and_never_stops_the_run(tmp_path, caplog):
     writer.write(step=3)
     assert json.loads(path.read_text().splitlines()[-1]) == {"step": 3}  # at once
     writer.write(step=4, loss=float("nan"))
-    assert [record["step"] for record in read_metrics(path)] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in read_metrics(path)] == [0, 1, 2, 3, 4]
     assert [*read_metrics(path)][-1] == {"step": 4, "loss": None}
 
 
@@ -62,12 +52,12 @@ def test_progress_is_plain_lines_where_there_is_no_terminal():
     console = Console(file=out, force_terminal=False, width=40, soft_wrap=True)
     with TrainingProgress(25, log_every=10, console=console) as progress:
         for step in range(1, 26):
-            progress.step(RECORD | {"step": step})
+            progress.step(record(step, tokens_per_second=12345.6, mfu=0.4045))
     lines = out.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
-    for part in ("loss 2.5000", "grad 0.75", "lr 0.0001", "12,346 tok/s", "400 TFLOPS"):
+    for part in ("loss 10.0000", "grad 1", "lr 0.0001", "12,346 tok/s", "400 TFLOPS"):
         assert part in lines[0]
-    for part in ("MFU 40.5%", "device 3.0 GiB", "host 100.0 GiB", "ETA "):
+    for part in ("MFU 40.5%", "device 3.0 GiB", "host 14.0 GiB", "ETA "):
         assert part in lines[0]
     assert "\x1b" not in out.getvalue()
 
@@ -154,9 +144,9 @@ def test_what_is_free_is_less_than_the_limit_and_never_negative(cgroup_root):
 
 
 def test_the_environment_is_plain_json_without_names_of_persons_or_hosts():
-    record = environment("cpu")
-    text = json.dumps(record)
-    assert record["packages"]["torch"]
+    found = environment("cpu")
+    text = json.dumps(found)
+    assert found["packages"]["torch"]
     assert os.uname().nodename not in text
     assert os.path.expanduser("~") not in text
 
@@ -249,20 +239,6 @@ def test_the_critical_path_leads_from_the_end_to_the_beginning():
     assert breakdown(spans, "compute").busy["compute"] > path["update"] * 1.2
 
 
-def test_a_trace_is_read_as_it_was_written():
-    spans = [*SPANS, Span("copy out", "gradient", 6.0, 7.0, ("a", "b"), num_bytes=5)]
-    read = read_trace(json.loads(json.dumps(chrome_trace(spans))))
-    assert [(s.stream, s.name, s.after, s.num_bytes) for s in read] == [
-        (s.stream, s.name, s.after, s.num_bytes) for s in spans
-    ]
-    times = [(s.start, s.end) for s in spans]
-    assert [(s.start, s.end) for s in read] == [pytest.approx(pair) for pair in times]
-
-
-def _refuse():
-    raise RunFailed("not finite")
-
-
 # Steps of a run, those that are refused, and the one whose timeline is kept.
 RUNS = [(1, (), 1), (2, (), 2), (8, (), 6), (9, (5,), 7), (9, (6,), 8)]
 
@@ -270,12 +246,13 @@ RUNS = [(1, (), 1), (2, (), 2), (8, (), 6), (9, (5,), 7), (9, (6,), 8)]
 @pytest.mark.parametrize(("steps", "refused", "kept"), RUNS)
 def test_a_run_keeps_the_timeline_of_an_early_step(tmp_path, steps, refused, kept):
     ids, file, told = torch.ones(2, 4).long(), tmp_path / "timeline.json", []
+    refusing = mock.Mock(side_effect=RunFailed("not finite"))
     batch = [{"input_ids": ids, "labels": ids}]
     with make_engine(llama()) as engine:
         timeline = RunTimeline(engine.recording, tmp_path, steps)
         for number in range(1, steps + 1):
             with pytest.raises(RunFailed) if number in refused else nullcontext():
-                timeline.step(number, _refuse if number in refused else lambda: engine.step(batch))
+                timeline.step(number, refusing if number in refused else lambda: engine.step(batch))
             if timeline.breakdown is not None:
                 told.append(number)
                 assert timeline.breakdown.busy["compute"] > 0

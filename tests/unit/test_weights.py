@@ -9,6 +9,7 @@ import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -99,9 +100,6 @@ def entry(first: int, last: int, shape: list[int] | None = None, dtype: str = "F
         "shape": [(last - first) // 4] if shape is None else shape,
         "data_offsets": [first, last],
     }
-
-
-# Weights come in exactly, go out as transformers writes them, or are refused in one line.
 
 
 def cached_bytes(path):
@@ -273,8 +271,7 @@ def test_shards_are_aligned_and_indexed(tmp_path):
     model = LlamaForCausalLM(config)
     # Float32 behind odd numbers of bf16 elements, were they in the model's order.
     model._keep_in_fp32_modules_strict = {"post_attention_layernorm", "model.norm"}
-    values = values_of(kept_tensors(model))
-    write_weights(tmp_path, blank(model), values, dtype=torch.bfloat16, max_shard_bytes=9_000)
+    write(tmp_path, model, torch.bfloat16, 9_000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     stored = stored_tensors(tmp_path)
     assert {name: each.file.name for name, each in stored.items()} == index["weight_map"]
@@ -346,13 +343,11 @@ UP = "model.layers.0.mlp.up_proj.weight"
 
 def refusal(folder, model):
     """The message with which a folder is refused, without one tensor written."""
-    with pytest.raises(InputError) as caught:
+    with refused(re.escape(str(folder))) as caught:
         read_weights(
             folder, blank(model), lambda name, _: pytest.fail(f"{name} was written"), threads=2
         )
-    message = str(caught.value)
-    assert "\n" not in message and str(folder) in message
-    return message
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -457,10 +452,9 @@ def test_a_broken_index(text, said, tmp_path):
 )
 def test_a_hostile_header(header, data, length, said, tmp_path):
     path = write_raw(tmp_path / "model.safetensors", header, data, length)
-    with pytest.raises(InputError, match=said) as caught:
+    with refused(said) as caught:
         stored_tensors(tmp_path)
-    message = str(caught.value)
-    assert str(path) in message and "\n" not in message and len(message) < 500
+    assert str(path) in str(caught.value) and len(str(caught.value)) < 500
 
 
 def model_folder(folder, *names):
@@ -493,12 +487,6 @@ def hub(monkeypatch):
     return asked
 
 
-class _Response:
-    headers: dict[str, str] = {}  # noqa: RUF012
-    request = None
-    status_code = 404
-
-
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -509,7 +497,8 @@ class _Response:
     ],
 )
 def test_the_hub_refuses(error, said, hub):
-    hub["answer"] = error("many\nlines", response=_Response()) if isinstance(error, type) else error
+    response: Any = SimpleNamespace(headers={}, request=None, status_code=404)
+    hub["answer"] = error("many\nlines", response=response) if isinstance(error, type) else error
     with refused(f"^owner/name: .*{said}"):
         resolve_model("owner/name")
 
