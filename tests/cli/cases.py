@@ -5,8 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+from typer.testing import CliRunner
 
+from megatrain.cli.app import app
 from megatrain.telemetry.metrics import read_metrics
 from tests.refusals import table
 from tests.unit.data_cases import write_jsonl
@@ -105,3 +108,11 @@ def leave_out(replace: Callable[[Any, str, Any], None]) -> None:
     assert loop.draw  # what was renamed would be done again, unnoticed
     replace(loop, "draw", lambda *args: None)
     replace(files, "PIECE_BYTES", 1 << 20)
+
+
+def trained_in_short(run_file: Path, *arguments: str) -> None:
+    """Train for fixtures of a session, which no test's patches reach."""
+    with pytest.MonkeyPatch.context() as patch:
+        leave_out(patch.setattr)
+        result = CliRunner().invoke(app, ["train", str(run_file), *arguments])
+    assert result.exit_code == 0, result.output

@@ -17,6 +17,7 @@ from tests.cli.cases import (
     leave_out,
     sets,
     tiny_llama,
+    trained_in_short,
     write_run_file,
 )
 from tests.parity.cases import same
@@ -92,14 +93,6 @@ def trained(tmp_path_factory, tokenizer_folder):
     result = CliRunner().invoke(app, ["train", str(run_file)])
     assert result.exit_code == 0, result.output
     return folder / "run", result
-
-
-def trained_in_short(run_file, *arguments) -> None:
-    """Train for fixtures, which are made before `no_more_than_needed`."""
-    with pytest.MonkeyPatch.context() as patch:
-        leave_out(patch.setattr)
-        result = CliRunner().invoke(app, ["train", str(run_file), *arguments])
-    assert result.exit_code == 0, result.output
 
 
 @pytest.fixture(scope="session")

@@ -60,11 +60,6 @@ def test_a_copied_run_goes_on_with_other_settings(megatrain, trained, tmp_path):
     megatrain.refused(f"cp -r {other} NEW", "train", other, "--resume", *elsewhere)
 
 
-def test_branch_says_what_does_the_same(megatrain, trained, tmp_path):
-    told = "cp -r RUN NEW, then megatrain train NEW"
-    megatrain.refused(told, "branch", trained[0], tmp_path / "new")
-
-
 def test_a_run_calls_a_function_with_each_record_and_no_callbacks(run_file):
     heard = []
     folder = package.run(run_file, on_record=heard.append).folder

@@ -58,8 +58,7 @@ def test_who_is_its_own_teacher_has_nothing_to_learn(megatrain, distilling, base
 
 
 def test_a_run_that_distils_goes_on_exactly(megatrain, distilling, teacher, tmp_path):
-    own = tmp_path / "teacher"
-    shutil.copytree(teacher, own)
+    own = shutil.copytree(teacher, tmp_path / "teacher")
     file = distilling(teacher=str(own))
     megatrain.resumed(file, 6, 2)
     before = (tmp_path / "run" / FILE).read_bytes()
@@ -74,29 +73,23 @@ def test_what_cannot_be_distilled_is_refused_in_a_line(megatrain, distilling, to
     megatrain.refused(told, "train", distilling(), *sets(**MISTAKES["distilled"][told]))
 
 
-def test_a_teacher_with_other_tokens_is_refused(megatrain, distilling, teacher, tmp_path):
-    own = tmp_path / "teacher"
-    shutil.copytree(teacher, own)
-    tokenizer = AutoTokenizer.from_pretrained(own)
-    tokenizer.add_tokens(["<other>"])
-    tokenizer.save_pretrained(own)
-    told = "has another vocabulary than the model that is trained"
-    megatrain.refused(told, "train", distilling(teacher=str(own)))
-    for path in list(tokenizer_files(own)):
-        path.unlink()
-    told = "no tokenizer in this folder: copy its"
-    megatrain.refused(told, "train", distilling(teacher=str(own)))
-
-
-def test_a_teacher_with_fewer_rows_than_tokens_is_refused(megatrain, distilling, teacher, tmp_path):
-    own = tmp_path / "teacher"
-    shutil.copytree(teacher, own)
-    model = LlamaForCausalLM.from_pretrained(own)
+def test_a_teacher_with_fewer_rows_or_other_tokens_is_refused(
+    megatrain, distilling, teacher, tmp_path
+):
+    own = shutil.copytree(teacher, tmp_path / "teacher")
+    file, model = distilling(teacher=str(own)), LlamaForCausalLM.from_pretrained(own)
     rows = model.config.vocab_size
     model.resize_token_embeddings(rows - 3)
     model.save_pretrained(own)
     said = f"{own} has {rows - 3} rows, and its tokenizer's tokens, which the trained model has too"
-    megatrain.refused(f"{said}, need {rows};", "train", distilling(teacher=str(own)))
+    megatrain.refused(f"{said}, need {rows};", "train", file)
+    tokenizer = AutoTokenizer.from_pretrained(own)
+    tokenizer.add_tokens(["<other>"])
+    tokenizer.save_pretrained(own)
+    megatrain.refused("another vocabulary than the model that is trained", "train", file)
+    for path in list(tokenizer_files(own)):
+        path.unlink()
+    megatrain.refused("no tokenizer in this folder: copy its", "train", file)
     assert not (tmp_path / "run").exists()
 
 

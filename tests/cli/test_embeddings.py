@@ -50,9 +50,8 @@ def test_embeddings_are_learnt_exactly_and_their_folder_loads(
     assert [each["path"] for each in modules] == ["", "1_Pooling", "2_Normalize"]
     pooled = json.loads((folder / "1_Pooling" / "config.json").read_text())
     assert pooled["pooling_mode_lasttoken" if pooling == "last" else "pooling_mode_mean_tokens"]
-    assert (
-        AutoModel.from_pretrained(folder).config.hidden_size == pooled["word_embedding_dimension"]
-    )
+    width = AutoModel.from_pretrained(folder).config.hidden_size
+    assert pooled["word_embedding_dimension"] == width
     megatrain.done("export", tmp_path / "run", tmp_path / "out", "--dtype", "bfloat16")
     assert (tmp_path / "out" / "1_Pooling" / "config.json").exists()
     assert "texts" in megatrain.done("data", file).output

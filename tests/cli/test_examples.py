@@ -36,42 +36,33 @@ def written(folder, rows):
     return write_jsonl(folder / "train.jsonl", rows)
 
 
-def talks():
-    return [{"messages": talk(f"What is {n} + 30?", f"It is {n + 30}.")} for n in range(24)]
+TALKS = [{"messages": talk(f"What is {n} + 30?", f"It is {n + 30}.")} for n in range(24)]
+PAIRS = [
+    {"prompt": f"What is {n}?", "chosen": f" It is {n}.", "rejected": f" No {n * 7} idea"}
+    for n in range(24)
+]
 
 
-def trained(megatrain, name, model, data):
+@pytest.mark.parametrize(
+    ("name", "rows"), [("lora", TALKS), ("qwen2.5-7b-chat", TALKS), ("dpo", PAIRS)]
+)
+def test_an_example_is_learnt(megatrain, model, tmp_path, name, rows):
+    data = written(tmp_path / "data", rows)
     given = {"model__path": str(model), "data__path": str(data)} | SMALL
-    megatrain.done("train", EXAMPLES / name, *sets(**given))
-    return records(Path("run"))
-
-
-@pytest.mark.parametrize("name", ["lora.yaml", "qwen2.5-7b-chat.yaml"])
-def test_conversations_are_learnt(megatrain, model, tmp_path, name):
-    steps = trained(megatrain, name, model, written(tmp_path / "data", talks()))
+    megatrain.done("train", EXAMPLES / f"{name}.yaml", *sets(**given))
+    steps = records(Path("run"))
     losses = [record["loss"] for record in steps if "loss" in record]
     assert len(losses) == 3 and losses[-1] < losses[0]
-    file = "adapter_model.safetensors" if name == "lora.yaml" else "model.safetensors"
+    file = "adapter_model.safetensors" if name == "lora" else "model.safetensors"
     assert load_file(Path("run/model") / file)
-
-
-def test_preferences_are_learnt(megatrain, model, tmp_path):
-    pairs = [
-        {"prompt": f"What is {n}?", "chosen": f" It is {n}.", "rejected": f" No {n * 7} idea"}
-        for n in range(24)
-    ]
-    steps = trained(megatrain, "dpo.yaml", model, written(tmp_path / "data", pairs))
-    told = [record for record in steps if "rewards/margins" in record]
-    assert told[0]["rewards/margins"] == pytest.approx(0, abs=1e-5) and len(told) == 3
-    assert told[-1]["rewards/margins"] > 0
-    assert any("eval_rewards/accuracies" in record for record in steps)
+    assert any("eval_rewards/accuracies" in record for record in steps) == (name == "dpo")
 
 
 @pytest.mark.exhaustive
 def test_a_script_of_trl_trains(model, tmp_path, monkeypatch):
     pytest.importorskip("trl")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    data = written(tmp_path / "data", talks()).parent
+    data = written(tmp_path / "data", TALKS).parent
     options = ["--model", model, "--data", data, "--out", tmp_path / "out", "--steps", 2, "--cpu"]
     monkeypatch.setattr(sys, "argv", ["trl_trainer.py", *map(str, options), "--length", "128"])
     runpy.run_path(str(EXAMPLES / "trl_trainer.py"), run_name="__main__")

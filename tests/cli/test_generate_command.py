@@ -36,8 +36,8 @@ def test_prompts_of_options_and_files_are_continued_together(megatrain, trained,
         assert megatrain("generate", folder, *asked, *OPTIONS).exit_code == 0
         rows = [json.loads(line) for line in out.read_text().splitlines()]
         assert [row["prompt"] + row["completion"] for row in rows] == wanted
-        before, again = out.read_bytes(), megatrain("generate", folder, *asked, *OPTIONS)
-        assert again.exit_code == 2 and f"{name}.out: holds something already" in again.stderr
+        before, told = out.read_bytes(), f"{name}.out: holds something already"
+        megatrain.refused(told, "generate", folder, *asked, *OPTIONS)
         assert out.read_bytes() == before
 
 
@@ -134,13 +134,9 @@ def test_it_can_be_talked_to(talker, tmp_path):
 
 
 def test_another_end_token_ends_texts_and_is_written(megatrain, run_file, tmp_path, base):
-    chosen = {"model__config": None, "model__tokenizer": None, "model__path": str(base)}
-    chosen |= {"training__steps": 1, "training__eval_every": None}
-    megatrain.done("train", run_file, *sets(**chosen, model__eos_token="<|turn|>"))
-    model = tmp_path / "run" / "model"
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    assert tokenizer.eos_token == "<|turn|>"
-    assert GenerationConfig.from_pretrained(model).eos_token_id[0] == tokenizer.eos_token_id
-    chosen |= {"model__eos_token": "<|turm|>", "output__folder": str(tmp_path / "other")}
-    told = "model.eos_token: no token '<|turm|>'; did you mean '<|turn|>'?"
-    megatrain.refused(told, "train", run_file, *sets(**chosen))
+    model = {"path": str(base), "eos_token": "<|turn|>"}
+    short = {"training__steps": 1, "training__eval_every": None}
+    megatrain.done("train", run_file, *sets(model=model, **short))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    ends = GenerationConfig.from_pretrained(tmp_path / "run" / "model").eos_token_id
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|turn|>", ends[0])

@@ -15,7 +15,6 @@ import pytest
 import torch
 import transformers
 import trl
-import yaml
 from PIL import Image
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -25,7 +24,7 @@ from megatrain.compat.transformers import types_tokens
 from megatrain.data import ImageProcessor, PackedDataset, open_dataset
 from megatrain.report import write_report
 from megatrain.train.sharing import with_own_images
-from tests.cli.cases import records, sets
+from tests.cli.cases import records, sets, write_run_file
 from tests.cli.test_ranks import assert_same_run, run_of
 from tests.families.plain import train_in_place
 from tests.inside import answering
@@ -168,18 +167,18 @@ def conversations(folder):
 
 
 def write_run(folder, model, tower, **training):
-    rows = write_jsonl(folder / "rows.jsonl", [row for row, _ in conversations(folder)])
-    tree = {
-        "model": {"path": str(model), "freeze": [tower]},
-        "data": {"path": str(rows), "sequence_length": 224, "packing": False},
-        "optimizer": {"lr": LR, "betas": [0.9, 0.95], "weight_decay": 0.0},
-        "training": {"steps": 4, "batch_size": 7, "micro_batch_size": 3} | training,
-        "schedule": {"name": "constant"},
-        "engine": {"precision": "fp32", "device": "cpu"},
-        "output": {"folder": str(folder / "run")},
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
-    return folder / "run.yaml"
+    rows = folder / "rows.jsonl"
+    file = write_run_file(
+        folder,
+        model,
+        model={"path": str(model), "freeze": [tower]},
+        data={"path": str(rows), "sequence_length": 224, "packing": False},
+        optimizer={"lr": LR, "betas": [0.9, 0.95], "weight_decay": 0.0},
+        training={"steps": 4, "batch_size": 7, "micro_batch_size": 3} | training,
+        schedule={"name": "constant"},
+    )
+    write_jsonl(rows, [row for row, _ in conversations(folder)])
+    return file
 
 
 def steps(folder):
@@ -258,22 +257,20 @@ def cut_off(path):
     path.write_bytes(path.read_bytes()[:900])
 
 
-def bomb(path):
-    Image.new("1", (10_000, 10_000)).save(path)
-
-
-def address(path):
-    return "https://example.org/a.png"
-
-
 WRONG = {
     "missing": (lambda path: None, "a.png: cannot be read: No such file"),
     "cut off": (cut_off, "a.png: not a whole image: .*truncated"),
     "of something else": (lambda path: path.write_text("a") and None, "a.png: not a whole image"),
     "moving": (gif, "a.gif: it has several frames"),
-    "huge": (bomb, "a.png: it has more than 89,478,485 pixels"),
+    "huge": (
+        lambda path: Image.new("1", (10_000, 10_000)).save(path),
+        "a.png: it has more than 89,478,485 pixels",
+    ),
     "a pipe": (lambda path: os.mkfifo(path), "a.png: not a plain file"),
-    "an address": (address, "is an address: fetch it, and name the file"),
+    "an address": (
+        lambda path: "https://example.org/a.png",
+        "is an address: fetch it, and name the file",
+    ),
     "broken base64": (lambda path: "data:image/png;base64,a!", "is not base64"),
     "without a place": (lambda path: 3, "must be a path, a data: address or bytes, not int"),
 }
@@ -348,8 +345,8 @@ def test_plans_count_the_encoder_of_images(megatrain, model):
     problems = {"9": "write 9 like 1024x768", "9x123456": "99999 at most"}
     problems["8x8"] = "the images of a row take 4 tokens"
     for image, problem in problems.items():
-        result = megatrain("plan", *options, "--image", image, "--sequence-length", 2)
-        assert result.exit_code == 2 and problem in result.output
+        size = ["--image", image, "--sequence-length", 2]
+        megatrain.refused(problem, "plan", *options, *size)
 
 
 @pytest.mark.parametrize("typed", [True, False, None])
@@ -486,11 +483,9 @@ def test_a_teacher_sees_the_pictures(megatrain, model, tmp_path):
     settings = json.loads((other / "processor_config.json").read_text())
     (other / "processor_config.json").write_text(json.dumps(settings | {"extra": 1}))
     keys |= {"loss__teacher": str(other), "output__folder": str(tmp_path / "second")}
-    result = megatrain("train", file, *sets(**keys))
-    assert result.exit_code == 2 and "another processor of images" in result.output
+    megatrain.refused("another processor of images", "train", file, *sets(**keys))
     (other / "processor_config.json").unlink()
-    result = megatrain("train", file, *sets(**keys))
-    assert result.exit_code == 2 and "has no processor of images; add" in result.output
+    megatrain.refused("has no processor of images; add", "train", file, *sets(**keys))
 
 
 def test_rows_that_would_be_cut_through_an_image_are_left_out(megatrain, model, tmp_path):

@@ -60,18 +60,6 @@ def test_a_run_that_takes_the_cpu_says_so(megatrain, run_file, caplog, device):
     )
 
 
-def test_a_mistake_in_the_data(megatrain, run_file, tmp_path):
-    (tmp_path / "bad.jsonl").write_text("version https://git-lfs.github.com/spec/v1\noid a\n")
-    data = f"data.path={tmp_path / 'bad.jsonl'}"
-    megatrain.refused("a pointer of Git LFS", "train", run_file, "--set", data)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_finished_run_is_never_overwritten(megatrain, run_file, tmp_path):
-    (tmp_path / "run" / "model").mkdir(parents=True)
-    assert_refused(megatrain("train", run_file), "is not empty; choose another folder")
-
-
 def test_a_model_larger_than_the_host_does_not_fit(megatrain, run_file, tmp_path, monkeypatch):
     answering(monkeypatch, cpu, host_available_bytes=1 << 12)
     result = megatrain("train", run_file)
@@ -146,16 +134,13 @@ def noted(name):
 
 
 PAIRS = {"chosen": "the cat sat", "rejected": "a dog ran"}
-DPO, GRPO = (
-    {"name": "dpo"},
-    {"name": "grpo", "beta": 0.1, "num_generations": 2, "max_completion_length": 8},
-)
+GRPO = {"name": "grpo", "beta": 0.1, "num_generations": 2, "max_completion_length": 8}
 
 
 @pytest.mark.parametrize(
     ("loss", "row", "broken", "number"),
     [
-        (DPO, PAIRS, (second_model, "logprobs"), 1),
+        ({"name": "dpo"}, PAIRS, (second_model, "logprobs"), 1),
         (GRPO, {"prompt": "the cat"}, (setup, "Rollouts"), 2),
     ],
     ids=["pass of the reference", "rollouts"],
@@ -171,10 +156,8 @@ def test_what_fails_leaves_no_engine_open(
     if loss["name"] == "grpo":
         chosen["rollout"] = {"rewards": ["rewards.py:none"]}
     change_run(run_file, model={"path": str(base)}, loss=loss, **chosen)
-    fails, refused = (
-        patch.object(*broken, side_effect=InputError("broken")),
-        pytest.raises(InputError, match="broken"),
-    )
+    fails = patch.object(*broken, side_effect=InputError("broken"))
+    refused = pytest.raises(InputError, match="broken")
     with noted("__init__") as opened, noted("close") as closed, fails, refused:
         setup.prepare(load(run_file))
     engines = [{call.args[0] for call in calls.mock_calls} for calls in (opened, closed)]

@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from contextlib import contextmanager
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -151,19 +150,18 @@ def test_a_rank_with_other_rows_is_heard_by_all(run_file, tmp_path):
         other.write_text("".join(rows[::-1] if rank else rows))
         unheld = ("data.eval_fraction=0", "training.eval_every=null")
         differing = run_of(run_file, "differing", *unheld)
+
+        def opened(given, **options):
+            return open_dataset(str(other), **options)
+
         with (
             pytest.raises(RunFailed, match="step 1: .*rank 1 has another checksum of the step's"),
-            mock.patch("megatrain.train.resolve.open_dataset", partial(opened, other)),
+            mock.patch("megatrain.train.resolve.open_dataset", opened),
         ):
             differing(group)
 
     os.chdir(tmp_path)
     run_ranks(2, tmp_path, work)
-
-
-def opened(path, given, **options):
-    """The data of another file than the given one."""
-    return open_dataset(str(path), **options)
 
 
 def test_every_micro_batch_is_one_ranks_own():

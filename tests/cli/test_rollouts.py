@@ -24,7 +24,6 @@ from tests.sweeps import few
 from tests.unit.data_cases import write_jsonl
 
 PLANTED = table(__file__, "planted.yaml")
-NOTE = PLANTED["note"]
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def rollout_file(run_file, base, tmp_path):
             for number, text in enumerate(texts)
         ]
         data = write_jsonl(tmp_path / "prompts.jsonl", rows)
-        (tmp_path / "rewards.py").write_text(PLANTED["rewards"])
+        (tmp_path / "rewards.py").write_text(PLANTED["rewards"] + PLANTED["note"])
         return change_run(
             run_file,
             model={"path": str(base)},
@@ -54,6 +53,11 @@ def rollout_file(run_file, base, tmp_path):
     return made
 
 
+def noted(folder):
+    """Prompts and replies that the reward `note` was given, each time."""
+    return [json.loads(line) for line in (folder / "noted").read_text().splitlines()]
+
+
 LOSSES = {
     "grpo": {"name": "grpo", "beta": 0.04, "num_iterations": 2},
     "masked": {"name": "grpo", "mask_truncated_completions": True},
@@ -65,15 +69,13 @@ def test_prompts_of_text_stop_at_the_same_tokens_once_the_run_is_resumed(
 ):
     """A checkpoint's generation settings know the end of a turn, and those of the base do not."""
     file = rollout_file(LOSSES["masked"], ("short", "note"))
-    with (tmp_path / "rewards.py").open("a") as module:
-        module.write(NOTE)
     turn = load_tokenizer(str(base)).convert_tokens_to_ids("<|turn|>")
     rows = [{"prompt": f"the cat {n}", "answer": "the"} for n in range(20)]
     write_jsonl(tmp_path / "prompts.jsonl", rows)
     megatrain.resumed(file, 4, 2, *sets(loss__num_generations=24, optimizer__lr=0.03))
-    noted = [json.loads(line)[1] for line in (tmp_path / "noted").read_text().splitlines()]
-    assert noted[:4] == noted[4:]
-    assert any(reply[-1] == turn for replies in noted for reply in replies)
+    replies = [of_step for _, of_step in noted(tmp_path)]
+    assert replies[:4] == replies[4:]
+    assert any(reply[-1] == turn for of_step in replies for reply in of_step)
 
 
 @pytest.mark.parametrize("loss", few(LOSSES.values()), ids=LOSSES)
@@ -106,11 +108,9 @@ def test_a_step_is_that_of_plain_torch_with_the_same_replies(
     """Replies of several lengths: prompts are learnt by none, each has its own advantage."""
     file = rollout_file({"name": "grpo"}, ["note", "short", "even"], weights=[1, 2, 3],
                         temperature=0.6)  # fmt: skip
-    with (tmp_path / "rewards.py").open("a") as module:
-        module.write(NOTE)
     plain = {"optimizer": {"name": "sgd", "lr": 1.0, "momentum": 0}, "training__steps": 1}
     megatrain.done("train", file, *sets(**plain, training__max_grad_norm=None))
-    prompts, replies = json.loads((tmp_path / "noted").read_text())
+    [(prompts, replies)] = noted(tmp_path)
     assert len({len(ids) for ids in replies}) > 1
     opened = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
     tokenizer, model = load_tokenizer(str(base)), opened(base)
@@ -179,9 +179,8 @@ def test_held_out_prompts_are_rewarded(megatrain, rollout_file, tmp_path):
 
 def test_other_prompts_and_replies_come_each_step(megatrain, rollout_file, tmp_path):
     file = rollout_file({"name": "grpo"}, ["note"], temperature=0.7, top_k=40, batch_size=5)
-    (tmp_path / "rewards.py").write_text(NOTE)
     megatrain.done("train", file, *sets(training__steps=2))
-    steps = [json.loads(line) for line in (tmp_path / "noted").read_text().splitlines()]
+    steps = noted(tmp_path)
     for prompts, ids in steps:
         assert len(prompts) == len(ids) == 12
         groups = [prompts[at : at + 3] for at in range(0, 12, 3)]
@@ -190,19 +189,18 @@ def test_other_prompts_and_replies_come_each_step(megatrain, rollout_file, tmp_p
         assert len({tuple(each) for each in ids}) > 6
     again = sets(training__steps=1, data__kind="chat", output__folder=str(tmp_path / "chat"))
     megatrain.done("train", file, *again)
-    *_, (asked, _) = [json.loads(line) for line in (tmp_path / "noted").read_text().splitlines()]
+    *_, (asked, _) = noted(tmp_path)
     assert all(prompt[0]["role"] == "user" for prompt in asked)
     (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "the cat"}))
     one = {"data__path": str(tmp_path / "one.jsonl"), "training__batch_size": 1}
     still = {"optimizer__lr": 1e-12, "training__steps": 2, "training__micro_batch_size": 1}
     folder = {"output__folder": str(tmp_path / "one")}
     megatrain.done("train", file, *sets(**one, **still, **folder))
-    lines = (tmp_path / "noted").read_text().splitlines()[-2:]
-    (asked, first), (same, second) = map(json.loads, lines)
+    *_, (asked, first), (same, second) = noted(tmp_path)
     assert asked == same and first != second  # of one prompt, by one model
     other = {"output__folder": str(tmp_path / "other"), "training__seed": 1}
     megatrain.done("train", file, *sets(**one, **still | {"training__steps": 1} | other))
-    assert json.loads((tmp_path / "noted").read_text().splitlines()[-1])[1] not in (first, second)
+    assert noted(tmp_path)[-1][1] not in (first, second)
     assert not {str(p) for p in steps[0][0]} & {str(p) for p in steps[1][0]}
 
 
@@ -222,12 +220,10 @@ def test_replies_drawn_at_another_temperature_are_not_learnt_from(megatrain, rol
     file = rollout_file({"name": "grpo", "num_iterations": 2}, temperature=0.8)
     megatrain.done("train", file, *sets(training__steps=1))
     hot = sets(rollout__temperature=1.2)
-    result = megatrain("train", file, "--resume", *hot, *sets(training__steps=2))
-    assert result.exit_code == 2, result.output
-    said = " ".join(result.stderr.split())
-    assert "for another rollout.temperature (0.8, and now 1.2); set it back" in said
+    told = "for another rollout.temperature (0.8, and now 1.2); set it back"
+    megatrain.refused(told, "train", file, "--resume", *hot, *sets(training__steps=2))
     megatrain.done("train", file, "--resume", *sets(training__steps=2))
-    result = megatrain.done("train", file, "--resume", *hot, *sets(training__steps=3))
+    megatrain.done("train", file, "--resume", *hot, *sets(training__steps=3))
 
 
 IN_VAIN = {
@@ -259,9 +255,8 @@ DRAWS = {"temperature": 0.01}, {"top_p": 1e-6}, {"top_k": 1, "repetition_penalty
 def test_replies_are_drawn_as_the_run_file_says(megatrain, rollout_file, tmp_path, settings):
     """The likeliest token each time; of the last ones, none twice."""
     file = rollout_file({"name": "grpo"}, ["note"], **settings)
-    (tmp_path / "rewards.py").write_text(NOTE)
     megatrain.done("train", file, *sets(training__steps=1))
-    _, replies = json.loads((tmp_path / "noted").read_text())
+    [(_, replies)] = noted(tmp_path)
     assert all(replies[at] == replies[at - at % 3] for at in range(12))
     assert all(len({*reply}) == len(reply) for reply in replies) or "top_k" not in settings
 
@@ -300,14 +295,12 @@ HELD_OUT = ("data.eval_fraction=0.3", "training.eval_every=2", "rollout.batch_si
 def test_ranks_learn_from_the_replies_of_one(megatrain, rollout_file, tmp_path, loss, held):
     """Two stop between two steps of the same replies, three go on; one rank alone rewards."""
     file = rollout_file(loss, ("short", "note"))
-    with (tmp_path / "rewards.py").open("a") as module:
-        module.write(NOTE)
     held = (*held, "optimizer={name: sgd, lr: 0.1}")  # AdamW makes noise of sums visible
     one_rank(megatrain, file, *held)
-    noted = (tmp_path / "noted").read_text()
+    of_one = noted(tmp_path)
     (tmp_path / "noted").unlink()
     two_then_three(file, tmp_path, 0, *held)
-    assert (tmp_path / "noted").read_text() == noted != ""
+    assert noted(tmp_path) == of_one != []
     assert_same_run(tmp_path / "one", tmp_path / "several", least=1e-7)
     for mine, other in zip(records(tmp_path / "several"), records(tmp_path / "one"), strict=True):
         names = ("reward", "rewards/short/std", "completions/mean_length", "kl")

@@ -130,10 +130,8 @@ def test_the_notebook_s_cells_run(tmp_path, tokenizer_folder, monkeypatch):
             exec("".join(cell["source"]), names)
         if "parameters" in cell["metadata"].get("tags", ()):
             names |= {"MODEL": "tiny", "FOLDER": "run", "STEPS": 6}
-    assert (
-        names["outcome"].steps == 6
-        and sum("eval_loss" in record for record in names["records"]) == 6
-    )
+    assert names["outcome"].steps == 6
+    assert sum("eval_loss" in record for record in names["records"]) == 6
     assert (tmp_path / "run" / "tracking" / "tensorboard").is_dir()
     assert all(names["texts"])
 

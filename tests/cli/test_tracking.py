@@ -53,19 +53,13 @@ def test_a_tracker_that_does_not_start_is_refused_and_leaves_nothing(megatrain, 
     megatrain.done("train", run_file, *TENSORBOARD)
 
 
-def logged_twice(run_file, tmp_path, name):
-    """A run's tracker that logs step 1 and, resumed, step 2; the folder."""
-    loaded = config.load(run_file, [f"tracking.to={name}"])
+def test_mlflow_goes_on_in_the_same_run(run_file, tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    loaded, folder = config.load(run_file, ["tracking.to=mlflow"]), tmp_path / "tracking"
     for first in (0, 1):
         started = Trackers(loaded, tmp_path, first)
         started.log({"step": first + 1, "loss": 3.0 - first, "mfu": None})
         started.close()
-    return tmp_path / "tracking"
-
-
-def test_mlflow_goes_on_in_the_same_run(run_file, tmp_path):
-    mlflow = pytest.importorskip("mlflow")
-    folder = logged_twice(run_file, tmp_path, "mlflow")
     client = mlflow.MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
     run = json.loads((folder / "runs.json").read_text())["mlflow"]
     history = client.get_metric_history(run, "train/loss")
