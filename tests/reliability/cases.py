@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,11 +42,6 @@ class Run:
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
-
-    def signal_if_there(self, number: signal.Signals) -> None:
-        """Send a signal to a process that may have ended (its id is its own until `wait`)."""
-        with suppress(ProcessLookupError):
-            self.send(number)
 
     def wait(self) -> int:
         """Its exit code, or the negative number of the signal that ended it."""

@@ -1,21 +1,15 @@
 """Runs in processes of their own."""
 
 import pytest
-from typer.testing import CliRunner
 
-from megatrain.cli.app import app
-from tests.cli.cases import leave_out
+from tests.cli.cases import trained_in_short
 from tests.reliability.cases import start_run, toy_run
 
 
 @pytest.fixture(scope="session", autouse=True)
 def warm(tmp_path_factory, tokenizer_folder):
     """A run in this process: forks have what libraries import and compute once, a fifth of each."""
-    run = toy_run(tmp_path_factory.mktemp("warm"), tokenizer_folder, training__steps=1)
-    with pytest.MonkeyPatch.context() as patch:
-        leave_out(patch.setattr)
-        result = CliRunner().invoke(app, ["train", str(run)])
-    assert result.exit_code == 0, result.output
+    trained_in_short(toy_run(tmp_path_factory.mktemp("warm"), tokenizer_folder, training__steps=1))
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ from megatrain.train.resume import RunState, check_config, cut_metrics
 from megatrain.train.steps import BadSteps
 from tests.cli.cases import SENTENCES, tiny_llama, write_run_file
 from tests.reliability.mutations import changed, spoilt
+from tests.unit.data_cases import write_jsonl
 
 MORE_BYTES = 3 << 30
 SECONDS = 20
@@ -101,18 +102,29 @@ def readers(folder: Path) -> dict[str, Reader]:
     }
 
 
-def _run_file(folder: Path, valid: Path) -> Reader:
-    path = folder / "fuzzed.yaml"
-    tree = load(valid).model_dump(mode="json")
+def _of_file(path: Path, inputs: Any, read: Callable[[], object]) -> Reader:
+    """What reads the file at `path`, which is valid; inputs are variants of a tree unless given."""
+    valid = path.read_bytes()
 
-    def read(data: bytes) -> None:
+    def each(data: bytes) -> None:
         path.write_bytes(data)
+        read()
+
+    given = isinstance(inputs, st.SearchStrategy)
+    return Reader(valid, inputs if given else variants(valid, inputs), each)
+
+
+def _run_file(folder: Path, valid: Path) -> Reader:
+    path = Path(shutil.copy(valid, folder / "fuzzed.yaml"))
+
+    def read() -> None:
+        text = path.read_bytes()[:200].decode(errors="replace")
         with contextlib.suppress(MegatrainError):
-            load(valid, [data[:200].decode(errors="replace")])
-            load(valid, ["data.path=" + data[:200].decode(errors="replace")])
+            load(valid, [text])
+            load(valid, ["data.path=" + text])
         load(path)
 
-    return Reader(valid.read_bytes(), variants(valid.read_bytes(), tree), read)
+    return _of_file(path, load(valid).model_dump(mode="json"), read)
 
 
 def _manifest(folder: Path) -> Reader:
@@ -120,15 +132,9 @@ def _manifest(folder: Path) -> Reader:
     saved = folder / "checkpoint"
     with Engine(config, optimizer=AdamW(), precision="fp32", device="cpu") as engine:
         engine.save(saved, extra={"step": 1})
-    path = saved / "manifest.json"
-    valid = path.read_bytes()
-
-    def read(data: bytes) -> None:
-        path.write_bytes(data)
-        open_checkpoint(saved)
-        path.write_bytes(valid)
-
-    return Reader(valid, variants(valid) | changed(json.loads(valid)).map(_signed), read)
+    valid = (saved / "manifest.json").read_bytes()
+    inputs = variants(valid) | changed(json.loads(valid)).map(_signed)
+    return _of_file(saved / "manifest.json", inputs, lambda: open_checkpoint(saved))
 
 
 def _signed(data: bytes) -> bytes:
@@ -174,12 +180,8 @@ def _shard(folder: Path) -> Reader:
     def shard(text: bytes) -> bytes:
         return len(text).to_bytes(8, "little") + text + data
 
-    def read(data: bytes) -> None:
-        path.write_bytes(data)
-        for stored in stored_tensors(shards).values():
-            stored.read()
-
-    return Reader(valid, spoilt(valid) | changed(header).map(shard), read)
+    inputs = spoilt(valid) | changed(header).map(shard)
+    return _of_file(path, inputs, lambda: [s.read() for s in stored_tensors(shards).values()])
 
 
 def _index(folder: Path) -> Reader:
@@ -189,13 +191,9 @@ def _index(folder: Path) -> Reader:
     save_file({"b": torch.ones(2, 3)}, shards / "two.safetensors")
     os.symlink("/etc/passwd", shards / "x")
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}, "metadata": {}}
-
-    def read(data: bytes) -> None:
-        (shards / "model.safetensors.index.json").write_bytes(data)
-        stored_tensors(shards)
-
-    valid = json.dumps(index).encode()
-    return Reader(valid, variants(valid, index), read)
+    path = shards / "model.safetensors.index.json"
+    path.write_text(json.dumps(index))
+    return _of_file(path, index, lambda: stored_tensors(shards))
 
 
 def _rows(folder: Path, tokenizer: Path, kind: Any) -> Reader:
@@ -223,10 +221,8 @@ def _files(folder: Path, tokenizer: Path, name: str) -> Reader:
     said += [("human", "a dog"), ("gpt", "the mat")]
     row: dict[str, Any] = {"conversations": [{"from": who, "value": text} for who, text in said]}
     row |= {"system": "the", "tools": '[{"name": "a"}]', "id": 1}
-    valid, read = (
-        json.dumps([row, row]).encode(),
-        _reading(folder / name, tokenizer, template, sequence_length=256),
-    )
+    valid = json.dumps([row, row]).encode()
+    read = _reading(folder / name, tokenizer, template, sequence_length=256)
     if name.endswith(".csv"):
         valid = b'question,answer,id\nthe cat,"a ""dog"", ran",1\nthe mat,sat,2\n'
     return Reader(valid, variants(valid, None if name.endswith(".csv") else [row]), read)
@@ -252,40 +248,29 @@ def _model_config(folder: Path) -> Reader:
     model = folder / "model-config"
     AutoConfig.for_model(**tiny_llama(vocab_size=64)).save_pretrained(model)
     path = model / "config.json"
-
-    def read(data: bytes) -> None:
-        path.write_bytes(data)
-        empty_model(load_config(model))
-
-    valid = path.read_bytes()
-    return Reader(valid, variants(valid, json.loads(valid)), read)
+    tree = json.loads(path.read_text())
+    return _of_file(path, tree, lambda: empty_model(load_config(model)))
 
 
 def _tokenizer(folder: Path, whole: Path) -> Reader:
-    copy = folder / "tokenizer-copy"
-    shutil.copytree(whole, copy)
+    copy = shutil.copytree(whole, folder / "tokenizer-copy")
     path, text = copy / "tokenizer.json", folder / "corpus.txt"
     tree = json.loads(path.read_text())
     tree["model"] |= {"vocab": {"t": 0, "h": 1, "<|endoftext|>": 2}, "merges": []}
+    path.write_text(json.dumps(tree))
 
-    def read(data: bytes) -> None:
-        path.write_bytes(data)
+    def read() -> None:
         examples = Examples(find_files(text, "text"), Reading("text", {}), "stop")
         list(Encoder(load_tokenizer(copy), None).documents(examples))
 
-    valid = json.dumps(tree).encode()
-    return Reader(valid, variants(valid, tree), read)
+    return _of_file(path, tree, read)
 
 
 def _metrics(folder: Path) -> Reader:
     path = folder / "metrics.jsonl"
-    lines = b'{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.25}\n{"step": 2, "eval_loss": 2.0}\n'
-
-    def read(data: bytes) -> None:
-        path.write_bytes(data)
-        cut_metrics(path, 1)
-
-    return Reader(lines, variants(lines, [{"step": 1, "loss": 2.5}]), read)
+    lines = ({"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}, {"step": 2, "eval_loss": 2.0})
+    write_jsonl(path, [*lines])
+    return _of_file(path, [lines[0]], lambda: cut_metrics(path, 1))
 
 
 def limit_memory() -> None:

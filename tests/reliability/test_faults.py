@@ -14,7 +14,7 @@ import pytest
 from megatrain.checkpoint import verify
 from tests.cli.cases import records, sets
 from tests.refusals import table
-from tests.reliability.cases import AT_STEP, PLANTED, logged, model_bytes, start_run, toy_run
+from tests.reliability.cases import AT_STEP, PLANTED, logged, model_bytes, start_run
 from tests.sweeps import few
 
 SLOW = pytest.mark.exhaustive
@@ -187,12 +187,6 @@ def test_steps_that_are_not_finite_are_left_out_if_wanted(start, run):
     assert kept.extra["step"] == 10 and kept.settings.steps == 7
 
 
-def test_a_run_that_only_leaves_out_ends(start, run):
-    skip = sets(training__on_nonfinite="skip", training__max_skips=2)
-    process = start(poisoned_in([3, 4, 5, 6]), *skip)
-    failed_with(process, 4, "step 5: 3 bad steps in a row (training.max_skips is 2)")
-
-
 @SLOW
 def test_a_spike_is_left_out(start, run):
     """The limit follows from the norms before, which a resumed run remembers."""
@@ -209,31 +203,8 @@ def test_a_spike_is_left_out(start, run):
     assert logged(run.parent / "run") == whole
 
 
-@pytest.fixture
-def spilled(tmp_path):
-    """Options that put all moments on a disk."""
-    (tmp_path / "disk").mkdir()
-    placement = {"slots": 1, "disk_moments": 9, "disk_remainder": 2, "disk_weights": 9}
-    return sets(engine__disk=str(tmp_path / "disk"), engine__placement=placement)
-
-
-def test_a_disk_without_room_is_told_before_anything_is_written(start, spilled, run):
+def test_a_disk_without_room_is_told_before_anything_is_written(start, run, tmp_path):
     fault = PLANTED["failing"].format(code="ENOSPC") + "\nos.posix_fallocate = fail"
+    spilled = sets(engine__disk=str(tmp_path), engine__placement={"slots": 1, "disk_moments": 9})
     failed_with(start(fault, *spilled), 3, "no room for planes on this disk", "No space left")
     assert not (run.parent / "run" / "checkpoints").exists()
-
-
-@pytest.mark.exhaustive
-def test_a_kill_leaves_nothing_and_two_runs_share_a_folder(
-    start, goes_on, spilled, whole, tokenizer_folder, tmp_path
-):
-    at = "\nimport time\nat = lambda step: step == 5 and time.sleep(60)"
-    first = start(AT_STEP + at, *spilled)
-    first.until("step 4/8")
-    other = toy_run(tmp_path / "other", tokenizer_folder, **CHOICES)
-    start_run("train", other, *spilled, log=tmp_path / "log-other").finish()
-    assert model_bytes(tmp_path / "other" / "run") == model_bytes(whole)
-    first.send(signal.SIGKILL)
-    first.wait()
-    assert os.listdir(tmp_path / "disk") == []
-    goes_on()

@@ -7,7 +7,7 @@ import torch
 from transformers import get_scheduler
 
 from tests.checkpoint.cases import flip
-from tests.cli.cases import records, sets, write_rows
+from tests.cli.cases import sets, write_rows
 from tests.refusals import table
 from tests.reliability.cases import checkpoint_steps, logged, model_bytes, start_run, toy_run
 from tests.sweeps import few
@@ -109,21 +109,6 @@ def test_what_may_not_change_is_refused_by_name(cut, name):
     assert run.wait() == 2
     assert name in run.output
     assert (cut / "run" / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_finished_run_can_be_made_longer(whole, tmp_path, tokenizer_folder):
-    """With a schedule that does not depend on the length, it is the longer run."""
-    runs = []
-    for steps in ((5,), (3, 5)):
-        folder = tmp_path / f"{len(steps)}"
-        run = toy_run(folder, tokenizer_folder, schedule__name="constant_with_warmup")
-        for number in steps:
-            arguments = ["train", run, "--resume", *sets(training__steps=number)]
-            out = start_run(*arguments, log=folder / "log").finish()
-        runs.append(folder / "run")
-    assert "going on after step 3" in out
-    assert model_bytes(runs[0]) == model_bytes(runs[1])
-    assert [record["step"] for record in records(runs[1], "loss")] == [*range(1, 6)]
 
 
 def test_a_run_goes_on_without_the_model_that_it_began_from(whole, tmp_path, tokenizer_folder):
