@@ -85,7 +85,7 @@ def pairs(loss):
 
 
 def train(group, model, loss=CROSS_ENTROPY, batches=None, **options):
-    """What training leaves, and says, each tile that is on a disk in several pieces."""
+    """The numbers that training leaves and says, each tile that is on a disk in several pieces."""
     with (
         mock.patch.object(disk, "PIECE", BLOCK // 2),
         make_engine(model, group=group, **options) as engine,
@@ -323,7 +323,7 @@ def test_what_ranks_do_otherwise_is_refused_by_all(tmp_path):
         refused(InputError, words, make_engine, adapter, group=group)
         engine = make_engine(llama(), group=group)
         before = masters(engine)
-        for call, words in bad_calls(engine, step, rank).values():
+        for call, words in bad_calls(engine, step, rank):
             refused(InputError, words, call)
         good = part_of(step, group)
         refused(StepRefused, "above 0", lambda: engine.step(good, norm_limit=0.0))
@@ -361,19 +361,13 @@ def bad_calls(engine, step, rank):
         finally:
             group["lr"] = kept
 
-    return {
-        "tokens": (lambda: engine.step(broken), "outside the model's vocabulary"),
-        "nothing": (lambda: engine.step(own[: 1 - rank]), "at least one micro-batch"),
-        "schedule": (scheduled, "another settings of the optimizer"),
-        "loss": (
-            lambda: engine.step(own, LabelSmoothing(0.1 + rank / 10)),
-            "rank 1 has another loss",
-        ),
-        "calls": (
-            lambda: engine.evaluate(own) if rank else engine.step(own),
-            "rank 1 has another call",
-        ),
-    }
+    return [
+        (lambda: engine.step(broken), "outside the model's vocabulary"),
+        (lambda: engine.step(own[: 1 - rank]), "at least one micro-batch"),
+        (scheduled, "another settings of the optimizer"),
+        (lambda: engine.step(own, LabelSmoothing(0.1 + rank / 10)), "rank 1 has another loss"),
+        (lambda: engine.evaluate(own) if rank else engine.step(own), "rank 1 has another call"),
+    ]
 
 
 def test_formats_of_weights_read_alike_in_every_process():
