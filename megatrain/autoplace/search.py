@@ -60,14 +60,17 @@ def fastest(
     """
     first, *others = machine.splits()
     fitting = []
-    for split in others:
-        with suppress(DoesNotFit):
+    for split in (*others, first):
+        try:
             fitting.append(_fastest(forecasts, split, workload, thorough=thorough))
-    try:
-        fitting.append(_fastest(forecasts, first, workload, thorough=thorough))
-    except DoesNotFit:
-        if not fitting:
-            raise
+        except DoesNotFit:
+            if not machine.one_memory:
+                raise
+    if not fitting:  # unless it fits with a part of the memory between these
+        needed = least(forecasts, machine, workload)
+        if needed.machine.both_bytes > machine.both_bytes:
+            raise DoesNotFit(lacking(machine, needed.machine))
+        fitting = [needed]
     best = min(fitting, key=lambda frame: frame.seconds)
     if not thorough or workload.ranks > 1:
         return best
@@ -87,14 +90,31 @@ def _fastest(
     for spilled in spills[first : first + _SPILLS_TRIED]:
         with suppress(DoesNotFit):
             return search(spilled).best()
-    needed = least(forecasts, machine, workload)
+    needed = _least(forecasts, machine, workload)
     if Budget(machine).fits(needed):
         return needed
     raise DoesNotFit(lacking(machine, needed.machine))
 
 
 def least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> Forecast:
-    """The forecast that lacks least memory; where the host lacks some, all is on the disk."""
+    """The forecast that lacks least memory; where the host lacks some, all is on the disk.
+
+    Its machine has enough; of one memory, no more than that.
+    """
+    if machine.one_memory:
+        ways = [_least_of_both(forecasts, split, workload) for split in machine.splits()]
+        return min(ways, key=lambda frame: frame.machine.both_bytes)
+    return _least(forecasts, machine, workload)
+
+
+def _least_of_both(forecasts: ForecastCache, split: Machine, workload: Workload) -> Forecast:
+    frame = _least(forecasts, split, workload)
+    none = Budget(replace(split, device_memory_bytes=1, host_memory_bytes=1))
+    needed = none.raised(frame.device_peak_bytes, frame.host_peak_bytes)
+    return replace(frame, machine=needed)
+
+
+def _least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> Forecast:
     *_, most = _spills(forecasts, machine, workload)
     forecast = Search(forecasts, machine, workload).least()
     if not most or forecast.machine.host_memory_bytes <= machine.host_memory_bytes:
@@ -413,12 +433,10 @@ def _best_spent(best: Forecast | None, spending: list[Spending], tried: int) -> 
 
 def lacking(machine: Machine, needed: Machine) -> str:
     """The memory that a machine lacks, beside the one that is needed, in one line."""
-    parts = []
-    for place in ("device", "host"):
-        least, most = (getattr(each, f"{place}_memory_bytes") for each in (needed, machine))
-        if least > most:
-            parts.append(
-                f"{size(least - most)} of {place} memory are missing ({size(least)} would do, "
-                f"{size(most)} are allowed)"
-            )
-    return " and ".join(parts)
+    least = needed.memories
+    return " and ".join(
+        f"{size(least[place] - most)} of {place} are missing ({size(least[place])} would do, "
+        f"{size(most)} are allowed)"
+        for place, most in machine.memories.items()
+        if least[place] > most
+    )

@@ -58,15 +58,11 @@ def run_plan(options: Options) -> None:
     """
     from megatrain.model.sizes import check_sequence_length
 
-    if (memory := options.get("memory")) is not None:
-        if not options["gpu"] or not named_gpu(options["gpu"]).shared:
-            raise InputError(
-                "--memory is of a GPU that shares the host's (--gpu GB10, 'Strix Halo', 'M4 Max'); "
-                "give --device-memory and --host-memory"
-            )
-        options = {**options, "device_memory": memory}
+    options = _of_one_memory(options)
     named, run = _opened(options)
     gpus = options["gpus"] or (1 if run is None else run.engine.devices)
+    if gpus > 1 and options["gpu"] and (gpu := named_gpu(options["gpu"])).shared:
+        raise InputError(f"{gpus} GPUs: {gpu.name} is the only one of its machine; plan with 1")
     workload = Workload() if run is None else _workload_of(run, gpus)
     total_tokens = options["total_tokens"]
     if total_tokens is not None and math.isnan(total_tokens):  # typer up to 0.26 lets it pass
@@ -109,6 +105,24 @@ def run_plan(options: Options) -> None:
         problem = f"model.path: {named.quantised}; {_UNQUANTISED}"
     if problem is not None:
         raise InputError(f"{problem} (it would fit; the plan is above)")
+
+
+def _of_one_memory(options: Options) -> Options:
+    """The options, with the one memory of a GPU that shares the host's as its own."""
+    gpu, memory = options["gpu"] and named_gpu(options["gpu"]), options.get("memory")
+    if not gpu or not gpu.shared:
+        if memory is None:
+            return options
+        raise InputError(
+            "--memory is of a GPU that shares the host's (--gpu GB10, 'Strix Halo', 'M4 Max'); "
+            "give --device-memory and --host-memory"
+        )
+    with explained("--memory", of=ValueError):
+        memory = None if memory is None else parse_bytes(memory)
+    for name in ("device-memory", "host-memory"):
+        if options[name.replace("-", "_")] is not None:
+            raise InputError(f"--{name}: {gpu.name} and the host have one memory; give --memory")
+    return {**options, "device_memory": memory}
 
 
 def _opened(options: Options) -> "tuple[NamedModel, Config | None]":
@@ -399,8 +413,7 @@ def _memory(plan: Plan) -> list[str]:
         named = ", ".join(f"{part} {gib(taken)}" for part, taken in largest if taken >= GIB / 20)
         of = gib(limit)
         if machine.one_memory:
-            both = machine.device_memory_bytes + machine.host_memory_bytes
-            of = f"{gib(both)} that device and host share,"
+            of = f"{gib(machine.both_bytes)} that device and host share,"
         share = f"{gib(sum(parts.values()))} of {of} at the peak"
         lines.append(f"{place:<9}{share}: {named}")
         if place == "device" and forecast.device_held_bytes > forecast.device_peak_bytes:

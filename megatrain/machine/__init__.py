@@ -104,9 +104,21 @@ class Machine:
     one_memory: bool = False
     experts: float = 0.9
 
+    @property
+    def both_bytes(self) -> int:
+        """Memory of device and host together."""
+        return self.device_memory_bytes + self.host_memory_bytes
+
+    @property
+    def memories(self) -> dict[str, int]:
+        """Bytes of each memory, by a name for people."""
+        if self.one_memory:
+            return {"the one memory": self.both_bytes}
+        return {"device memory": self.device_memory_bytes, "host memory": self.host_memory_bytes}
+
     def splits(self) -> list["Machine"]:
         """This machine; one with one memory as if more and more of it were the host's."""
-        both = self.device_memory_bytes + self.host_memory_bytes
+        both = self.both_bytes
         parts = [both // share for share in _PROCESS_SHARES if self.one_memory]
         of_parts = [
             replace(self, device_memory_bytes=both - part, host_memory_bytes=part) for part in parts

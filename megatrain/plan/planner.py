@@ -88,13 +88,15 @@ class Plan:
 
     @property
     def missing_device_bytes(self) -> int:
-        lacking = self.forecast.machine.device_memory_bytes - self.machine.device_memory_bytes
-        return 0 if self.fits else lacking
+        """Of one memory, all that is missing."""
+        place = "both_bytes" if self.machine.one_memory else "device_memory_bytes"
+        needed, here = (getattr(each, place) for each in (self.forecast.machine, self.machine))
+        return 0 if self.fits else needed - here
 
     @property
     def missing_host_bytes(self) -> int:
         lacking = self.forecast.machine.host_memory_bytes - self.machine.host_memory_bytes
-        return 0 if self.fits else lacking
+        return 0 if self.fits or self.machine.one_memory else lacking
 
     @property
     def tokens_per_second(self) -> float:
@@ -150,6 +152,7 @@ def make_plan(
     if forecast is None:
         _log.log(PASSING, "it does not fit; looking for the least memory with which it would...")
         forecast = plans.least(machine, workload)
+        fits = machine.one_memory and forecast.machine.both_bytes <= machine.both_bytes
     tiles = tile_bytes(spec, forecast.placement, workload)
     disk = disk_use(tiles, forecast.seconds, forecast.placement.passes)
     if disk is not None and machine.disk_read_gbps is None:

@@ -23,7 +23,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, machine_for
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import AdamW
-from megatrain.telemetry.gpu import by_driver_name, known_gpus
+from megatrain.telemetry.gpu import KnownGpu, by_driver_name, known_gpus
 
 SHOWN = 3
 _TRIED = 2  # full plans of likely remedies; one that does not fit takes long
@@ -138,6 +138,10 @@ class Remedy:
         if (length := new.sequence_length) != old.sequence_length:
             yield f"take sequences of {length:,} tokens", {"data.sequence_length": length} | batch
         here, other = self.machine, self.forecast.machine
+        if here.one_memory and other.name == here.name:
+            if other.both_bytes > here.both_bytes:
+                yield f"take a machine with {_whole(other)} GiB of memory", {}
+            return
         device, host = size(other.device_memory_bytes), size(other.host_memory_bytes)
         use = "let it use "
         if other.name != here.name:
@@ -164,7 +168,8 @@ def remedies(
 
     def hardware(remedy: Remedy) -> tuple[bool, int, int]:
         taken = remedy.forecast.machine  # another GPU is dearest, then its memory
-        return taken.name != machine.name, taken.device_memory_bytes, taken.host_memory_bytes
+        size = taken.both_bytes if machine.one_memory else taken.device_memory_bytes
+        return taken.name != machine.name, size, taken.host_memory_bytes
 
     return sorted(listed, key=hardware)
 
@@ -187,7 +192,10 @@ def _fitting(
         yield from alone
     yield from _changed(plans, machine, asked, helpless)
     device, host = _room(machine, least.machine)
-    if device <= max(machine.device_memory_bytes, _sold(machine)):  # such a card has so much
+    if machine.one_memory:
+        if _whole(least.machine) * GIB <= _sold(machine):
+            yield asked, least
+    elif device <= max(machine.device_memory_bytes, _sold(machine)):  # such a card has so much
         larger = replace(machine, device_memory_bytes=device, host_memory_bytes=host)
         yield asked, replace(least, machine=larger)
     yield from _on_a_larger_gpu(plans, machine, asked, least)
@@ -239,9 +247,21 @@ def _room(machine: Machine, needed: Machine) -> tuple[int, int]:
     )
 
 
+def _whole(machine: Machine) -> int:
+    """GiB of one memory of which work may take so much as this machine has."""
+    gpu = _listed(machine)
+    return math.ceil(machine.both_bytes / GIB / (gpu.shared if gpu is not None else 1))
+
+
+def _listed(machine: Machine) -> KnownGpu | None:
+    name = machine.name.partition(",")[0]
+    named = (gpu for gpu in known_gpus() if gpu.name == name)  # as M4 Max, which no driver tells
+    return next(named, None) or by_driver_name(name)
+
+
 def _sold(machine: Machine) -> float:
     """Most bytes with which this GPU is sold; an unknown one may have any number."""
-    gpu = by_driver_name(machine.name.partition(",")[0])
+    gpu = _listed(machine)
     return math.inf if gpu is None else gpu.memory_gib * GIB
 
 

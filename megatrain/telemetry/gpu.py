@@ -15,7 +15,7 @@ from megatrain.driver.base import Driver, Gpu
 from megatrain.errors import InputError
 
 # Words in drivers' names that people leave out.
-_MAKERS = {"nvidia", "geforce", "rtx", "amd", "instinct", "radeon"}
+_MAKERS = {"nvidia", "geforce", "rtx", "amd", "instinct", "radeon", "apple"}
 # Words for parts of a product or slower versions, which have the product's name.
 _LESSER = {"laptop", "mobile", "max", "mig", "vgpu"}
 # Suffixes of other products: a 3060 Ti has 8 GiB, a 3060 has 12.
@@ -45,7 +45,7 @@ class KnownGpu:
     `bus_gbps` is one way between host and device; `host` the usual machine: `desktop`,
     `workstation` or `server`; `shares` are of products, attention and memory. `shared` is the part
     of the one memory of host and GPU that work may take; 0: each has its own. `measured`: what
-    others measured of training on it, with the source.
+    others measured of training on it, with the source. `also`: names of the machine it is in.
     """
 
     name: str
@@ -60,6 +60,7 @@ class KnownGpu:
     source: str
     shared: float = 0.0
     measured: str = ""
+    also: tuple[str, ...] = ()
 
 
 @cache
@@ -93,7 +94,7 @@ def named_gpu(text: str) -> KnownGpu:
 
     Raises InputError: no entry fits, or its memory differs from the text's.
     """
-    names = {_squeezed(gpu.name): gpu for gpu in known_gpus()}
+    names = {_squeezed(name): gpu for gpu in known_gpus() for name in (gpu.name, *gpu.also)}
     if (gpu := names.get(_squeezed(text))) is not None:
         return gpu
     if (gpu := by_driver_name(text)) is not None:
@@ -114,7 +115,7 @@ def named_gpu(text: str) -> KnownGpu:
         hint = f"known are {', '.join(gpu.name for gpu in known_gpus())}"
     raise InputError(
         f"unknown GPU {text!r}; {hint} (for one that is not listed, name the most similar "
-        "and give --device-memory)"
+        "and give its memory)"
     )
 
 

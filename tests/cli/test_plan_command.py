@@ -2,6 +2,7 @@
 
 import json
 import mmap
+import re
 from unittest import mock
 
 import pytest
@@ -105,6 +106,18 @@ def test_a_model_that_does_not_fit_ends_with_3_and_remedies(megatrain, model_fil
     refused(result, "of host memory are missing", code=3)
     assert "It would fit, the cheapest first:\n1. let it use" in result.stdout
     assert "does not fit" in result.stdout and "1.0 GiB" in result.stdout
+
+
+def test_one_memory_lacks_one_amount_and_a_machine_with_it_fits(megatrain, model_file):
+    asked = ["plan", "--model", model_file, "--gpu", "DGX Spark", "--cores", 16]
+    asked += ["--tokens", 256, "--sequence-length", 32, "--memory"]
+    for memory in ("2KiB", "1GiB"):
+        result = megatrain(*asked, memory)
+        refused(result, "of the one memory are missing", code=3)
+        (least,) = re.findall(r"take a machine with (\d+) GiB of memory: ", result.stdout)
+        assert int(least) in (3, 4) and "let it use" not in result.stdout.split("\n2. ")[0]
+    assert megatrain(*asked, f"{least}GiB").exit_code == 0
+    megatrain.refused("2 GPUs: GB10 is the only one", *asked, "8GiB", "--gpus", 2)
 
 
 def test_with_the_settings_of_a_remedy_it_fits(megatrain, run_file):
