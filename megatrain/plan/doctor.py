@@ -370,8 +370,10 @@ def findings(facts: Facts, rates: Mapping[str, float | None]) -> list[Diagnostic
     gpu = [] if facts.gpu is None else _of_gpu(facts, facts.gpu, rates)
     diagnostics = [Diagnostic(True, what, remedy) for what, remedy in (*_of_host(facts), *gpu)]
     if facts.gpu is None:
-        what = "the driver shows no GPU" if facts.torch_cuda else "torch is a build without CUDA"
-        remedy = "check nvidia-smi and the container's --gpus, or plan for a GPU by --gpu"
+        built = facts.torch_cuda or torch.version.hip
+        what = "the driver shows no GPU" if built else "torch is a build without CUDA"
+        tool = "rocm-smi" if torch.version.hip else "nvidia-smi"
+        remedy = f"check {tool} and the container's --gpus, or plan for a GPU by --gpu"
         diagnostics.append(Diagnostic(False, what, remedy))
     if facts.untested:
         what = f"MegaTrain is untested on {facts.untested} (docs/devices.md)"

@@ -183,6 +183,12 @@ def test_each_trouble_is_found_alone_and_has_a_remedy(name):
     assert first.wrong == (changes.get("gpu", GPU) is not None and name != "untested")
 
 
+def test_a_build_for_rocm_is_not_asked_for_cuda(monkeypatch):
+    sized(monkeypatch, torch.version, hip="7.0")
+    (found,) = findings(replace(HEALTHY, gpu=None, torch_cuda=None), RATES)
+    assert "the driver shows no GPU" in found.what and "rocm-smi" in found.remedy
+
+
 @pytest.mark.parametrize(
     ("name", "hip", "untested"),
     [
