@@ -80,13 +80,15 @@ def examine(family: str, changes: dict | None = None, name: str = "") -> Diagnos
                 problems.append(f"bf16 loss off by {bf16:.1e}")
         else:
             notes.append("transformers' own code for it does not run in bf16")
+    stack, kinds = found.layers[0].name.rpartition(".")[0], {id(e.kind) for e in found.layers}
+    layers = f"{stack} ({len(found.layers)}, {len(kinds)} kind{'s' * (len(kinds) > 1)})"
     return Diagnostic(
         name,
         WRONG if problems else PASSES,
         "; ".join(problems),
         errors,
         bf16,
-        _layers(found),
+        layers,
         bool(set(found.gathered) & set(found.epilogue)),
         notes,
     )
@@ -103,12 +105,6 @@ def runs_in_bf16(model: PreTrainedModel) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _layers(found: ModelSpec) -> str:
-    stack = found.layers[0].name.rpartition(".")[0]
-    kinds = len({id(layer.kind) for layer in found.layers})
-    return f"{stack} ({len(found.layers)}, {kinds} kind{'s' if kinds > 1 else ''})"
 
 
 def _notes(model: PreTrainedModel, found: ModelSpec) -> list[str]:

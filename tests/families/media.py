@@ -395,11 +395,6 @@ UNTRIED: dict[str, str] = {
 }
 
 
-def _halved_twice(model: PreTrainedModel, medium: Medium) -> int:
-    spectra = medium.tensors["input_features"]
-    return len(spectra) * spectra.shape[-1] // 4
-
-
 def _of_crops(model: PreTrainedModel, medium: Medium) -> int:
     rows, crops, side, _ = medium.tensors["image_attention_mask"].shape
     return rows * (crops * side // 2 * (side // 2 + 1) + 1)  # each line ends with a token
@@ -407,7 +402,7 @@ def _of_crops(model: PreTrainedModel, medium: Medium) -> int:
 
 # Tokens of media, where no method of the model tells.
 COUNTS: dict[str, Callable[[PreTrainedModel, Medium], int]] = {
-    "qwen2_audio": _halved_twice,
+    "qwen2_audio": lambda model, medium: medium.tensors["input_features"][:, 0].numel() // 4,
     "mllama": lambda model, medium: len(medium.tensors["pixel_values"]),
     "phi4_multimodal": _of_crops,
 }

@@ -24,13 +24,6 @@ KINDS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_at
 ROWS, HEADS, SHARED, TOKENS, WIDTH, SCALE = 2, 4, 2, 20, 8, 0.3
 
 
-def inputs():
-    generator = torch.Generator().manual_seed(0)
-    heads = (HEADS, HEADS // SHARED, HEADS // SHARED)
-    shapes = [(ROWS, TOKENS, count, WIDTH) for count in heads]
-    return [torch.randn(s, generator=generator, requires_grad=True) for s in (*shapes, (HEADS,))]
-
-
 def eager(query, key, value, sinks, window, first=0, last=TOKENS, cap=0.0):
     """Of the tokens of one document."""
     at = torch.arange(last - first)
@@ -53,7 +46,10 @@ def test_the_operation_and_its_gradients_are_those_of_the_eager_form(
 ):
     for name, number in chunks.items():
         monkeypatch.setattr(attention_chunks, name, number)
-    *leaves, sinks = inputs()
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(ROWS, TOKENS, count, WIDTH) for count in (HEADS, HEADS // SHARED, HEADS // SHARED)]
+    made = [torch.randn(s, generator=generator, requires_grad=True) for s in (*shapes, (HEADS,))]
+    *leaves, sinks = made
     leaves, told = [*leaves, sinks if with_sinks else torch.full((HEADS,), -torch.inf)], None
     if edges is None:
         wanted = eager(*leaves, window, cap=cap)

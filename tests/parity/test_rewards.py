@@ -57,23 +57,17 @@ def taken(loss, cut):
     return [{name: parts[name][i] for name in names} for i in range(len(cut))]
 
 
-def plain(model, loss):
-    """As TRL's RewardTrainer computes it (compute_loss)."""
-    given = pairs()
-    inputs = {name: given[name] for name in ("input_ids", "attention_mask")}
-    chosen, rejected = model(**inputs).logits.squeeze(-1).chunk(2)
-    margin = given["margin"][:3, 0] if loss.margin else 0.0
-    made = -F.logsigmoid(chosen - rejected - margin).mean()
-    if loss.center_rewards_coefficient is not None:
-        made = made + loss.center_rewards_coefficient * ((chosen + rejected) ** 2).mean()
-    return made
-
-
 @swept(together=1, cut={"in one micro-batch": [6], "in several": [1, 3, 2]}, loss=LOSSES)
 def test_value_and_gradients_are_plain_ones(loss, cut):
-    model = reward_model()
+    """TRL's RewardTrainer computes it so (compute_loss)."""
+    model, given = reward_model(), pairs()
     engine = make_engine(model, clip=1e9, placement=Placement(head_tokens=5))
-    wanted = plain(model.train(), loss)
+    inputs = {name: given[name] for name in ("input_ids", "attention_mask")}
+    chosen, rejected = model.train()(**inputs).logits.squeeze(-1).chunk(2)
+    margin = given["margin"][:3, 0] if loss.margin else 0.0
+    wanted = -F.logsigmoid(chosen - rejected - margin).mean()
+    if loss.center_rewards_coefficient is not None:
+        wanted = wanted + loss.center_rewards_coefficient * ((chosen + rejected) ** 2).mean()
     wanted.backward()
     assert_step(engine, taken(loss, cut), (wanted.item(), slopes(model)), loss)
 
