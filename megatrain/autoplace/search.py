@@ -101,17 +101,13 @@ def least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> For
 
     Its machine has enough; of one memory, no more than that.
     """
-    if machine.one_memory:
-        ways = [_least_of_both(forecasts, split, workload) for split in machine.splits()]
-        return min(ways, key=lambda frame: frame.machine.both_bytes)
-    return _least(forecasts, machine, workload)
-
-
-def _least_of_both(forecasts: ForecastCache, split: Machine, workload: Workload) -> Forecast:
-    frame = _least(forecasts, split, workload)
-    none = Budget(replace(split, device_memory_bytes=1, host_memory_bytes=1))
-    needed = none.raised(frame.device_peak_bytes, frame.host_peak_bytes)
-    return replace(frame, machine=needed)
+    if not machine.one_memory:
+        return _least(forecasts, machine, workload)
+    none = Budget(replace(machine, device_memory_bytes=1, host_memory_bytes=1))
+    ways = [_least(forecasts, split, workload) for split in machine.splits()]
+    needs = [none.raised(way.device_peak_bytes, way.host_peak_bytes) for way in ways]
+    best = min(range(len(ways)), key=lambda at: needs[at].both_bytes)
+    return replace(ways[best], machine=needs[best])
 
 
 def _least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> Forecast:

@@ -250,13 +250,12 @@ def _room(machine: Machine, needed: Machine) -> tuple[int, int]:
 def _whole(machine: Machine) -> int:
     """GiB of one memory of which work may take so much as this machine has."""
     gpu = _listed(machine)
-    return math.ceil(machine.both_bytes / GIB / (gpu.shared if gpu is not None else 1))
+    return math.ceil(machine.both_bytes / GIB / (1 if gpu is None else gpu.shared))
 
 
 def _listed(machine: Machine) -> KnownGpu | None:
-    name = machine.name.partition(",")[0]
-    named = (gpu for gpu in known_gpus() if gpu.name == name)  # as M4 Max, which no driver tells
-    return next(named, None) or by_driver_name(name)
+    name = machine.name.partition(",")[0]  # a driver's, or M4 Max, say, which no driver tells
+    return next((gpu for gpu in known_gpus() if gpu.name == name), by_driver_name(name))
 
 
 def _sold(machine: Machine) -> float:
