@@ -54,7 +54,7 @@ def test_a_copied_run_goes_on_with_other_settings(megatrain, trained, tmp_path):
     assert losses(plain)[:6] == losses(trained[0])[:6] == losses(other)[:6]
     assert losses(plain)[6] == losses(other)[6]  # the first step's update is seen in the next one
     assert losses(plain)[7] != losses(other)[7]
-    assert load(other / "config.yaml").optimizer.lr == 0.1
+    assert load(other).optimizer.lr == 0.1
     megatrain.done("train", other, "--resume", *sets(output__folder=str(tmp_path / "." / "other")))
     elsewhere = sets(output__folder=str(tmp_path / "third"))
     megatrain.refused(f"cp -r {other} NEW", "train", other, "--resume", *elsewhere)
