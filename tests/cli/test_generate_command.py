@@ -121,7 +121,7 @@ def test_a_merged_adapter_stops_at_the_end_of_a_turn(megatrain, run_file, base, 
         assert len(ends) == 2 and ends[1] == GenerationConfig.from_pretrained(base).eos_token_id
 
 
-def test_it_can_be_talked_to(talker, tmp_path):
+def test_it_can_be_talked_to(talker):
     for place in (talker, next((talker / "checkpoints").iterdir())):
         result = CliRunner().invoke(
             app, ["chat", str(place), *CHATTING], input="the cat sat\n/reset\nthe cat sat\n\n"

@@ -42,7 +42,7 @@ def preference_file(file_of_rows):
     return made
 
 
-def test_a_run_moves_preferences_and_goes_on_exactly(megatrain, preference_file, tmp_path):
+def test_a_run_moves_preferences_and_goes_on_exactly(megatrain, preference_file):
     file = preference_file([pair(number) for number in range(20)], name="dpo")
 
     whole, _ = megatrain.resumed(file, 6, 2)

@@ -44,7 +44,7 @@ def failed_with(process, code, *texts):
     return process.output
 
 
-def test_a_second_run_in_the_same_folder_is_refused(start, goes_on, tmp_path):
+def test_a_second_run_in_the_same_folder_is_refused(start, goes_on):
     first = start(AT_STEP + "import time\nat = lambda step: step == 5 and time.sleep(60)")
     first.until("step 4/8")
     failed_with(start("", "--resume"), 2, f"process {first.pid} on ", "is writing there")
@@ -103,7 +103,7 @@ at = lambda step: os.write(2, b"a warning of a library")
     assert model_bytes(tmp_path / "run") == model_bytes(whole)
 
 
-def test_a_full_disk_at_a_save_costs_that_checkpoint_only(start, run, whole):
+def test_a_full_disk_at_a_save_costs_that_checkpoint_only(start, run):
     """Files may not grow beyond 30 kB from step 14 to 19; the try after step 25 has room again.
 
     That one stays for ever in the place of step 15's.

@@ -7,7 +7,7 @@ from statistics import median, quantiles
 
 from tests.structure.source_tree import ROOT, nodes, sources
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS, MAX_ROOT_ENTRIES = 600, 90, 100, 14
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ROOT_ENTRIES = 600, 90, 14
 MAX_MEDIAN_LINES, MAX_90TH_PERCENTILE_LINES = 8, 24
 BUILT = (".so", ".dylib", ".o", ".whl", ".pyc", ".egg-info", ".safetensors", ".gguf")
 

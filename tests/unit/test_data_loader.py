@@ -125,7 +125,7 @@ def test_a_resume_may_change_rows_per_step(data):
     assert third.state_dict()["steps"] == 5 and third.state_dict()["rows"] == 21
 
 
-def test_other_data_settings_or_seed_are_refused_on_resume(datasets, tmp_path):
+def test_other_data_settings_or_seed_are_refused_on_resume(datasets):
     state = loader(datasets[False]).state_dict()
     with pytest.raises(InputError, match=f"fingerprint '{state['fingerprint']}', now"):
         loader(datasets[True]).load_state_dict(state)

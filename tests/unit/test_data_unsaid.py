@@ -118,7 +118,7 @@ def test_calls_and_tools_under_other_names_are_refused_where_no_template_reads_t
         assert "You are welcome." in learnt(tmp_path, {"messages": turns}, tokenizer)[0]
 
 
-def test_a_template_that_reads_calls_under_other_names_is_given_them(caplog):
+def test_a_template_that_reads_calls_under_other_names_is_given_them():
     tokenizer = chat_tokenizer("olmo")
     turns = [{"role": "system", "content": "sea", "functions": "weather"}, *map(dict, TURNS)]
     turns[2]["function_calls"] = "weather()"

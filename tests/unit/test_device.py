@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -106,10 +107,7 @@ def test_an_error_is_kept_stops_the_work_and_lets_nothing_hang(worker):
 
 
 def test_an_error_of_ours_is_raised_as_it_is(worker):
-    def fail():
-        raise InputError("this line")
-
-    worker.put("fail", fail)
+    worker.put("fail", mock.Mock(side_effect=InputError("this line")))
     worker.wait(worker.mark())
     with pytest.raises(InputError, match="^this line$"):
         worker.check()

@@ -38,8 +38,6 @@ from tests.unit.forecast_cases import (
 )
 from tests.unit.test_forecast import forecasts
 
-TOKENS, ROWS, WIDTH = 512, 2, 256
-
 
 @contextlib.contextmanager
 def tallied():

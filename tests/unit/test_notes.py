@@ -107,7 +107,7 @@ def test_a_damaged_or_foreign_file_is_made_anew(folder):
     assert measured() == first
 
 
-def test_a_plan_of_a_known_model_imports_no_model(tmp_path):
+def test_a_plan_of_a_known_model_imports_no_model():
     code = (
         "import sys; import megatrain.cli as cli\n"
         "try: cli.main()\n"

@@ -3,14 +3,12 @@
 import json
 import os
 import signal
-from collections.abc import Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatrain.base.whole_files import user_cache, whole_folder, write_file
 from megatrain.config import TrainingSection
@@ -141,7 +139,7 @@ def test_a_log_is_cut_after_a_step(tmp_path, text, kept):
 
 
 @pytest.mark.parametrize("swallowed", [False, True])
-def test_a_signal_ends_a_block_that_may_be_interrupted(swallowed, capfd):
+def test_a_signal_ends_a_block_that_may_be_interrupted(swallowed):
     before = signal.getsignal(signal.SIGTERM)
     done = []
     with Signals() as signals:
@@ -156,8 +154,6 @@ def test_a_signal_ends_a_block_that_may_be_interrupted(swallowed, capfd):
 
 
 # Evaluations of a run: no more rows at once than a step has.
-
-Rows = Sequence[dict[str, Tensor]]
 
 
 class Scale:

@@ -211,7 +211,7 @@ def test_dropout_that_trl_switches_off_is_off_in_what_is_saved(tmp_path):
     assert AutoConfig.from_pretrained(tmp_path).resid_pdrop == 0
 
 
-def test_a_method_of_a_step_may_not_be_overridden(tmp_path):
+def test_a_method_of_a_step_may_not_be_overridden():
     """By a class, on whichever side, by whoever changes the library's, or by a newer version."""
     for plain in TRAINERS:
         for name in heeded.decisive_methods(plain):
