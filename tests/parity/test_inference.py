@@ -94,6 +94,8 @@ def test_attention_can_be_chosen_for_a_model_given():
     assert attention_of(eager.config) == "eager"
     assert attention_of(model.config) == "sdpa"
     assert eager.step(step).loss == pytest.approx(make_engine(model).step(step).loss, rel=1e-6)
+    with pytest.raises(InputError, match="attn_implementation: .*nope"):
+        make_engine(model, attn_implementation="nope")
 
 
 def test_a_model_on_the_meta_device_is_drawn():
