@@ -11,7 +11,7 @@ import torch
 from torch.func import functional_call
 
 from megatrain.compat.torch import FakeTensorMode
-from megatrain.compat.transformers import counts_tokens
+from megatrain.compat.transformers import cache_of, counts_tokens
 from megatrain.forecast.op_counter import OneAttention, OpCounter, foreseeing
 from megatrain.model.build import loaded_types
 from megatrain.model.spec import ModelSpec
@@ -51,10 +51,7 @@ def generation_bytes(
                 else:
                     _forward(model, weights, rows, tokens - new)
                     prompts = counter.peak_bytes
-                    names = ("past_key_values", "cache_params")  # of outputs and inputs
-                    output = _forward(model, weights, rows, tokens - 1)
-                    past = {name: output[name] for name in names if name in output}
-                    del output
+                    past = cache_of(_forward(model, weights, rows, tokens - 1))
                     counter.restart()
                     last = _forward(model, weights, rows, 1, past, tokens - 1)
         finally:

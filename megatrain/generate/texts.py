@@ -18,6 +18,7 @@ from megatrain.api import Engine
 from megatrain.base.changed import changed
 from megatrain.base.units import gib
 from megatrain.compat.torch import pytree
+from megatrain.compat.transformers import cache_of
 from megatrain.data.images import ImageProcessor
 from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
 from megatrain.data.tokenizer import pad_id, tokenising
@@ -266,7 +267,7 @@ def _layers_of(model: PreTrainedModel) -> _Layers | None:
     if model not in _known:
         try:
             outputs = (_next_token(model, [0] * n, 0, use_cache=True) for n in _TRIED)
-            first, second = (_layers(output.past_key_values) for output in outputs)
+            first, second = (_layers(*cache_of(output).values()) for output in outputs)
             pairs = zip(first, second, strict=True)
             _known[model] = [(a, b, window) for (a, window), (b, _) in pairs]
         except (torch.OutOfMemoryError, MegatrainError):

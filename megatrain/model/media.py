@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.compat.torch import pytree, version_of, without_torch_function
+from megatrain.compat.transformers import CACHES
 from megatrain.errors import RunFailed
 from megatrain.model.token_chunks import draws
 
 # Tensors of each token, or of how a forward runs; all others that such a model takes are media.
 _OF_TEXT = (
     *("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"),
-    *("moe_mm_token_type_ids", "labels", "inputs_embeds", "past_key_values", "cache_params"),
+    *("moe_mm_token_type_ids", "labels", "inputs_embeds", *CACHES),
     *("use_cache", "logits_to_keep", "num_logits_to_keep", "output_router_logits"),
 )
 

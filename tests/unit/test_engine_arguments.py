@@ -99,6 +99,7 @@ BATCHES: dict[str, Any] = {
     "micro-batch 1 has 'pixels', which neither the model's": changed(pixels=IDS),
     "micro-batch 1 has 'use_cache', which": changed(use_cache=IDS),
     "has 'past_key_values', which .* takes of tokens": changed(past_key_values=IDS),
+    "has 'cache', which .* takes of tokens": changed(cache=IDS),
     "has 'logits_to_keep', which neither": changed(logits_to_keep=IDS),
     "has 'inputs_embeds', which neither": changed(inputs_embeds=IDS),
     r"labels is \[2, 8\] torch.float32": changed(labels=IDS.float()),
