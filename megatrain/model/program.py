@@ -213,21 +213,20 @@ class ModelProgram:
     ) -> tuple[Activations, list[Call], Any]:
         """Run the model's forward with recorders as layers; it ends once nothing new would come.
 
-        Returns the activations that enter the layers, the layers' calls if `batch` has none yet,
-        and with `whole` the trunk's output.
+        A recorder outputs zeros. Its arguments with a graph come from the prologue, from another
+        layer, or from a layer with something added (images or sounds). Returns the activations that
+        enter the layers, their calls if `batch` has none yet, and with `whole` the trunk's output.
 
         Args:
-            layer_output: the value of all outputs of layers in this run.
+            layer_output: with images or sounds, what layers output in place of zeros.
             uses: notes which tensors the run uses.
         """
-        origin: dict[Hashable, Ref | Sum] = {}  # by the identity of a layer's input
-        outputs: dict[int, Ref] = {}  # by the id of the leaf that a layer's output expands
+        known: dict[Hashable, Ref | Sum] = {}  # arguments of layers, by the tensor's identity
+        made_by: dict[int, Ref] = {}  # outputs of layers, by the id of the leaf of their graph
         values: Activations = {}
         calls: list[Call] = []
         alive: list[Any] = []  # tensors whose ids and memory no others may get in this run
-        needed = 1 + max((ref.leaf for ref in self.spec.prologue_outputs), default=-1)
-        if batch.media:
-            needed = len(set[Ref]().union(*(call.entering for call in batch.calls)))
+        needed = len(set[Ref]().union(*(call.entering for call in batch.calls)))
 
         def record(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             visit = len(calls)
@@ -238,42 +237,42 @@ class ModelProgram:
             _expect(self.spec.layers[visit], module)
             leaves, tree_spec = pytree.tree_flatten((args, kwargs))
             alive.append(leaves)
-            for index, leaf in enumerate(leaves):
-                if not isinstance(leaf, Tensor):
-                    continue
-                key = identity(leaf)
-                if key not in origin and leaf.requires_grad:
-                    origin[key] = entering(visit, leaf)
-                leaves[index] = origin.get(key, leaf)
-            if batch.calls and len(values) == needed:
-                raise Reached(None)
-            calls.append(Call(leaves, tree_spec))
-            if len(calls) == len(self.spec.layers) and not whole:
+            calls.append(Call([argument(visit, leaf) for leaf in leaves], tree_spec))
+            is_last = len(calls) == len(self.spec.layers) and not whole
+            if is_last or (batch.calls and len(values) == needed):
                 raise Reached(None)
             return self._output(visit, output)
 
+        def argument(visit: int, leaf: Any) -> Any:
+            """The Ref or Sum that a layer's argument is, or the argument itself."""
+            if not isinstance(leaf, Tensor):
+                return leaf
+            key = identity(leaf)
+            if key not in known and leaf.requires_grad:
+                known[key] = entering(visit, leaf)
+            return known.get(key, leaf)
+
         def entering(visit: int, leaf: Tensor) -> Ref | Sum:
-            before = {outputs[i] for i in reach([leaf]).leaves if i in outputs}
-            if not before:
+            """An activation that the prologue makes, alone or added to a layer's output."""
+            outputs = {made_by[i] for i in reach([leaf]).leaves if i in made_by}
+            if not outputs:
                 ref = Ref(PROLOGUE, sum(ref.visit == PROLOGUE for ref in values))
                 values[ref] = leaf
                 return ref
             ref = Ref(ADDED, visit)
-            if len(before) > 1 or ref in values:
+            if len(outputs) > 1 or ref in values:
                 raise _beyond_sums(self.spec.layers[visit])
             values[ref] = leaf - layer_output if layer_output else leaf
-            alive.append(leaf)
-            [activation] = before
-            return Sum(activation, ref)
+            return Sum(outputs.pop(), ref)
 
         def output(ref: Ref, example: Tensor) -> Tensor:
             leaf = self._zeros(example, batch)
             if batch.media and leaf.is_floating_point():
                 one = torch.full((), layer_output, device=leaf.device, dtype=leaf.dtype)
                 leaf = one.requires_grad_().expand(leaf.shape)
-                outputs[id(one)] = ref
+                made_by[id(one)] = ref
                 alive.append(one)
-            origin[identity(leaf)] = ref
+            known[identity(leaf)] = ref
             alive.append(leaf)
             return leaf
 
