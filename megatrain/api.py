@@ -68,7 +68,7 @@ class Engine(PlacedEngine):
         precision: the dtype of layers: bf16, fp32, or fp8 (their linear modules, the rest in
             bf16). Trained parameters have an fp32 master in any case.
         placement: where state rests and how it is streamed. `auto`: the fastest one that fits.
-        device: `cpu`, `cuda`, `cuda:N` or `mps`. None: a CUDA GPU if there is one.
+        device: `cpu`, `cuda`, `cuda:N` or `mps`. None, `auto`: a CUDA GPU if there is one.
         seed: of drawn weights and of dropout.
         tokens_per_step: the most tokens in a step, of all micro-batches and ranks. With `auto`,
             None stands for 98,304.
@@ -177,11 +177,8 @@ class Engine(PlacedEngine):
             if not isinstance(device, Device):
                 device = open_device(device, local_rank(group))
             recording = Recording(device)  # type: ignore[abstract]  # what it lacks, it passes on
-            device_limit, host_limit = (
-                parse_limit("device_memory", device_memory),
-                parse_limit("host_memory", host_memory),
-            )
-            recording.limit(device_limit, host_limit)
+            host_limit = parse_limit("host_memory", host_memory)
+            recording.limit(parse_limit("device_memory", device_memory), host_limit)
             ranks = open_ranks(group, recording.torch_device)
             sequence_ranks = open_sequence_ranks(ranks, recording.torch_device, sequence_parallel)
             model = open_structure(source, optimizer, ranks, precision, saveable=saveable)

@@ -50,7 +50,7 @@ def opened(
     engine = Engine(
         source,
         precision=precision,
-        device=None if device == "auto" else device,
+        device=device,
         device_memory=device_memory,
         host_memory=host_memory,
     )

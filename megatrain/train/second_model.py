@@ -62,7 +62,7 @@ def _frozen_engine(config: Config, source: Any, **options: Any) -> Engine:
         source,
         precision=config.engine.precision,
         max_grad_norm=None,
-        device=None if config.engine.device == "auto" else config.engine.device,
+        device=config.engine.device,
         device_memory=config.engine.device_memory,
         host_memory=config.engine.host_memory,
         trust_remote_code=config.model.trust_remote_code,

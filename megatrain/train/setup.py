@@ -126,15 +126,17 @@ def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) ->
 
 
 def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStack) -> Job:
+    """See `prepare`: in order run file, tokenizer, structure, data, engines; `stack` closes all."""
     ranks.agree(lambda: check_device(config, ranks))
     ranks.agree(lambda: Workload.of_run(config).disk_bytes)  # a folder, on each host
     if config.training.steps is not None:
         check_schedule(config, config.training.steps)
     rewards = Rewards(config.rollout)
-    initial_model = cache(partial(ResolvedModel.of, config.model))  # some resumed runs go without
+    # A resumed run finds its model in the checkpoint, and asks for this one only as a reference.
+    initial_model = cache(partial(ResolvedModel.of, config.model))
     if start is None:
         section = initial_model().section
-    else:  # it does not need the model's source any more
+    else:
         saved = {"path": str(start.checkpoint / MODEL), "config": None}
         section = config.model.model_copy(update=saved)
     tokenizer = run_tokenizer(section)
@@ -150,42 +152,39 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     _check_images(config, [training, *evaluation.values()], teacher)
     loader = _loader(config, training, ranks)
     stack.callback(loader.close)
-    total_steps = config.training.steps or (  # several may learn from the same replies
-        loader.steps_of(config.training.epochs or 0) * (config.loss.num_iterations or 1)
-    )
+    times = config.loss.num_iterations or 1  # steps that learn from the same replies
+    total_steps = config.training.steps or times * loader.steps_of(config.training.epochs or 0)
     if config.training.steps is None:  # known now, and still before weights are read
         check_schedule(config, total_steps)
         ranks.agree(lambda: check_disk(config, source or start, total_steps))
     done, *_ = ranks.agree(lambda: _go_to(loader, start, total_steps))
-    sets = {"train": training, **{f"eval {n}": e for n, e in evaluation.items()}}
-    references = None  # the run's record of a teacher or reference model
+    by_prompts, second = config.loss.kind == "prompts", None if teacher is None else teacher.model
+    if by_prompts and config.loss.beta:
+        second = initial_model()
+    references = None if second is None else same_model(second.key, start)
     if teacher is not None:
-        references = same_model(teacher.model.key, start)
-        # First: `auto` places the model that is trained in the memory that is left.
+        # Opened first: `auto` places the model that is trained in the memory that is left.
         teacher = teacher.opened(ranks.host)
         stack.enter_context(teacher.engine)
-    elif config.loss.kind == "prompts" and config.loss.beta:
-        references = same_model(initial_model().key, start)
     media = training.most_images() if isinstance(training, PackedDataset) else None
     engine = _engine(config, source, media, start, ranks, stack)
     rows_of_rank = -(-config.training.batch_size // engine.batch_ranks.size)
     rows = min(rows_of_rank, _rows_per_micro_batch(config, engine, start))
     loader.rows_per_micro_batch = rows
+    sets = {"train": training, **{f"eval {name}": data for name, data in evaluation.items()}}
     references = prepare_replies(config, engine, sets, rows, start, ranks) or references
     size, device = f"{engine.num_parameters:,}", engine.device.torch_device
     log.info("model: %s parameters on %s, placement: %s", size, device, engine.placement)
-    rollouts = None
-    if config.loss.kind == "prompts":
-        reference = None
-        if config.loss.beta:
-            reference = begun_model(config, initial_model(), tokenizer, ranks.host)
-            stack.enter_context(reference)
+    rollouts = reference = None
+    if by_prompts:
+        if second is not None:
+            reference = stack.enter_context(begun_model(config, second, tokenizer, ranks.host))
         rollouts = Rollouts(
             config, rewards, engine, tokenizer, loader, reference, total_steps, ranks
         )
         if start is not None:
             rollouts.load_state_dict(start.state.rollouts)
-            rollouts.step = start.state.step
+            rollouts.step = done
     return Job(
         config=config,
         tokenizer=tokenizer,
@@ -328,7 +327,7 @@ def _engine(
     options: dict[str, Any] = dict(
         group=group_of(config, ranks),
         max_grad_norm=config.training.max_grad_norm,
-        device=None if config.engine.device == "auto" else config.engine.device,
+        device=config.engine.device,
         trust_remote_code=config.model.trust_remote_code,
         attn_implementation=config.model.attn_implementation,
         sequence_parallel=config.engine.sequence_parallel,
