@@ -83,12 +83,8 @@ def settle(
         workload = workload.shared(ranks.shards.size, ranks.hosts)
     if isinstance(placement, Placement):
         settled = Settled(placement, micro_batch)
-    elif ranks.size > 1:  # one rank looks, and all take what it finds
-        chosen = ranks.agree(lambda: None if ranks.rank else _chosen(opened, workload))[0]
-        assert chosen is not None
-        settled = chosen
     else:
-        settled = _chosen(opened, workload)
+        settled = ranks.from_first(lambda: _chosen(opened, workload))
     if not (settled.placement.slots or opened.device.can.reads_in_place):
         raise InputError(
             "placement.slots is 0, but this device cannot compute with weights in host memory; "

@@ -103,9 +103,9 @@ class Saving:
         partial, ranks = hidden(self.folder, files.PARTIAL), self._ranks
         try:
             with ExitStack() as held:
-                ranks.agree(lambda: None if ranks.rank else self._make_folder(partial, held))
+                ranks.from_first(lambda: self._make_folder(partial, held))
                 written = ranks.agree(lambda: self._fill(partial))
-                ranks.agree(lambda: None if ranks.rank else self._publish(partial, written))
+                ranks.from_first(lambda: self._publish(partial, written))
         except BaseException as error:
             self._fail(error)
         self.seconds = time.perf_counter() - self._started

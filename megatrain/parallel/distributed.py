@@ -141,6 +141,10 @@ class Ranks:
                 raise failure
         return [value for values, _ in outcomes for value in values]
 
+    def from_first(self, make: Callable[[], T]) -> T:
+        """The result of `make`, which rank 0 alone calls, on every rank; see `agree`."""
+        return self.agree(lambda: None if self.rank else make())[0]  # type: ignore[return-value]
+
     def serve(
         self,
         read: Mapping[str, Callable[[], Tensor]],

@@ -44,7 +44,7 @@ from megatrain.train.resume import (
     say_differences,
 )
 from megatrain.train.setup import Job, prepare
-from megatrain.train.sharing import check_folder, check_shared, from_first
+from megatrain.train.sharing import check_folder, check_shared
 from megatrain.train.signals import Signals
 from megatrain.train.steps import RunTimeline, Steps
 from megatrain.train.trackers import Trackers, check_trackers
@@ -269,11 +269,11 @@ def _open(config: Config, name: str, stack: ExitStack, ranks: Ranks, *, resume: 
     Returns only the folder if the run has finished. The first rank makes and locks the folder.
     """
     wanted = config.output.folder
-    earlier = from_first(ranks, lambda: layout.run_to_resume(wanted, name) if resume else None)
+    earlier = ranks.from_first(lambda: layout.run_to_resume(wanted, name) if resume else None)
     if earlier is not None:
         return _open_earlier(earlier, config, stack, ranks)
     # A mistake in it is known at once.
-    from_first(ranks, lambda: layout.new_run_folder(wanted, name))
+    ranks.from_first(lambda: layout.new_run_folder(wanted, name))
     if resume:
         log.info("no earlier run of that name: this one begins")
     job = prepare(config, ranks=ranks)
@@ -285,19 +285,19 @@ def _open(config: Config, name: str, stack: ExitStack, ranks: Ranks, *, resume: 
         layout.require_empty(folder, "output.folder: ")  # another run may have taken it meanwhile
         return folder
 
-    job.folder = from_first(ranks, make_folder)
+    job.folder = ranks.from_first(make_folder)
     check_folder(ranks, job.folder)
     return job
 
 
 def _open_earlier(folder: Path, config: Config, stack: ExitStack, ranks: Ranks) -> Job | Path:
-    from_first(ranks, lambda: stack.enter_context(layout.locked(folder)))
+    ranks.from_first(lambda: stack.enter_context(layout.locked(folder)))
     check_folder(ranks, folder)
     if layout.finished_steps(folder, config) is not None:
         check_config(config, read_yaml(folder / layout.CONFIG), folder / layout.CONFIG)
         return folder
     layout.require_folder(folder / layout.CHECKPOINTS)
-    from_first(ranks, lambda: put_right(folder / layout.CHECKPOINTS))
+    ranks.from_first(lambda: put_right(folder / layout.CHECKPOINTS))
     job = _go_on(folder, config, ranks)
     job.folder = folder
     stack.callback(job.stack.close)
@@ -375,9 +375,9 @@ class _Run:
         is_first = job.ranks.rank == 0
         device = str(job.engine.device.torch_device), not local_rank(job.ranks.host)
         devices = job.ranks.all_gather_object(device)
-        from_first(job.ranks, lambda: describe_run(job, devices))
+        job.ranks.from_first(lambda: describe_run(job, devices))
         log_file = self._folder / layout.METRICS
-        logged = from_first(job.ranks, lambda: cut_metrics(log_file, first))
+        logged = job.ranks.from_first(lambda: cut_metrics(log_file, first))
         log_file, listeners = (log_file, listeners) if is_first else (Path(os.devnull), [])
         metrics = MetricsWriter(log_file, also=listeners)
         left = job.total_steps - first if is_first else 0
@@ -442,7 +442,7 @@ class _Run:
         steps, config, best = self.steps.done, self._config, None
         with self.checkpoints.rescue(lambda: self.steps.state):
             self.checkpoints.settle(wait=True)
-            kept = from_first(self._job.ranks, self.best_kept)
+            kept = self._job.ranks.from_first(self.best_kept)
             step = kept if config.checkpoint.load_best else None
             if step is not None:
                 value, best_of_all = self.watch.value, self.watch.ranked[0]

@@ -38,7 +38,7 @@ from megatrain.generate.sampling import Sampling
 from megatrain.generate.texts import continued, stop_ids
 from megatrain.loss import GRPO, IGNORED, num_labelled
 from megatrain.parallel.distributed import ALONE, Ranks
-from megatrain.train.sharing import from_first, logprobs
+from megatrain.train.sharing import logprobs
 
 log = logging.getLogger(__name__)
 
@@ -368,7 +368,7 @@ class Rollouts:
             )
             return rewards, values
 
-        rewards_RF, values = from_first(self.ranks, rewarded)  # functions may have side effects
+        rewards_RF, values = self.ranks.from_first(rewarded)  # functions may have side effects
         logged |= values
         return rewards_RF
 

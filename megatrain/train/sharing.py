@@ -59,12 +59,12 @@ def check_folder(ranks: Ranks, folder: Path) -> None:
     """Raises InputError: a rank does not see what rank 0 puts into a folder."""
     if ranks.size == 1:
         return
-    sign = folder / f".seen-{from_first(ranks, lambda: secrets.token_hex(8))}"
-    from_first(ranks, sign.touch)
+    sign = folder / f".seen-{ranks.from_first(lambda: secrets.token_hex(8))}"
+    ranks.from_first(sign.touch)
     try:
         ranks.agree(lambda: files.require_seen(sign))
     finally:
-        from_first(ranks, sign.unlink)
+        ranks.from_first(sign.unlink)
 
 
 def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:
@@ -175,8 +175,3 @@ def in_turn(ranks: Ranks, make: Callable[[], T]) -> T:
     ranks.agree(lambda: None if ranks.rank else results.append(make()))
     ranks.agree(lambda: results.append(make()) if ranks.rank else None)
     return results[0]
-
-
-def from_first(ranks: Ranks, make: Callable[[], T]) -> T:
-    """Call `make` on rank 0, and return its result on all ranks."""
-    return ranks.agree(lambda: None if ranks.rank else make())[0]  # type: ignore[return-value]
