@@ -59,6 +59,11 @@ def is_peft_model(model: object) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel | peft.PeftMixedModel)
 
 
+def without_wrapper(model: Any) -> Any:
+    """The transformers model in one of PEFT's; any other model as it is."""
+    return model.get_base_model() if is_peft_model(model) else model
+
+
 def unwrapped(model: Any) -> tuple[nn.Module, dict[str, Any], str]:
     """The model inside a PeftModel, its adapters' configurations and the active one's name."""
     active = model.active_adapters if hasattr(model, "active_adapters") else []

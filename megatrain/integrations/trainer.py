@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatrain.api import Engine, StepResult
 from megatrain.base.changed import changed
-from megatrain.compat.peft import is_peft_model
+from megatrain.compat.peft import is_peft_model, without_wrapper
 from megatrain.compat.transformers import num_items
 from megatrain.errors import InputError
 from megatrain.integrations import heeded, objectives, trainer_model
@@ -96,17 +96,14 @@ class StreamedTrainer(_Trainer):
         model_given: Any = self.model
         # Of TRL: a forward that takes the head's loss in chunks, as the engine does; a card's tags;
         # checkpointing; and a token for padding that another model would be built with.
-        inner = model_given.get_base_model() if is_peft_model(model_given) else model_given
+        inner = without_wrapper(model_given)
         for name, patched in product(_PATCHES - before, (model_given, inner)):
             vars(patched).pop(name, None)
         text = model_given.config.get_text_config()
-        self._objective: objectives.Objective
-        if scores:
-            self._objective = objectives.Scores(self.args, text.pad_token_id, pad)
-        else:
-            self._objective = (objectives.Preferences if paired else objectives.Objective)(
-                self.args
-            )
+        kind = objectives.Preferences if paired else objectives.Objective
+        self._objective: objectives.Objective = (
+            objectives.Scores(self.args, text.pad_token_id, pad) if scores else kind(self.args)
+        )
         text.pad_token_id = pad
         self._refuse()
         if getattr(self.args, "disable_dropout", False):
@@ -136,10 +133,7 @@ class StreamedTrainer(_Trainer):
             weight = getattr(self, "router_aux_loss_coef", 0.0)
             if hasattr(self, "_metrics") and (weight or len(self._routers) == len(_ROUTERS)):
                 # TRL's trainers have their own setting for the routers' loss.
-                ask_for(
-                    model.get_base_model() if is_peft_model(model) else model,
-                    {"router_aux_loss_coef": weight},
-                )
+                ask_for(without_wrapper(model), {"router_aux_loss_coef": weight})
             engine = Engine(
                 model,
                 loss=self._objective.loss,

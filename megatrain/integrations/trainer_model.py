@@ -13,7 +13,7 @@ from torch import nn
 
 from megatrain.api import Engine
 from megatrain.compat.gguf import is_gguf, unpacked
-from megatrain.compat.peft import is_peft_model
+from megatrain.compat.peft import is_peft_model, without_wrapper
 from megatrain.compat.transformers import MULTIMODAL_CLASSES, classifies
 from megatrain.data import load_tokenizer
 from megatrain.errors import InputError
@@ -60,7 +60,7 @@ class ModelStandIn:
         """Args: `model`: the streamed one, which is not kept."""
         if not hasattr(model, "named_modules"):
             refuse_weights("a copy")
-        inner = model.get_base_model() if is_peft_model(model) else model
+        inner = without_wrapper(model)
         forward = partial(refuse_weights, "forward")
         forward.__signature__ = signature(inner.forward)  # type: ignore[attr-defined]
         names = {*dir(model), *dir(inner)}
@@ -133,7 +133,7 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
     if options.get("quantization_config") or kwargs.pop("quantization_config", None):
         refuse("quantization_config", REFUSED_OPTIONS["quantization_config"])
     if isinstance(model, transformers.PreTrainedModel) or is_peft_model(model):
-        inner = model.get_base_model() if is_peft_model(model) else model
+        inner = without_wrapper(model)
         if not scores and classifies(inner):
             refuse(
                 f"a {type(inner).__name__}",
@@ -147,10 +147,8 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
         raise InputError("StreamedTrainer needs a transformers model, its hub id or folder")
     model = unpacked(Path(model)) if is_gguf(model) else model
     kwargs.pop("device_map", None)
-    kwargs = {
-        "dtype": "auto",
-        "trust_remote_code": getattr(args, "trust_remote_code", False),
-    } | kwargs
+    trusted = getattr(args, "trust_remote_code", False)
+    kwargs = {"dtype": "auto", "trust_remote_code": trusted} | kwargs
     named = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
     config = transformers.AutoConfig.from_pretrained(model, **named)
     multimodal = MULTIMODAL_CLASSES.get(config.model_type)
