@@ -208,10 +208,8 @@ def read_medium(
         decoded = _decoded(kind, data, name, processor)
     if kind == "video":
         frames, facts = decoded
-        size, film = (
-            (len(frames), frames.shape[2], frames.shape[1]),
-            json.dumps(facts, default=methodcaller("tolist")),
-        )
+        size = len(frames), frames.shape[2], frames.shape[1]
+        film = json.dumps(facts, default=methodcaller("tolist"))
     else:
         size, film = tuple(decoded.size if kind == "image" else decoded.shape), ""
     kept, digest = b"" if paths else b"".join(data), _digest(b"".join(data))

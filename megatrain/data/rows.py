@@ -452,9 +452,8 @@ class Reading:
                     f"write their names, {' and '.join(self.labels)}"
                 )
             numbers = [self._number(label, where) for label in example.labels]
-            if form.kind != "tags" and len(numbers) != (
-                1 if self.kind == "classes" else len({*numbers})
-            ):
+            right = 1 if self.kind == "classes" else len({*numbers})
+            if form.kind != "tags" and len(numbers) != right:
                 raise InputError(
                     f"{where}: 'label' must be one class, or a list of different ones with "
                     "loss.problem_type: multi_label_classification"

@@ -175,10 +175,9 @@ class ForecastCache(Once):
             )
             if workload.generation is not None:
                 step = self._with_generation(step, workload)
-            if workload.second is None:
+            if (second := workload.second) is None:
                 return step
-            name, spec = workload.second.name, workload.second.spec
-            return self._with_second(step, name, spec, workload)
+            return self._with_second(step, second.name, second.spec, workload)
 
         return replace(self.once(key, make), machine=machine)
 

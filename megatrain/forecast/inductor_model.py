@@ -196,22 +196,23 @@ def shapes(results: Activations) -> dict[int, Shape]:
 def eager_work(run: Callable[[], Activations], inputs: list[Any]) -> LayerWork:
     """The work of a layer, or a part of one, that is not compiled."""
     with torch.no_grad():
-        plain, _ = counted(run, inputs)
-    graph = OpCounter()
-    with graph:
-        graph.ignore(inputs)
+        forward, _ = counted(run, inputs)
+    counter = OpCounter()
+    with counter:
+        counter.ignore(inputs)
         outputs = run()
     values, gradients = ends(outputs)
-    graph.ignore(gradients)
-    results = sum(value.nbytes for value in outputs.values())
-    kept = graph.total_bytes - results
-    first = graph.work._replace(peak_bytes=graph.peak_bytes, kept_bytes=kept)
-    graph.restart()
-    with graph:
+    counter.ignore(gradients)
+    result_bytes = sum(value.nbytes for value in outputs.values())
+    kept = counter.total_bytes - result_bytes
+    keeping = counter.work._replace(peak_bytes=counter.peak_bytes, kept_bytes=kept)
+    counter.restart()
+    with counter:
         torch.autograd.grad(values, leaves(inputs), gradients, allow_unused=True)
-    peak = graph.peak_bytes - results
-    second = graph.work._replace(peak_bytes=peak, made_bytes=graph.made_bytes)
-    return LayerWork(plain, first, second, first, second, None, shapes(outputs))
+    peak = counter.peak_bytes - result_bytes
+    backward = counter.work._replace(peak_bytes=peak, made_bytes=counter.made_bytes)
+    # A graph that waited between the sweeps is the same as one that is made again.
+    return LayerWork(forward, keeping, backward, keeping, backward, None, shapes(outputs))
 
 
 def compiled_work(trace: Trace) -> LayerWork:

@@ -95,13 +95,12 @@ class PairLoss(JointLoss):
         values = dict(zip(self.inputs, (extra[used] for extra in extras), strict=True))
         log_prob, chosen = log_prob_N[used], values["chosen"]
         reference = values.get("reference_logp", torch.zeros_like(chosen))
-        numbers, index = values["pair"].unique(return_inverse=True)
-        places = index + len(numbers) * (chosen != 1)
-        zeros = torch.zeros(2 * len(numbers), dtype=torch.float64, device=places.device)
+        numbers, pair = values["pair"].unique(return_inverse=True)
+        reply = pair + len(numbers) * (chosen != 1)  # first all chosen ones
+        zeros = torch.zeros(2 * len(numbers), dtype=torch.float64, device=reply.device)
         of_labels = log_prob, reference, torch.ones_like(chosen)
-        sums = (zeros.index_add(0, places, each.double()) for each in of_labels)
-        halves = (each.chunk(2) for each in sums)  # chosen, rejected
-        return [Replies(*half) for half in zip(*halves, strict=True)]
+        sums = torch.stack([zeros.index_add(0, reply, each.double()) for each in of_labels])
+        return [Replies(*half) for half in sums.chunk(2, 1)]
 
     def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         return self.pairs(*self.replies(log_prob_N, targets_N, *extras)).sum()

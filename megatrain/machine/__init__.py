@@ -158,10 +158,10 @@ def machine_for(
 ) -> Machine:
     """The expected rates of a GPU in `gpus.json`, by its common name or the driver's.
 
-    `device_memory` is what programs see; None: the advertised size, less 2 %. Of a GPU that shares
-    the host's memory it is the size of the one memory, whose smaller part is left to the process:
-    all tiles can rest in the other one, and `host_memory` is not asked. Raises InputError: the GPU
-    is not listed; the message has the nearest names.
+    `device_memory` is what programs see; None: the advertised size, less 2 %. If GPU and host share
+    one memory, it is the size of that, and `host_memory` is not used: the process has a sixteenth
+    of it, and all tiles can rest in the other part. Raises InputError: the GPU is not listed; the
+    message has the nearest names.
     """
     gpu = named_gpu(gpu_name)
     memory = int(gpu.memory_gib * GIB * _VISIBLE) if device_memory is None else device_memory

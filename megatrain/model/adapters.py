@@ -235,17 +235,13 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
     first = {id(p): name for name, p in reversed(names)}
     uses = Counter(id(p) for _, p in names)
     for path, module in peft.wrappers(model):
-        inner = peft.inner(module)  # of which a copy has buffers, too
-        within = (
-            inner.state_dict(keep_vars=True)
-            if peft.is_copy(module)
-            else dict(inner.named_parameters())
-        )
-        of_adapters = module.modules_to_save if peft.is_copy(module) else module.r
-        if adapters.active not in of_adapters:
+        is_copy, inner = peft.is_copy(module), peft.inner(module)
+        # Of a copy also buffers.
+        within = inner.state_dict(keep_vars=True) if is_copy else dict(inner.named_parameters())
+        if adapters.active not in (module.modules_to_save if is_copy else module.r):
             continue
         only, base_path = peft.parameter_of(module), peft.base_path(path)
-        if not peft.is_copy(module) and module.lora_bias[adapters.active] and "bias" not in within:
+        if not is_copy and module.lora_bias[adapters.active] and "bias" not in within:
             raise InputError(
                 f"{path} has no bias that the adapter's (lora_bias) could be merged into; export "
                 "the adapter instead"
@@ -258,7 +254,7 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
                     f"{path} is tied to another module, and merging would change both; export the "
                     "adapter instead"
                 )
-            if peft.is_copy(module):
+            if is_copy:
                 mine = f"{path}.modules_to_save.{adapters.active}.{name}"
                 out[f"{base_path}.{name}"] = values[mine]
             else:

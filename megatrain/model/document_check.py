@@ -212,6 +212,7 @@ def check_documents(spec: ModelSpec) -> None:
     micro = MicroBatch(inputs | {"position_ids": positions}, ids, rows)
     program.prologue({}, micro)  # with zeros for weights
     leaves = [leaf for call in micro.calls for leaf in call.leaves if isinstance(leaf, Tensor)]
+    # Masks are bool, or added to logits.
     masks = [leaf for leaf in leaves if leaf.ndim > 2 and leaf.shape[-2:] == (size, size)]
     across = [mask[..., first:, :first] for mask in masks]
     if any(bool((part if part.dtype == torch.bool else part > -1).any()) for part in across):

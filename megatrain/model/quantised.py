@@ -298,7 +298,7 @@ def _compressed(module: str, stored: Mapping[str, Stored], settings: Settings) -
 def _shape(codes: Stored, scales: Stored, block: Block) -> tuple[int, ...]:
     """The shape of the values of codes `[O, I]` or packed; empty: such blocks have other scales."""
     (rows, columns), (_, along) = codes.shape, block
-    if codes.dtype == torch.int32:  # rows are padded to whole words; groups tell where they end
+    if codes.dtype == torch.int32:  # 8 values each, the last of a row fewer: its groups tell
         columns = min(8 * columns, prod(scales.shape[-1:]) * (along or 8 * columns))
         if ceil(columns / 8) != codes.shape[1]:
             return ()

@@ -119,8 +119,8 @@ class Tap:
         output = self._forward(*args, **kwargs)
         outputs = output if isinstance(output, tuple) else (output,)
         logits = outputs[self._index if len(outputs) > 1 else 0]
-        whole = [x for x in outputs if isinstance(x, Tensor) and x.dtype == torch.int64]
-        choices = [x for x in whole if x.ndim > 1 and x.shape[:-1] == logits.shape[:-1]]
+        indices = [x for x in outputs if isinstance(x, Tensor) and x.dtype == torch.int64]
+        choices = [x for x in indices if x.ndim > 1 and x.shape[:-1] == logits.shape[:-1]]
         self._kept = [logits, *choices[:1]]
         return output
 

@@ -16,11 +16,8 @@ _OF_A_TOKEN = (
 def share_of_a_token(config: PreTrainedConfig, shape: Sequence[int]) -> float:
     """The share of a parameter that one token uses: the chosen ones of experts `[E, I, O]`."""
     num_chosen, num_experts = experts_of_a_token(config)
-    return (
-        num_chosen / num_experts
-        if num_chosen and len(shape) == 3 and shape[0] == num_experts
-        else 1.0
-    )
+    of_experts = num_chosen and len(shape) == 3 and shape[0] == num_experts
+    return num_chosen / num_experts if of_experts else 1.0
 
 
 def experts_of_a_token(config: PreTrainedConfig) -> tuple[int, int]:

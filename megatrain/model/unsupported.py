@@ -77,11 +77,8 @@ def refuse_grad_modes(layer: nn.Module, path: str) -> None:
     for kind in kinds:
         if kind.__module__.partition(".")[0] in ("torch", "transformers", "peft", "torchao"):
             continue
-        for function in vars(kind).values():
-            code = (
-                getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-            )
-            names = getattr(code, "co_names", ())
+        for function in filter(callable, vars(kind).values()):
+            names = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ())
             if asks := {"is_grad_enabled", "requires_grad"}.intersection(names):
                 raise Unsupported(
                     f"in {path} the code of {kind.__name__} reads {min(asks)}: layers run without "

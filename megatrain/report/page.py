@@ -202,11 +202,13 @@ def _status(metrics: Metrics, config: Mapping[str, Any], folder: Path) -> str:
     done = f"{last:,.0f}{of} steps" if last else f"no step{of} done"
     if metrics.failed is not None:
         return f"Failed after {done}: {metrics.failed}"
-    whole, state, early = ending(folder)
-    longer = bool(total and last and last < total) and (early is None or whole != last)
-    if (folder / MODEL).is_dir() and not longer:
-        why = f", stopped early: {early}" if early else ""
-        best = f" The model is that of step {state:,}, the best." if state != whole else ""
+    end = ending(folder)
+    stopped_early = end.early is not None and end.done == last
+    goes_on = bool(total and last and last < total) and not stopped_early
+    if (folder / MODEL).is_dir() and not goes_on:
+        why = f", stopped early: {end.early}" if end.early else ""
+        is_best = end.state != end.done
+        best = f" The model is that of step {end.state:,}, the best." if is_best else ""
         return f"Finished: {done}{why}.{best}"
     return f"Still going, or ended before its model was written: {done}."
 

@@ -324,11 +324,8 @@ def _open_folder(model: str | Path, head: ClassHead | None, **code: Any) -> Sour
     if is_gguf(local):
         dtype = str(source_dtype(folder)).removeprefix("torch.")
         _log.info("%s: dequantised to %s, in %s", model, dtype, folder)
-    origin = (
-        state_io.Origin(str(local.absolute()))
-        if local.exists()
-        else state_io.Origin(str(model), folder.name)
-    )
+    place = (str(local.absolute()),) if local.exists() else (str(model), folder.name)
+    origin = state_io.Origin(*place)
     return Source(empty, source_dtype(folder), folder, origin=origin, base=quantised or "bf16")
 
 

@@ -104,21 +104,23 @@ class Entry:
         return not any(size % self.shape[0] for size in self._sections(1)[1:])
 
     def places_of(self, rows: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
-        """`(start, stop)` in a plane of what ascending rows of the first dimension take alone."""
+        """`(start, stop)` in a plane of the bytes that no other row of the first dimension has.
+
+        Args: `rows`: ascending; those that follow each other are in one range.
+        """
         shared, *kinds = self._sections(itemsize)
-        at, ends = self.offset * itemsize + shared, {row + 1 for row in rows}
-        firsts = [row for row in rows if row not in ends]
-        lasts = sorted(ends.difference(rows))
+        at, following = self.offset * itemsize + shared, {row + 1 for row in rows}
+        starts = [row for row in rows if row not in following]
+        stops = sorted(following.difference(rows))
         for num_bytes in kinds:
-            each = num_bytes // self.shape[0]
-            for first, last in zip(firsts, lasts, strict=True):
-                yield (at + first * each) // itemsize, -(-(at + last * each) // itemsize)
+            of_row = num_bytes // self.shape[0]
+            for start, stop in zip(starts, stops, strict=True):
+                yield (at + start * of_row) // itemsize, -(-(at + stop * of_row) // itemsize)
             at += num_bytes
 
     def _sections(self, itemsize: int) -> tuple[int, ...]:
-        return (
-            (0, self.numel * itemsize) if self.packed is None else self.packed.sections(self.shape)
-        )
+        plain = 0, self.numel * itemsize
+        return plain if self.packed is None else self.packed.sections(self.shape)
 
     def memory(self, flat: Tensor) -> Tensor:
         """The elements that it takes of a flat plane of its tile."""
