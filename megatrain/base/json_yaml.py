@@ -5,7 +5,6 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +40,6 @@ def parse_object(text: bytes, what: str | Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(f"{what}: its JSON is not an object; {DAMAGED}")
     return content
-
-
-@cache
-def typed_json(kind: Any) -> Any:
-    """pydantic's TypeAdapter of a type, which reads and writes its values as JSON."""
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(kind)
 
 
 def each_key_once(pairs: Pairs) -> dict[str, Any]:

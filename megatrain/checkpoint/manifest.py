@@ -7,19 +7,14 @@ import json
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import dropwhile, islice
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Interval, Len, Predicate
 
-from megatrain.base.json_yaml import (
-    MAX_JSON_BYTES,
-    MAX_NAME_LENGTH,
-    parse_object,
-    read_json,
-    typed_json,
-)
+from megatrain.base.json_yaml import MAX_JSON_BYTES, MAX_NAME_LENGTH, parse_object, read_json
 from megatrain.checkpoint import files
 from megatrain.errors import InputError, explained, in_one_line
 from megatrain.model.companions import tokenizer_files
@@ -263,11 +258,18 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return replace(checkpoint, extra=extra)
 
 
+@cache
+def _adapter() -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Manifest)
+
+
 def _believed(content: dict[str, Any], path: Path) -> Manifest:
     from pydantic import ValidationError
 
     try:  # as JSON, in which tuples and dataclasses are lists and objects
-        manifest: Manifest = typed_json(Manifest).validate_json(json.dumps(content))
+        manifest: Manifest = _adapter().validate_json(json.dumps(content))
         if manifest.checksum != signed(content)["checksum"]:
             raise ValueError("its text was changed after it was saved (its own checksum differs)")
         for contradiction in _contradictions(manifest):

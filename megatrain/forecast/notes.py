@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.base.json_yaml import read_json, typed_json
+from megatrain.base.json_yaml import read_json
 from megatrain.base.whole_files import user_cache, write_file
 from megatrain.compat.torch import children_of, parameters_of
 from megatrain.errors import InputError
@@ -169,7 +169,7 @@ class Notes(Once):
             if self._file is None:
                 return make()
             name = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
-            codec = typed_json(cast(Any, kind))
+            codec = _codec(cast(Any, kind))
             with suppress(KeyError, TypeError, ValueError):
                 return cast(Value, codec.validate_json(self._values[name]))
             new = make()
@@ -191,6 +191,13 @@ class Notes(Once):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             write_file(self._file, json.dumps(self._record | {"values": self._values}))
             self._is_new = False
+
+
+@cache
+def _codec(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 @cache
