@@ -107,8 +107,6 @@ TEXT_CLASSES = CAUSAL_LM_CLASSES.union(
 )
 """Names of all classes that may be trained on text."""
 
-CACHES = ("cache", "past_key_values", "cache_params")  # since transformers 5.24 the first alone
-
 MODULE_MARKS = frozenset({"_is_hf_initialized"})
 """Attributes that transformers leaves on modules, without a meaning for their forward."""
 
@@ -149,11 +147,6 @@ def counts_tokens(config: PreTrainedConfig) -> bool:
     except (ValueError, AttributeError):
         return False
     return True
-
-
-def cache_of(output: Mapping[str, Any]) -> dict[str, Any]:
-    """The cache in an output, by the name by which the forward takes it; empty: there is none."""
-    return {name: value for name, value in output.items() if name in CACHES}
 
 
 def configs(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:

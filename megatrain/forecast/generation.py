@@ -11,9 +11,10 @@ import torch
 from torch.func import functional_call
 
 from megatrain.compat.torch import FakeTensorMode
-from megatrain.compat.transformers import cache_of, counts_tokens
+from megatrain.compat.transformers import counts_tokens
 from megatrain.forecast.op_counter import OneAttention, OpCounter, foreseeing
 from megatrain.model.build import loaded_types
+from megatrain.model.media import cache_of
 from megatrain.model.spec import ModelSpec
 
 # Of each logit while a token is drawn: in fp32 as it came, after the temperature, sorted, their

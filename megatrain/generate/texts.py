@@ -18,14 +18,13 @@ from megatrain.api import Engine
 from megatrain.base.changed import changed
 from megatrain.base.units import gib
 from megatrain.compat.torch import pytree
-from megatrain.compat.transformers import cache_of
 from megatrain.data.images import ImageProcessor
 from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
 from megatrain.data.tokenizer import pad_id, tokenising
 from megatrain.device import Device, free_bytes
 from megatrain.errors import DoesNotFit, InputError, MegatrainError, first_line
 from megatrain.generate.sampling import OnlyNumbers, Sampling, drawn_apart
-from megatrain.model.media import as_computed
+from megatrain.model.media import as_computed, cache_of
 from megatrain.model.sizes import most_tokens
 from megatrain.parallel.distributed import ALONE
 

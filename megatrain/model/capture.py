@@ -19,10 +19,9 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from megatrain.compat.torch import memory_of, pytree
-from megatrain.compat.transformers import CACHES
 from megatrain.errors import InputError
 from megatrain.model.layer_template import containers
-from megatrain.model.media import of_media
+from megatrain.model.media import CACHES, of_media
 from megatrain.model.unsupported import refuse_lookup
 
 if TYPE_CHECKING:

@@ -16,16 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.compat.torch import pytree, version_of, without_torch_function
-from megatrain.compat.transformers import CACHES
 from megatrain.errors import RunFailed
 from megatrain.model.token_chunks import draws
 
+CACHES = ("cache", "past_key_values", "cache_params")  # since transformers 5.24 the first alone
 # Tensors of each token, or of how a forward runs; all others that such a model takes are media.
 _OF_TEXT = (
     *("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"),
     *("moe_mm_token_type_ids", "labels", "inputs_embeds", *CACHES),
     *("use_cache", "logits_to_keep", "num_logits_to_keep", "output_router_logits"),
 )
+
+
+def cache_of(output: Mapping[str, Any]) -> dict[str, Any]:
+    """The cache in an output, by the name by which the forward takes it; empty: there is none."""
+    return {name: value for name, value in output.items() if name in CACHES}
 
 
 def of_media(name: str) -> bool:

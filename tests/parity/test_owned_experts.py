@@ -108,7 +108,7 @@ def test_a_rank_streams_its_own_experts_and_no_others(tmp_path):
         model = tiny_model("qwen3_moe", changes=SIX)
         with torch.no_grad():  # all tokens to the first two experts
             for layer in model.model.layers:
-                layer.mlp.gate.weight.zero_()
+                layer.mlp.gate.weight.zero_().requires_grad_(False)
         with make_engine(model, group=group, placement=placed(group)) as engine:
             if group is not None:
                 layer = next(t.layout for t in store_of(engine).tiles if t.name == "layer 0")
