@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from megatrain import AdamW, DoesNotFit, Engine, Placement, RunFailed
-from megatrain.compat.transformers import cache_of, counts_tokens, takes_grouped_products
+from megatrain.compat.transformers import counts_tokens, takes_grouped_products
 from megatrain.config import Config
 from megatrain.device.base import COPY_IN
 from megatrain.engine import whole_model
@@ -19,6 +19,7 @@ from megatrain.forecast.generation import generation_bytes
 from megatrain.forecast.workload import Generation, Workload
 from megatrain.generate import Sampling, continued, generate
 from megatrain.model.build import empty_model
+from megatrain.model.media import cache_of
 from megatrain.model.probe import spec
 from megatrain.model.sizes import experts_of_a_token
 from tests.counted import CountedDevice, Watch
