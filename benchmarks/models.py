@@ -35,6 +35,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.configurations import CONFIGS, configuration
 from benchmarks.options import case_of, parse, peak_process_bytes, write
+from benchmarks.ranks import join_ranks
 from benchmarks.rivals.common import next_token_loss
 from benchmarks.step import SHOWN_LINES
 from megatrain import AdamW, Engine, Placement
@@ -43,7 +44,6 @@ from megatrain.cli.models import lora_adapter
 from megatrain.compat.torch import num_compilations
 from megatrain.compat.transformers import set_attention
 from megatrain.model.trained import Trained
-from megatrain.parallel.distributed import local_rank
 from megatrain.source.source import Alike
 from megatrain.telemetry.host import commit, environment
 from megatrain.telemetry.metrics import model_tflops
@@ -124,9 +124,8 @@ def streamed(chosen: Any) -> dict[str, Any]:
     if chosen.base == "folder":
         config.quantization_config = {"quant_method": "mxfp4"}  # as gpt-oss is published
     begun = time.perf_counter()
-    ranks, rank = 1, 0
-    if dist.is_initialized():
-        ranks, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.group.WORLD if dist.is_initialized() else None
+    ranks, rank = (1, 0) if group is None else (dist.get_world_size(), dist.get_rank())
     engine = Engine(
         Alike(config),
         optimizer=AdamW(lr=1e-5, states=chosen.states),
@@ -141,7 +140,7 @@ def streamed(chosen: Any) -> dict[str, Any]:
         device=chosen.device,
         device_memory=chosen.device_memory,
         host_memory=chosen.host_memory,
-        group=dist.group.WORLD if dist.is_initialized() else None,
+        group=group,
     )
     with engine:
         built = time.perf_counter() - begun
@@ -271,11 +270,7 @@ def main() -> None:
         steps=3,
         out=Path,
     )
-    mine = local_rank(dist.is_torchelastic_launched() or None)
-    if mine is not None:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(mine)
-        dist.init_process_group("gloo")
+    mine = join_ranks() if dist.is_torchelastic_launched() else 0
     result = resident(chosen) if chosen.resident else streamed(chosen)
     if mine:
         return

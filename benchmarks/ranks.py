@@ -43,9 +43,7 @@ PLACEMENTS = {
 def main() -> None:
     """Check, measure, and write the result as rank 0."""
     given = _arguments()
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank(True) or 0)
-    dist.init_process_group("gloo")
+    join_ranks()
     group = dist.group.WORLD
     if dist.get_world_size() == 1:
 
@@ -82,6 +80,15 @@ def main() -> None:
             print(name, {key: each[key] for key in keys} if each else "not measured")
         print("times one", result.get("times one"))
     dist.destroy_process_group()
+
+
+def join_ranks() -> int:
+    """Join the ranks that torchrun launched, with a GPU each; returns this one's on its host."""
+    mine = local_rank(True) or 0
+    if torch.cuda.is_available():
+        torch.cuda.set_device(mine)
+    dist.init_process_group("gloo")
+    return mine
 
 
 def parity(group: Any, placement: Placement) -> dict[str, float]:

@@ -21,14 +21,11 @@ from torch.overrides import TorchFunctionMode
 from megatrain.compat.torch import memory_of, pytree
 from megatrain.errors import InputError
 from megatrain.model.layer_template import containers
-from megatrain.model.media import CACHES, of_media
+from megatrain.model.media import NO_IDS, of_media
 from megatrain.model.unsupported import refuse_lookup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# How a forward is run, or what stands in place of token ids.
-_NO_IDS = {"labels", "use_cache", "inputs_embeds", "logits_to_keep", "num_logits_to_keep", *CACHES}
 
 PROLOGUE = -1  # the "visit" of all that runs before the first layer
 MEDIA = -2  # that of the encoders of images and sounds
@@ -304,7 +301,7 @@ class Capture:
     def accepts(self, name: str) -> bool:
         """True if the model's forward can use a micro-batch's tensor of this name."""
         common = self.takes_any and name in ("attention_mask", "position_ids")
-        return (self.takes(name) or common) and name not in _NO_IDS
+        return (self.takes(name) or common) and name not in NO_IDS
 
     def is_media(self, name: str) -> bool:
         """True if a micro-batch's tensor of this name describes images or sounds."""

@@ -20,12 +20,13 @@ from megatrain.errors import RunFailed
 from megatrain.model.token_chunks import draws
 
 CACHES = ("cache", "past_key_values", "cache_params")  # since transformers 5.24 the first alone
-# Tensors of each token, or of how a forward runs; all others that such a model takes are media.
-_OF_TEXT = (
+# How a forward is run, or what stands in place of token ids.
+NO_IDS = {"labels", "use_cache", "inputs_embeds", "logits_to_keep", "num_logits_to_keep", *CACHES}
+# With these tensors of each token; all others that a multimodal model takes are media.
+_OF_TEXT = NO_IDS | {
     *("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"),
-    *("moe_mm_token_type_ids", "labels", "inputs_embeds", *CACHES),
-    *("use_cache", "logits_to_keep", "num_logits_to_keep", "output_router_logits"),
-)
+    *("moe_mm_token_type_ids", "output_router_logits"),
+}
 
 
 def cache_of(output: Mapping[str, Any]) -> dict[str, Any]:
