@@ -57,7 +57,7 @@ def test_a_recipe_is_planned_as_it_says(megatrain, tmp_path, name):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "reported"), [("llama-3.1-8b", 2432), ("qwen3-14b", 1405)])
 def test_an_rtx_4090_is_foretold_as_others_measured_it(megatrain, tmp_path, name, reported):
-    """SlideFormer with fp32 masters, 64 x 1,024 tokens (arXiv 2603.16428)."""
+    """By SlideFormer, fp32 masters, 64 x 1,024 tokens (arXiv 2603.16428); the host is our guess."""
     configuration(name).save_pretrained(tmp_path)
     where = ["--gpu", "4090", "--host-memory", "512GiB", "--cores", "32", "--tokens", "65536"]
     forecast = megatrain.planned("--model", tmp_path, *where)["forecast"]
