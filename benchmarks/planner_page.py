@@ -20,7 +20,7 @@ import re
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import product
@@ -147,7 +147,7 @@ def workload(method: Method, tokens: int) -> Workload:
 
 def figures(gpu: str) -> dict[str, Any]:
     """The figures of a GPU that its plans rest on; others make them out of date."""
-    rates = machine(gpu, HOST_GIB[0]).as_dict()
+    rates = replace(machine(gpu, HOST_GIB[0]), link_gbps=None).as_dict()  # plans are of one GPU
     return {name: value for name, value in rates.items() if type(value) in (int, float)}
 
 

@@ -45,6 +45,10 @@ _TAKEN_PER_BUS_BYTE = moved_bytes(AdamW(), torch.bfloat16) * (4.56 - 2.97) / 101
 # the device has 0.2 and 0.7 ms of work; a boundary takes 0.14 ms to its lane.
 _PER_UNIT, _PER_KERNEL, _PER_PUT = 20, 1.4, 1.8
 
+# At a collective ranks wait for the last of them: 3 ms beside its bytes, here in launches. Two
+# H200s take 0.10 s longer than one for 0.5B with its 78 collectives (ranks-2-0.5b-32x1024-h200).
+_PER_MEETING = 136
+
 # Each of torch's operations of an update: 22 resident layers of 7B take Muon 0.89 s
 # (step-7b-96x1024-muon-h200).
 _PER_OPERATION = 0.92
@@ -112,7 +116,9 @@ class CostModel:
         self._rule = rule
         self.group, self.puts, self.tokens = 1, 2, 1
         self._shared = rule, ranks, hosts
-        link, network = link_gbps(machine), network_gbps(machine, ranks)
+        # If nothing is known, cards of a host exchange by way of it, in and out again.
+        way = min(machine.to_device_gbps, machine.from_device_gbps) / 2
+        link, network = machine.link_gbps or way, machine.network_gbps or NETWORK_GBPS / ranks
         self._ranks = {base.GATHER: ranks, base.REDUCE: ranks, base.HOSTS: hosts}  # of a collective
         self._link = {base.GATHER: link * 1e9, base.REDUCE: link * 1e9, base.HOSTS: network * 1e9}
         self._machine = machine
@@ -156,7 +162,8 @@ class CostModel:
         if kind in (Kind.COLLECTIVE, Kind.ALL_REDUCE):
             written = sum(buffer.data.nbytes for buffer in writes)
             received = (1 + (kind is Kind.ALL_REDUCE)) * written * (1 - 1 / self._ranks[stream])
-            return Cost(received / self._link[stream])
+            meeting = _PER_MEETING * self._machine.launch_seconds
+            return Cost(meeting + received / self._link[stream])
         return Cost()
 
     def _on_compute(
@@ -282,16 +289,6 @@ class CostModel:
             share = beside / busy[stream] if busy[stream] else 0.0
             third = self._alone[base.DISK_IN] * 2 / 3
             self._rate[stream] = (1 - share) * self._alone[stream] + share * third
-
-
-def link_gbps(machine: Machine) -> float:
-    """Between cards of a host; unless measured by way of the host, in and out again."""
-    return machine.link_gbps or min(machine.to_device_gbps, machine.from_device_gbps) / 2
-
-
-def network_gbps(machine: Machine, on_host: int) -> float:
-    """Between cards of two hosts, each with so many; unless measured a part of the usual."""
-    return machine.network_gbps or NETWORK_GBPS / on_host
 
 
 def _disk_gbps(machine: Machine) -> float:

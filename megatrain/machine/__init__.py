@@ -35,6 +35,9 @@ _VISIBLE = 0.98
 CONTEXT_BYTES = 840 * MIB
 # 55.5 of 63 GB/s that a PCIe 5 x16 link carries (H200).
 _BUS_SHARE = 0.87
+# Four H200s sum layers' gradients at 298 of NVLink's 450 GB/s, beside products
+# (benchmarks/results/models-qwen3-30b-a3b-4-ranks-96x1024-int8-h200.json).
+_LINK_SHARE = 0.66
 # What `megatrain doctor` measured on a virtual machine with an H200: 22 and, while other jobs
 # compiled, 27 us.
 _LAUNCH_SECONDS = 22e-6
@@ -76,7 +79,7 @@ class Machine:
         measured: here; False: published figures times usual efficiencies.
         disk_both_gbps: read rate while equally many bytes are written.
         link_gbps, network_gbps: receive rate of a GPU in a gather on one host, or from another host
-            while all GPUs of its host receive; None, as for a disk: not measured.
+            while all GPUs of its host receive; None, as for a disk: not known.
         disk_space_bytes: bytes that planes may take on a disk; None: none may rest on one.
         one_memory: device and host have one memory; `host_memory_bytes` of it are the process's.
     """
@@ -187,6 +190,7 @@ def machine_for(
         launch_seconds=_LAUNCH_SECONDS,
         measured=False,
         one_memory=bool(gpu.shared),
+        link_gbps=gpu.link_gbps * _LINK_SHARE or None,
         experts=gpu.shares["experts"],
     )
 
@@ -281,7 +285,8 @@ def present_machine(device: str = "auto", *, precision: Precision = "bf16") -> M
         return None
     measured = read(key_of(device), "fp32" if precision == "fp32" else "bf16")
     if measured is not None and not shares:
-        return replace(measured, host_memory_bytes=memory)
+        link = known.link_gbps * _LINK_SHARE if known else 0.0
+        return replace(measured, host_memory_bytes=memory, link_gbps=link or None)
     try:
         listed = machine_for(
             gpu.name,

@@ -42,10 +42,11 @@ def find_gpu(device: str = "auto") -> Gpu | None:
 class KnownGpu:
     """An entry of `gpus.json`: nominal peaks and sizes, and the shares usually reached.
 
-    `bus_gbps` is one way between host and device; `host` the usual machine: `desktop`,
-    `workstation` or `server`; `shares` are of products, attention and memory. `shared` is the part
-    of the one memory of host and GPU that work may take; 0: each has its own. `measured`: what
-    others measured of training on it, with the source. `also`: names of the machine it is in.
+    `bus_gbps` is one way between host and device, `link_gbps` between cards of a host (0: they have
+    none); `host` the usual machine: `desktop`, `workstation` or `server`; `shares` are of products,
+    attention and memory. `shared` is the part of the one memory of host and GPU that work may take;
+    0: each has its own. `measured`: what others measured of training on it, with the source.
+    `also`: names of the machine it is in.
     """
 
     name: str
@@ -59,6 +60,7 @@ class KnownGpu:
     words: frozenset[str]
     source: str
     shared: float = 0.0
+    link_gbps: float = 0.0
     measured: str = ""
     also: tuple[str, ...] = ()
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MambaConfig
 
+from benchmarks.configurations import configuration
 from benchmarks.predictions import RESULTS, predict
 from megatrain import SGD, AdamW, Engine, Lion, Muon, Placement
 from megatrain.autoplace.search import fastest
@@ -310,6 +311,38 @@ def test_a_rule_says_what_its_update_launches(rule, update, monkeypatch):
 
 
 # A step of several ranks is foretold as one of them takes it, with its shards and the link.
+
+
+def of_recorded_ranks(file, result, config, step, micro_batch):
+    """Seconds of a recorded step of H200s on one host, and those that are foretold."""
+    recorded = json.loads((RESULTS / f"{file}-h200.json").read_text(encoding="utf-8"))
+    done, host = result(recorded), recorded["environment"]
+    rates = machine_for("H200", host["host_limit_bytes"], host["usable_cores"])
+    placed = {n: value for n, value in done["placement"].items() if n in Placement.names()}
+    placement = Placement(**placed | {"resident": tuple(placed["resident"])})
+    machine = rates.shared(step.ranks, rates.link_gbps)
+    cache = ForecastCache(structure(open_source(config)))
+    return cache.of(machine, placement, step, micro_batch).seconds, done["median_seconds"]
+
+
+def test_recorded_steps_of_ranks_are_foretold():
+    """By the way of the host they would take 12 % and 29 % longer than they did."""
+    told, took = of_recorded_ranks(
+        "ranks-2-7b-48x1024-resident",
+        lambda recorded: recorded["together"][0],
+        qwen2_config("7b", 1024, None),
+        Workload(48 * 1024, 1024, ranks=2),
+        8,
+    )
+    assert told == pytest.approx(took, rel=0.03)
+    told, took = of_recorded_ranks(
+        "models-qwen3-30b-a3b-4-ranks-96x1024-int8",
+        lambda recorded: recorded,
+        configuration("qwen3-30b-a3b", None),
+        Workload(96 * 1024, 1024, rule=AdamW(states="int8"), ranks=4),
+        48,
+    )
+    assert told == pytest.approx(took, rel=0.1)
 
 
 WHOLE = Workload(tokens_per_step=2048, sequence_length=64, compile=False)

@@ -53,6 +53,7 @@ def test_every_listed_gpu_is_found_by_its_name_and_has_sensible_figures():
         assert 10 <= each.memory_gib <= 512 and each.fp32_tflops <= each.bf16_tflops < 3000
         assert 16 <= each.bus_gbps <= 500 and 200 <= each.memory_gbps <= 9000
         assert each.source.startswith("https://")
+        assert ("NVLink" in each.source.replace("NVLink-C2C", "")) == (each.link_gbps > 0)
         assert each.host in ("desktop", "workstation", "server")
     assert len({gpu.words for gpu in known_gpus()}) == len(known_gpus())
 
@@ -128,7 +129,7 @@ def test_the_present_machine_is_measured_before_listed_before_none(monkeypatch):
     answering(monkeypatch, rates, host_limit_bytes=77 * GIB)
     listed = present_machine()
     assert (listed.measured, listed.host_memory_bytes) == (False, 77 * GIB)
-    rates.write(KEY, {"bf16": measured()})
+    rates.write(KEY, {"bf16": measured(link_gbps=None)})  # nobody measures it beforehand
     assert present_machine() == replace(measured(), host_memory_bytes=77 * GIB)
     assert present_machine(precision="fp32").measured is False
     answering(monkeypatch, rates, find_gpu=replace(gpu, name="Tesla T4"))
