@@ -13,7 +13,7 @@ import torch
 
 from megatrain.autoplace.search import fastest
 from megatrain.base.units import MIB, gib, parse_bytes, size
-from megatrain.device import Device, available_bytes
+from megatrain.device import available_bytes
 from megatrain.errors import DoesNotFit, InputError, explained
 from megatrain.forecast.cache import ForecastCache, Needs, needs_of, second_needs
 from megatrain.forecast.op_counter import NotForeseeable
@@ -24,7 +24,6 @@ from megatrain.machine import mapping_bytes, present_machine
 from megatrain.model.sizes import most_tokens
 from megatrain.placement import CPU_PLACEMENT, Placement, Planned
 from megatrain.source.source import EngineSetup
-from megatrain.source.tiles import Model
 from megatrain.telemetry.console import PASSING
 from megatrain.telemetry.host import host_available_bytes, host_limit_bytes, process_bytes
 
@@ -109,15 +108,8 @@ def settle(
     if generation is not None and generation.reference:
         tokens = workload.tokens_per_step
         reference = second_needs(model.spec, opened.precision, tokens, workload.all_ranks)
-    check_fits(
-        opened.device,
-        model,
-        settled.placement,
-        opened.host_limit,
-        clip=workload.clip,
-        tokens=tokens_per_step and -(-tokens_per_step // ranks.size),
-        reference=reference,
-    )
+    of_rank = tokens_per_step and -(-tokens_per_step // ranks.size)
+    check_fits(opened, settled.placement, of_rank, reference)
     _log.log(PASSING, "taking memory, and bringing weights there...")
     return settled
 
@@ -198,12 +190,8 @@ _GPU_PROCESS_BYTES = 3_600_000_000
 
 
 def check_fits(
-    device: Device,
-    model: Model,
+    opened: EngineSetup,
     placement: Placement,
-    host_memory: int | None,
-    *,
-    clip: bool,
     tokens: int | None = None,
     reference: Needs | None = None,
 ) -> None:
@@ -213,8 +201,8 @@ def check_fits(
         tokens: of a step, if they are known.
         reference: of a second model that is run beside it.
     """
-    needs = needs_of(model, placement, clip=clip, tokens=tokens)
-    more = reference or Needs()
+    device, host_memory, clip = opened.device, opened.host_limit, opened.max_grad_norm is not None
+    needs, more = needs_of(opened.model, placement, clip=clip, tokens=tokens), reference or Needs()
     needs.device["reference model"] += sum(more.device.values())
     needs.host["reference model"] += sum(more.host.values())
     memory, has_memory = device.memory(), device.can.counts_memory

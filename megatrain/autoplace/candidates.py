@@ -7,13 +7,13 @@ graphs, passes. The seconds of each way of spending are estimated from the candi
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add, mul
 from typing import Any, Literal, NamedTuple
 
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, DISK_WEIGHTS, UPDATE
-from megatrain.engine.assemble import LEAVING, RETURNING
+from megatrain.engine.assemble import LANES
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import Place
 from megatrain.forecast.prices import CostModel
@@ -62,40 +62,34 @@ _TOKENS = (49152, *(2**power for power in range(15, -1, -1)))
 _CHUNKS = 64  # of a micro-batch in the head, at most: forecasts count each operation
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """The candidates of a workload; `spilled`: what of the placement rests on a disk."""
+def sizes_of(workload: Workload) -> list[int]:
+    """Rows that a micro-batch may have, largest first."""
+    if workload.micro_batch is not None:
+        return [workload.micro_batch]
+    most = (max(1, tokens // workload.sequence_length) for tokens in _TOKENS)
+    # As few micro-batches as hold all rows, and as even as they can be.
+    return sorted({-(-workload.rows // -(-workload.rows // rows)) for rows in most}, reverse=True)
 
-    workload: Workload
-    spilled: Mapping[str, Any] = field(default_factory=dict)
 
-    def sizes(self) -> list[int]:
-        """Rows that a micro-batch may have, largest first."""
-        workload = self.workload
-        if workload.micro_batch is not None:
-            return [workload.micro_batch]
-        most = (max(1, tokens // workload.sequence_length) for tokens in _TOKENS)
-        # As few micro-batches as hold all rows, and as even as they can be.
-        return sorted(
-            {-(-workload.rows // -(-workload.rows // rows)) for rows in most}, reverse=True
+def families(workload: Workload, spilled: Mapping[str, Any], rows: int) -> list[list[Placement]]:
+    """Candidates, the fastest first, the most sparing last; for long rows also in tiles.
+
+    Args: `spilled`: what of the placement rests on a disk.
+    """
+    least = -(-rows * workload.sequence_length // _CHUNKS)
+    long, whole = workload.sequence_length >= _LONG, list[Placement]()
+    for choices in _CANDIDATES:
+        base = Placement(**choices, **spilled, compile=workload.compile)
+        lanes = base.layer_input_lanes // (2 if long and base.slots < MOST_SLOTS else 1)
+        whole.append(
+            replace(base, head_tokens=max(least, base.head_tokens), layer_input_lanes=lanes)
         )
-
-    def families(self, rows: int) -> list[list[Placement]]:
-        """Candidates, the fastest first, the most sparing last; for long rows also in tiles."""
-        least = -(-rows * self.workload.sequence_length // _CHUNKS)
-        long, whole = self.workload.sequence_length >= _LONG, list[Placement]()
-        for choices in _CANDIDATES:
-            base = Placement(**choices, **self.spilled, compile=self.workload.compile)
-            lanes = base.layer_input_lanes // (2 if long and base.slots < MOST_SLOTS else 1)
-            whole.append(
-                replace(base, head_tokens=max(least, base.head_tokens), layer_input_lanes=lanes)
-            )
-        tiled = [
-            [replace(candidate, chunk_tokens=_TILE, save_attention=where) for candidate in whole]
-            for where in _ATTENTION
-            if long
-        ]
-        return [whole, *tiled]
+    tiled = [
+        [replace(candidate, chunk_tokens=_TILE, save_attention=where) for candidate in whole]
+        for where in _ATTENTION
+        if long
+    ]
+    return [whole, *tiled]
 
 
 class FirstTiles:
@@ -317,7 +311,7 @@ class Spending:
             return {self._held(spare, 0)}
         most = min(self._layers, host_spare // self._more("host"))
         unnoticed = min(most, int(self._forward() / self._costs.copy(COPY_OUT, self._graph)))
-        lanes = (LEAVING + RETURNING) * self._work.keeping.kept_bytes
+        lanes = 2 * LANES * self._work.keeping.kept_bytes
         return {
             self._held(spare - lanes * (offload > 0), offload)
             for offload in (0, most, unnoticed, unnoticed // 2)

@@ -12,14 +12,8 @@ from functools import partial
 from operator import le
 from typing import Any
 
-from megatrain.autoplace.candidates import (
-    MOST_SLOTS,
-    Budget,
-    Candidates,
-    Spending,
-    disk_bytes,
-    first_tiles,
-)
+from megatrain.autoplace import candidates
+from megatrain.autoplace.candidates import MOST_SLOTS, Budget, Spending
 from megatrain.base.units import size
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import UNSUMMED, ForecastCache
@@ -143,7 +137,7 @@ def _spills(forecasts: ForecastCache, machine: Machine, workload: Workload) -> l
             ways += [choices | {name: count + 1} for count in range(most)]
             choices |= {name: most}
         placements = (Placement(**way) for way in ways)
-        return [*zip(ways, disk_bytes(layouts, workload, placements), strict=True)]
+        return [*zip(ways, candidates.disk_bytes(layouts, workload, placements), strict=True)]
 
     spills = forecasts.once(("spills", workload.rule, workload.ranks, workload.dtype), count)
     return [{}, *(choices for choices, num_bytes in spills if num_bytes <= space)]
@@ -164,14 +158,13 @@ class Search:
         """Args: `spilled`: choices of what rests on a disk; None: nothing."""
         self._forecasts, self._machine, self._workload = forecasts, machine, workload
         self._thorough = thorough
-        choices: dict[str, Any] = dict(spilled or {})
-        self._candidates = Candidates(workload, choices)
-        self._budget = Budget(machine)
-        self._tiles = first_tiles(forecasts, workload, Placement(**choices))
+        self._spilled: dict[str, Any] = dict(spilled or {})
+        self._budget, self._sizes = Budget(machine), candidates.sizes_of(workload)
+        self._tiles = candidates.first_tiles(forecasts, workload, Placement(**self._spilled))
 
     def best(self) -> Forecast:
         """The fastest forecast, of the largest micro-batches that fit. Raises DoesNotFit."""
-        sizes, least = self._candidates.sizes(), None
+        sizes, least = self._sizes, None
         while sizes:
             frames = self._fitting_frames(sizes)
             if (best := self._fastest_of(frames)) is not None:
@@ -195,14 +188,13 @@ class Search:
 
     def could_fit(self) -> bool:
         """True if there likely is a way: with the largest micro-batches, or the smallest."""
-        sizes = self._candidates.sizes()
-        most, fewest = sizes[0], sizes[-1]
+        most, fewest = self._sizes[0], self._sizes[-1]
         # A search without a disk looks at this one anyway.
-        fastest = [] if self._candidates.spilled else self._candidates.families(most)[0][:1]
+        fastest = [] if self._spilled else self._families(most)[0][:1]
         return self._may_fit(fastest, most) or any(
             self._may_fit(family, rows)
             for rows in dict.fromkeys((most, fewest))
-            for family in self._families(rows)
+            for family in self._sparing_families(rows)
         )
 
     def least(self) -> Forecast:
@@ -211,7 +203,7 @@ class Search:
         Where more host memory or a larger device (that is sold) will do, it does not ask for both.
         A larger micro-batch, or a faster candidate, is taken where it needs hardly more.
         """
-        sizes = self._candidates.sizes()
+        sizes = self._sizes
         few = [rows for rows in sizes if rows * _MANY >= self._workload.rows] or sizes
         number, place, fewest = self._lacking_least(few[-1])
         if fewest[0] > self._budget.device and few[-1] > sizes[-1]:
@@ -228,12 +220,12 @@ class Search:
         alike = (
             (candidate, rows)
             for rows in few
-            for family in [self._families(rows)[number]]
+            for family in [self._sparing_families(rows)[number]]
             if is_alike(family[place], rows, 0, 1)
             for candidate in family
             if is_alike(candidate, rows, 0, 1, STEADY)
         )
-        least, rows = next(alike, (self._families(few[-1])[number][place], few[-1]))
+        least, rows = next(alike, (self._sparing_families(few[-1])[number][place], few[-1]))
         placement, peaks = self._with_tiles(least, rows, STEADY)
         needed = map(max, peaks, self._peaks(placement, rows, 1), self._least_bytes(placement))
         return replace(self._of(placement, rows), machine=self._budget.raised(*needed))
@@ -242,7 +234,7 @@ class Search:
         """The candidate that lacks least memory: its family's index, its index there, its peaks."""
         sparing = [
             (number, family.index(placement), placement)
-            for number, family in enumerate(self._families(rows))
+            for number, family in enumerate(self._sparing_families(rows))
             for placement in self._most_sparing(family)
         ]
         alone = any(self._least_bytes(option)[0] <= self._budget.device for *_, option in sparing)
@@ -267,9 +259,11 @@ class Search:
         return best
 
     def _families(self, rows: int) -> list[list[Placement]]:
+        return candidates.families(self._workload, self._spilled, rows)
+
+    def _sparing_families(self, rows: int) -> list[list[Placement]]:
         """The families without their candidates of most slots, which are not the most sparing."""
-        families = self._candidates.families(rows)
-        return [[c for c in family if c.slots < MOST_SLOTS] for family in families]
+        return [[c for c in family if c.slots < MOST_SLOTS] for family in self._families(rows)]
 
     def _most_sparing(self, family: list[Placement]) -> list[Placement]:
         """The last candidate and that of fewest bytes, for layer inputs on either side."""
@@ -355,7 +349,7 @@ class Search:
         best = min(frames, key=lambda frame: frame.seconds)
         rows = best.micro_batch
         placements = {frame.placement for frame in frames if frame.micro_batch == rows}
-        for family in self._candidates.families(rows):
+        for family in self._families(rows):
             first = next((n for n, each in enumerate(family) if each in placements), len(family))
             sparing = [self._of(family[n], rows) for n in _SPARING if n > first]
             frames += filter(self._fits_moved, sparing)
@@ -366,8 +360,8 @@ class Search:
         frames: list[Forecast] = []
         wanted = 2 if self._thorough else 1
         for rows in sizes:
-            families = self._candidates.families(rows)
-            fitting = [*filter(None, (self._first_of(family, rows) for family in families))]
+            firsts = (self._first_of(family, rows) for family in self._families(rows))
+            fitting = [*filter(None, firsts)]
             frames += fitting
             wanted -= bool(fitting)
             if not wanted:
@@ -403,14 +397,13 @@ class Search:
             return []
         if best.placement.chunk_tokens is not None or self._tiles.sums_bytes > self._budget.device:
             return []
-        spending = []
-        sizes = self._candidates.sizes()
+        spending, sizes = [], self._sizes
         if self._workload.micro_batch is None:  # few graphs wait at once
             sizes = [rows for rows in sizes if rows * self._workload.sequence_length <= _FEW][:2]
         for rows in sizes:
             count = -(-self._workload.rows // rows)
             if count > 1:
-                frame = self._of(self._candidates.families(rows)[0][0], rows)
+                frame = self._of(self._families(rows)[0][0], rows)
                 passes = sorted({n for n in _PASSES if n < count} | {count})
                 spending += [self._spending(frame, n) for n in passes]
         return spending

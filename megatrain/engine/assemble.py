@@ -25,9 +25,9 @@ from megatrain.placement import RECOMPUTE, ActivationPolicy
 from megatrain.store.store import DiskStaging, Store, Tier
 from megatrain.tile.formats import Expand
 
-# Of a micro-batch's graph or attention on its way to the host and back, at once. Two leave: a graph
+# Of a micro-batch's graph or attention on its way to the host, and as many back, at once: a graph
 # takes up to twice as long over the bus as its layer's forward.
-LEAVING, RETURNING = 2, 2
+LANES = 2
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -46,7 +46,7 @@ class Assembly(Shared):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._offload = HostOffload(self.device, "kept", LEAVING, RETURNING)
+        self._offload = HostOffload(self.device, "kept", LANES)
         tokens, compiled = self.placement.chunk_tokens, self.placement.compile
         if tokens is not None:
             self.program.tile(tokens, compiled=compiled)

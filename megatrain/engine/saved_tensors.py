@@ -154,12 +154,12 @@ class _Rooms:
 
 
 class HostOffload:
-    """Moves items (a few tensors each) to the host and back, `returning` of them at a time."""
+    """Moves items (a few tensors each) to the host and back, `lanes` of them each way at a time."""
 
-    def __init__(self, device: Device, what: str, leaving: int, returning: int) -> None:
+    def __init__(self, device: Device, what: str, lanes: int) -> None:
         self._device, self._what = device, what
-        self._out = [_lane(f"leaving {what} {i}") for i in range(leaving)]
-        self._in = [_lane(f"returning {what} {i}") for i in range(returning)]
+        self._out = [_lane(f"leaving {what} {i}") for i in range(lanes)]
+        self._in = [_lane(f"returning {what} {i}") for i in range(lanes)]
         self._rooms: dict[Hashable, _Rooms] = {}
         self._items: dict[Hashable, _Item] = {}
         self._order: list[Hashable] = []
@@ -349,7 +349,7 @@ class HostBoundaries:
 
     def __init__(self, device: Device, lanes: int) -> None:
         self._device = device
-        self._offload = HostOffload(device, "boundary", lanes, lanes)
+        self._offload = HostOffload(device, "boundary", lanes)
         self._num_micro = 0
 
     @property

@@ -135,19 +135,8 @@ class ForecastCache(Once):
 
     def measured(self, workload: Workload, chunk_tokens: int | None = None) -> Profile:
         shape = workload.precision, workload.sequence_length, workload.compile, workload.media
-        return self.once(
-            (*shape, chunk_tokens),
-            lambda: Profile(
-                self.spec,
-                workload.dtype,
-                workload.sequence_length,
-                compiled=workload.compile,
-                chunk_tokens=chunk_tokens,
-                float8=workload.precision == "fp8",
-                media=workload.media,
-                notes=self._notes,
-            ),
-        )
+        key = *shape, chunk_tokens
+        return self.once(key, lambda: Profile(self.spec, workload, chunk_tokens, self._notes))
 
     def of(
         self,
@@ -162,17 +151,9 @@ class ForecastCache(Once):
         key = (rates, placement, replace(workload, micro_batch=micro_batch), steps)
 
         def make() -> Forecast:
-            step = forecast(
-                self.model(workload),
-                machine,
-                placement,
-                self.measured(workload, placement.chunk_tokens),
-                rows=workload.rows,
-                micro_batch=micro_batch,
-                clip=workload.clip,
-                loss=workload.loss,
-                steps=steps,
-            )
+            measured = self.measured(workload, placement.chunk_tokens)
+            model = self.model(workload)
+            step = forecast(model, machine, placement, measured, workload, micro_batch, steps)
             if workload.generation is not None:
                 step = self._with_generation(step, workload)
             if (second := workload.second) is None:

@@ -403,8 +403,12 @@ class Compiled:
         written together, unless one waits for another by way of a library. All is alive at once.
         """
         maker = {n: i for i, op in enumerate(ops) for n in op.writes}
-        waits = [{maker[n] for n in read if n in maker} - {i} for i, read in enumerate(sources)]
-        kernels = _Kernels(waits)
+        waits = nx.DiGraph()  # from each kernel, by its first operation, to those it reads from
+        waits.add_nodes_from(range(len(ops)))
+        waits.add_edges_from(
+            (i, maker[n]) for i, read in enumerate(sources) for n in read if maker.get(n, i) != i
+        )
+        kernel = list(range(len(ops)))  # of each operation
         writers: dict[tuple[int, int], int] = {}  # by memory read, and size: the last of them
         for i, op in enumerate(ops):
             if op.extern or not op.writes:
@@ -412,9 +416,17 @@ class Compiled:
             size = max(self._t.sizes[n] for n in op.writes)
             for n in (*sources[i], *op.writes):
                 if self._t.sizes[n] == size:
-                    kernels.join(writers.get((n, size), i), i)
+                    kept, gone = sorted((kernel[writers.get((n, size), i)], kernel[i]))
+                    if kept != gone and not _by_a_third(waits, {kept, gone}):
+                        nx.contracted_nodes(waits, kept, gone, self_loops=False, copy=False)
+                        kernel = [kept if number == gone else number for number in kernel]
                     writers[n, size] = i
-        return kernels.in_order()
+        # Postorder lists the kernels first that a kernel waits for.
+        order = nx.DiGraph()
+        order.add_nodes_from(sorted(waits))
+        order.add_edges_from(sorted(waits.edges))
+        ran = nx.dfs_postorder_nodes(order)
+        return [[i for i, number in enumerate(kernel) if number == each] for each in ran]
 
     def _again_bytes(self, ops: list[Op], real: set[int]) -> int:
         """Bytes that a kernel reads again, of rows that it takes by index more than once."""
@@ -435,46 +447,11 @@ class Compiled:
         return frozenset(s for n in op.reads for s in self._sources(n, real))
 
 
-class _Kernels:
-    """Operations that are put together into kernels, of which none waits for itself."""
-
-    def __init__(self, waits: list[set[int]]) -> None:
-        """Args: `waits`: the operations that each one reads from."""
-        self._waits = waits
-        self._of = list(range(len(waits)))
-        self._members = {i: [i] for i in self._of}
-
-    def join(self, one: int, other: int) -> None:
-        """Make two operations' kernels one, unless one waits for the other by way of a third."""
-        kept, gone = sorted((self._of[one], self._of[other]))
-        if kept == gone or self._between(kept, gone) or self._between(gone, kept):
-            return
-        for i in self._members[gone]:
-            self._of[i] = kept
-        self._members[kept] = sorted(self._members[kept] + self._members.pop(gone))
-
-    def in_order(self) -> list[list[int]]:
-        """The operations of each kernel, every kernel as early as its first operation allows."""
-        graph = nx.DiGraph()
-        graph.add_nodes_from(self._members)
-        for kernel in self._members:
-            # To the kernels that it waits for: postorder lists these first.
-            graph.add_edges_from((kernel, before) for before in sorted(self._before(kernel)))
-        return [self._members[kernel] for kernel in nx.dfs_postorder_nodes(graph)]
-
-    def _before(self, kernel: int) -> set[int]:
-        """The kernels that it waits for."""
-        of, waits = self._of, self._waits
-        return {of[j] for i in self._members[kernel] for j in waits[i]} - {kernel}
-
-    def _between(self, first: int, last: int) -> bool:
-        """True if `last` waits for a kernel that waits for `first`."""
-        asked = [*(self._before(last) - {first})]
-        seen = set(asked)
-        while asked:
-            before = self._before(asked.pop())
-            if first in before:
-                return True
-            asked += before - seen
-            seen |= before
-        return False
+def _by_a_third(waits: nx.DiGraph, two: set[int]) -> bool:
+    """True if one of two kernels waits for the other by way of a third."""
+    between = {first for one in two for first in waits.successors(one)} - two
+    seen = set(between)
+    while between:
+        between = {n for one in between for n in waits.successors(one)} - seen
+        seen |= between
+    return not two.isdisjoint(seen)

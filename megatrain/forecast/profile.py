@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatrain.forecast.notes import Notes, Once, Value
 from megatrain.forecast.op_counter import LayerWork, MediaWork, Prologue, Shape, Work, on_line
-from megatrain.forecast.workload import MediaRow
+from megatrain.forecast.workload import Workload
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.model.capture import Ref, Rows
 from megatrain.model.media import as_computed
@@ -80,22 +80,18 @@ class Profile(Once):
     def __init__(
         self,
         spec: ModelSpec,
-        dtype: torch.dtype,
-        sequence_length: int,
-        *,
-        compiled: bool,
+        workload: Workload,
         chunk_tokens: int | None = None,
-        float8: bool = False,
-        media: MediaRow | None = None,
         notes: Notes | None = None,
     ) -> None:
         """Args: with `chunk_tokens`, layers are eager but for the parts that run in tiles."""
         super().__init__()
-        self._float8, self.media = float8, media
-        self.spec, self.dtype, self.tokens = spec, dtype, sequence_length
-        self.compiled, self._chunk_tokens = compiled, chunk_tokens
+        self.spec, self.dtype, self.tokens = spec, workload.dtype, workload.sequence_length
+        self.compiled, self.chunk_tokens = workload.compile, chunk_tokens
+        self.media, self._float8 = workload.media, workload.precision == "fp8"
         self._notes = notes or Notes(lambda: spec)
-        self._key = dtype, sequence_length, compiled, chunk_tokens, media and media.digest
+        of_media = self.media and self.media.digest
+        self._key = self.dtype, self.tokens, self.compiled, chunk_tokens, of_media
         kinds = [id(layer.kind) for layer in spec.layers]
         self._first = [kinds.index(kind) for kind in kinds]  # visit of a layer's kind
 
@@ -103,14 +99,7 @@ class Profile(Once):
     def _measurer(self) -> "Measurer":
         from megatrain.forecast.measure import Measurer
 
-        return Measurer(
-            self._notes.opened(),
-            self.dtype,
-            self.tokens,
-            compiled=self.compiled,
-            chunk_tokens=self._chunk_tokens,
-            media=self.media,
-        )
+        return Measurer(self._notes.opened(), self)
 
     def distinct(self, rows: int) -> Tensor:
         """The tokens that occur in a step of random ones, `[U]`: as many as on average."""
@@ -197,7 +186,7 @@ class Profile(Once):
         visit = self._first[visit]
 
         def measure() -> LayerWork:
-            if self.compiled and self._chunk_tokens is None:
+            if self.compiled and self.chunk_tokens is None:
                 from megatrain.forecast.inductor_model import Trace, compiled_work
 
                 def trace(rows: int) -> Trace:
@@ -206,13 +195,8 @@ class Profile(Once):
                 return compiled_work(self._of_rows(Trace, ("trace", visit), rows, trace))
             return self._measurer.layer(visit, rows, self._entering(visit, rows))
 
-        key = *self._key, "layer", visit, rows
-
-        def noted() -> LayerWork:
-            work = self._notes.noted(LayerWork, key, measure)
-            return work.in_float8 if self._float8 else work
-
-        return self.once(("layer", visit, rows), noted)
+        work = self._notes.noted(LayerWork, (*self._key, "layer", visit, rows), measure)
+        return work.in_float8 if self._float8 else work
 
     def _entering(self, visit: int, rows: int) -> dict[Ref, Shape]:
         """The shapes of the activations that enter a layer."""

@@ -21,7 +21,8 @@ from megatrain.engine.step import train_step
 from megatrain.forecast.op_counter import Ledger, Place
 from megatrain.forecast.prices import CostModel, Declared
 from megatrain.forecast.profile import Profile, grouped, visited_twice
-from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
+from megatrain.forecast.workload import Workload
+from megatrain.loss import JointLoss
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.model.micro_batch import MicroBatch
 from megatrain.optim import Plane
@@ -162,23 +163,21 @@ def forecast(
     machine: Machine,
     placement: Placement,
     measured: Profile,
-    *,
-    rows: int,
+    workload: Workload,
     micro_batch: int,
-    clip: bool,
-    loss: Loss = CROSS_ENTROPY,
     steps: int = STEADY,
 ) -> Forecast:
     """One steady step of a model: the engine's own step, on a device that only keeps time.
 
     Args:
         measured: of the same model, compiled or not and in tiles as the placement says.
-        loss: counts as cross entropy; a joint one visits the head twice.
+        workload: its loss counts as cross entropy; a joint one visits the head twice.
         steps: that are followed; one is enough where seconds do not matter.
 
     Raises NotForeseeable: what the model computes depends on its values.
     """
-    ledger, joint = Ledger(), isinstance(loss, JointLoss)
+    ledger, loss, rows = Ledger(), workload.loss, workload.rows
+    joint = isinstance(loss, JointLoss)
     declared = Declared(measured, ledger, placement.head_tokens, machine.device_gbps)
     costs = CostModel(
         machine, model.rule, model.ranks, model.hosts, ledger, declared.of, measured.counted
@@ -203,7 +202,7 @@ def forecast(
         unpacking=declared.unpack,
     )
     assert model.optimizer is not None
-    parts = assembly.training(model.optimizer, 1.0 if clip else None)
+    parts = assembly.training(model.optimizer, 1.0 if workload.clip else None)
     if joint and parts.passes > 1:  # as the engine takes such a step
         parts = replace(parts.under(assembly.policies(device=False)), passes=1)
     if measured.media is not None:

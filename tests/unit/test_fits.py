@@ -67,6 +67,10 @@ class Card(CpuDevice):
         return {**super().memory(), **device, "device_bytes": 0, "device_total_bytes": self.size}
 
 
+def setup_of(model, num_bytes, source=None):
+    return EngineSetup(source, model, 1.0, "bf16", Card(num_bytes), None, None, None, 0)
+
+
 def trained(config):
     return Model(spec(open_source(config).model), AdamW())
 
@@ -133,9 +137,9 @@ def test_the_least_is_enough_and_less_is_refused(config):
     model, placement = trained(config), Placement(slots=2)
     needed = needs(model, placement)
     least = sum(needed.device.values()) + mapping_bytes(sum(needed.host.values()))
-    check_fits(Card(least + MIB), model, placement, None, clip=True)
+    check_fits(setup_of(model, least + MIB), placement)
     with pytest.raises(DoesNotFit, match="device memory: at least"):
-        check_fits(Card(least + MIB - 1), model, placement, None, clip=True)
+        check_fits(setup_of(model, least + MIB - 1), placement)
 
 
 # What `placement="auto"` takes on a GPU: by forecast, or where nothing can be foreseen.
@@ -145,7 +149,7 @@ def opened(layers=2, *, train=True):
     source = open_source(tiny_config(layers))
     found = spec(source.model)
     model = Model(found, AdamW() if train else None)
-    return EngineSetup(source, model, 1.0, "bf16", Card(21 * MIB), None, None, None, 0)
+    return setup_of(model, 21 * MIB, source)
 
 
 @pytest.fixture

@@ -115,10 +115,10 @@ def test_what_muon_does_on_the_device_is_counted():
 def test_a_recurrence_that_would_take_minutes_to_count_is_refused(monkeypatch):
     config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)
     model = spec(open_source(config).model)
-    assert Profile(model, torch.bfloat16, 8, compiled=True).layer(0, 1).forward.kernels > 10
+    assert Profile(model, Workload(sequence_length=8)).layer(0, 1).forward.kernels > 10
     sized(monkeypatch, op_counter, MOST_OPERATIONS=20)
     with pytest.raises(NotForeseeable, match="operations"):
-        Profile(model, torch.bfloat16, 8, compiled=True).layer(0, 1)
+        Profile(model, Workload(sequence_length=8)).layer(0, 1)
 
 
 def test_products_of_layers_are_faster_in_float8():

@@ -188,7 +188,7 @@ def measured():
         max_position_embeddings=MLP_TOKENS,
         tie_word_embeddings=False,
     )
-    return Profile(spec(open_source(config).model), torch.bfloat16, MLP_TOKENS, compiled=True)
+    return Profile(spec(open_source(config).model), Workload(sequence_length=MLP_TOKENS))
 
 
 def peak_of(work, saves):
@@ -277,7 +277,7 @@ def test_the_backward_of_a_kept_graph_computes_products_of_experts_again():
     On an H200 a layer's graph of 12 x 4,096 tokens takes 0.84 GB in gpt-oss-120B (LoRA of attention
     and experts); 0.88 are foretold, and 3.58 were while it was foretold to hold them.
     """
-    profile = Profile(spec(open_source(experts_config()).model), torch.bfloat16, 512, compiled=True)
+    profile = Profile(spec(open_source(experts_config()).model), Workload(sequence_length=512))
     # A token has two experts, and of twelve experts' last pairs of tiles half is empty.
     work, rows = profile.layer(0, 4), 4 * 512 * 2 + 12 * 128
     products = 2 * rows * 256 * (2 * 256 + 256)

@@ -5,7 +5,6 @@ from functools import cache, partial
 from itertools import pairwise, product
 
 import pytest
-import torch
 from transformers import GPT2Config, PreTrainedConfig
 
 from megatrain import Placement
@@ -132,10 +131,10 @@ def test_what_does_not_fit_is_refused_with_the_least_that_would():
 def test_micro_batches_are_even_and_a_given_one_is_kept():
     assert choose(1e4, tokens_per_step=64 * 9, forecasts=FEW_LAYERS).micro_batch == 9
     assert choose(1e4, micro_batch=3, forecasts=FEW_LAYERS).micro_batch == 3
-    sizes = candidates.Candidates(WORKLOAD).sizes()
+    sizes = candidates.sizes_of(WORKLOAD)
     assert sizes == [8, 4, 2, 1]  # of short rows, too
     workload = Workload(96 * 1024, 1024, None, True, "bf16", True)
-    sizes = candidates.Candidates(workload).sizes()
+    sizes = candidates.sizes_of(workload)
     assert sizes == [48, 32, 16, 8, 4, 2, 1]
 
 
@@ -361,14 +360,14 @@ def test_layers_of_other_rows_follow_from_two_that_are_recorded(name, monkeypatc
     """To the last byte what is recorded of so many rows."""
     config: PreTrainedConfig = FAMILIES[name]
     model = spec(open_source(config).model)
-    measured = Profile(model, torch.bfloat16, 16, compiled=True)
+    measured = Profile(model, Workload(sequence_length=16))
     recorded = Counted(monkeypatch, measure, "traced")
     for rows in (6, 4):
         measured.layer(0, rows)
     for rows in (2, 40):
         follows = measured.layer(0, rows)
         assert recorded.calls == 2
-        assert follows == Profile(model, torch.bfloat16, 16, compiled=True).layer(0, rows)
+        assert follows == Profile(model, Workload(sequence_length=16)).layer(0, rows)
         recorded.calls = 2
 
 
