@@ -16,7 +16,6 @@ from torch import Tensor
 from megatrain.device import Buffer, base
 from megatrain.device.base import Buffers, Kind, Memory, kind_of
 from megatrain.device.recording import update_bytes
-from megatrain.device.trace import Cost
 from megatrain.engine.head import Head
 from megatrain.engine.layer import Layer, Turn
 from megatrain.engine.modules import Media, Prologue
@@ -24,11 +23,11 @@ from megatrain.engine.saved_tensors import OffloadPlan
 from megatrain.forecast.op_counter import Held, LayerWork, Ledger, Place, Work, added, counted
 from megatrain.forecast.profile import Profile, grouped
 from megatrain.kernels.reference import UPDATE_BLOCK
-from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, NETWORK_GBPS, Machine
+from megatrain.machine import DISK_READ_GBPS, NETWORK_GBPS, Machine
 from megatrain.model.capture import ADDED, FEATURES, Call, Ref
 from megatrain.model.micro_batch import MicroBatch
 from megatrain.optim import AdamW, PlaneKind, Rule, moved_bytes
-from megatrain.telemetry.timeline import Span
+from megatrain.telemetry.timeline import Span, overlap
 from megatrain.tile import TileLayout
 from megatrain.tile.formats import BLOCKS, FP8
 
@@ -84,8 +83,26 @@ _PLACES: dict[Enum, str] = {
 }
 
 
+class Cost(NamedTuple):
+    """The cost of a piece of work.
+
+    Attributes:
+        seconds: of its stream.
+        launching: seconds of the calling thread beyond `CostModel.put_seconds`.
+        blocking: the caller waits until it is done.
+        num_bytes: of host memory moved.
+        result: what `Device.run` returns.
+    """
+
+    seconds: float = 0.0
+    launching: float = 0.0
+    blocking: bool = False
+    num_bytes: int = 0
+    result: Any = None
+
+
 class CostModel:
-    """The cost of work on a machine; memory is counted by a ledger, which runs along.
+    """The cost of work on a machine.
 
     Attributes:
         put_seconds: of the launching thread, for anything on a stream of the device.
@@ -99,21 +116,18 @@ class CostModel:
         rule: Rule | None = None,
         ranks: int = 1,
         hosts: int = 1,
-        ledger: Ledger | None = None,
-        price: Callable[[Any], tuple[Work, Any] | None] = lambda work: None,
-        once: Callable[[tuple, Callable[[], Work]], Work] = lambda key, make: make(),
+        declared: "Declared | None" = None,
     ) -> None:
         """Prices of a machine's work.
 
         Args:
             rule: of updates; None: none are.
             ranks: that share the model; `hosts`: times so many, each of which has all of it.
-            price: the work of the engine's methods, and its results; other work on COMPUTE is run
-                once for its sizes, on tensors without data.
-            once: remembers works that were counted, by what they are of.
+            declared: the work of the engine's methods; other work on COMPUTE is run once for its
+                sizes, on tensors without data. None: nothing is put on a device.
         """
-        self.ledger, self._price, self._once = ledger or Ledger(), price, once
         self._rule = rule
+        self._declared: Any = declared
         self.group, self.puts, self.tokens = 1, 2, 1
         self._shared = rule, ranks, hosts
         # If nothing is known, cards of a host exchange by way of it, in and out again.
@@ -127,8 +141,8 @@ class CostModel:
             base.COPY_OUT: machine.from_device_gbps * 1e9,
             base.UPDATE: machine.update_gbps * 1e9,
             base.ROWS: machine.update_gbps * 1e9,
-            base.DISK_IN: _disk_gbps(machine) * 1e9,
-            base.DISK_OUT: _disk_gbps(machine) * 1e9,
+            base.DISK_IN: machine.disk_gbps * 1e9,
+            base.DISK_OUT: machine.disk_gbps * 1e9,
             base.DISK_WEIGHTS: (machine.disk_read_gbps or DISK_READ_GBPS) * 1e9,
         }
         self._alone = dict(self._rate)
@@ -138,7 +152,7 @@ class CostModel:
         place = _PLACES[kind_of(name, Memory.OTHER)]
         memory = torch.empty(numel, dtype=dtype, device="meta")
         grouped = self.group if place == _LANES else 1
-        return self.ledger.count(memory, place, memory.nbytes // grouped)
+        return self._declared.ledger.count(memory, place, memory.nbytes // grouped)
 
     def copy(self, stream: str, num_bytes: int) -> float:
         return num_bytes / self._rate[stream]
@@ -183,7 +197,7 @@ class CostModel:
             launching = self.launching_updates(numel)
             moved = update_bytes(reads, writes)
             return Cost(max(launching, moved / (self._machine.device_gbps * 1e9)), launching)
-        if (priced := self._price(work)) is not None:
+        if (priced := self._declared.of(work)) is not None:
             done, result = priced
             if kind is Kind.PROLOGUE:
                 model = max(1, done.calls) * _PROLOGUE_SECONDS
@@ -230,8 +244,9 @@ class CostModel:
         done = Work(touched_bytes=0, kernels=2)
         if sum(sizes) > _SMALL:
             function = getattr(work, "func", work)
-            done = self._once((*self._shared, function.__qualname__, *sizes), count)
-        self.ledger.took(done.peak_bytes)
+            key = *self._shared, function.__qualname__, *sizes
+            done = self._declared.measured.counted(key, count)
+        self._declared.ledger.took(done.peak_bytes)
         return done
 
     def _cost(self, work: Work, calls: int, crossing: float = 0.0) -> tuple[float, float]:
@@ -270,13 +285,13 @@ class CostModel:
             for stream in (base.COPY_IN, base.COPY_OUT, base.UPDATE, *base.DISK_STREAMS)
         }
         busy = {stream: sum(s.seconds for s in ran) for stream, ran in by_stream.items()}
-        both = _overlap(by_stream[base.COPY_IN], by_stream[base.COPY_OUT])
+        both = overlap(by_stream[base.COPY_IN], by_stream[base.COPY_OUT])
         for stream in (base.COPY_IN, base.COPY_OUT):
             share = both / busy[stream] if busy[stream] else 0.0
             self._rate[stream] = self._alone[stream] * (1 - share * (1 - _BOTH_WAYS))
         if busy[base.UPDATE]:
             moved = sum(
-                self._rate[stream] * _overlap(by_stream[base.UPDATE], by_stream[stream])
+                self._rate[stream] * overlap(by_stream[base.UPDATE], by_stream[stream])
                 for stream in (base.COPY_IN, base.COPY_OUT)
             )
             taken = _TAKEN_PER_BUS_BYTE * moved / busy[base.UPDATE]
@@ -285,30 +300,10 @@ class CostModel:
         for stream in base.DISK_STREAMS:
             weights = stream == base.DISK_WEIGHTS
             others = (base.DISK_IN, base.DISK_OUT) if weights else (base.DISK_WEIGHTS,)
-            beside = max(_overlap(by_stream[stream], by_stream[other]) for other in others)
+            beside = max(overlap(by_stream[stream], by_stream[other]) for other in others)
             share = beside / busy[stream] if busy[stream] else 0.0
             third = self._alone[base.DISK_IN] * 2 / 3
             self._rate[stream] = (1 - share) * self._alone[stream] + share * third
-
-
-def _disk_gbps(machine: Machine) -> float:
-    """GB/s of a disk that reads as much as it writes: each way, both at once."""
-    if machine.disk_both_gbps:
-        return machine.disk_both_gbps
-    read = machine.disk_read_gbps or DISK_READ_GBPS
-    return 1 / (1 / read + 1 / (machine.disk_write_gbps or DISK_WRITE_GBPS))
-
-
-def _overlap(one: Sequence[Span], other: Sequence[Span]) -> float:
-    """Seconds in which both did something; each is in order and does one thing at a time."""
-    total, i, j = 0.0, 0, 0
-    while i < len(one) and j < len(other):
-        total += max(0.0, min(one[i].end, other[j].end) - max(one[i].start, other[j].start))
-        if one[i].end < other[j].end:
-            i += 1
-        else:
-            j += 1
-    return total
 
 
 # Of a graph that leaves or returns, what the bus takes from device memory besides the packing: a
@@ -345,11 +340,11 @@ class _Visit:
 
 
 class Declared:
-    """The work and the memory of everything that an engine computes with a model."""
+    """The work of everything that an engine computes with a model; a ledger counts its memory."""
 
-    def __init__(self, measured: Profile, ledger: Ledger, head_tokens: int, gbps: float) -> None:
+    def __init__(self, measured: Profile, head_tokens: int, gbps: float) -> None:
         """Args: `head_tokens`: whose logits the head computes at once; `gbps`: of device memory."""
-        self._measured, self._ledger, self._gbps = measured, ledger, gbps
+        self.measured, self.ledger, self._gbps = measured, Ledger(), gbps
         self._head_tokens = head_tokens
         self._itemsize = measured.dtype.itemsize
         self._visits: dict[tuple[Layer, int], _Visit] = {}
@@ -386,18 +381,18 @@ class Declared:
         kernels += _MORE_LAUNCHES * len(by_table)
         # Scales are spread over their blocks, a parameter's at once: three fp32 values a block.
         # What is multiplied in float8 is unpacked from NF4 before, and in fp32 if not compiled.
-        spread, eager = 12 / 64, 0 if self._measured.compiled else 12
+        spread, eager = 12 / 64, 0 if self.measured.compiled else 12
         each = ((e, 2 * (e.packed not in (None, FP8)) + eager) for e in unpacked)
-        self._ledger.took(max(int(e.numel * (spread + e.multiplied * more)) for e, more in each))
+        self.ledger.took(max(int(e.numel * (spread + e.multiplied * more)) for e, more in each))
         return Work(touched_bytes=touched, kernels=kernels), None
 
     def _took(self, work: Work, count: int) -> Work:
         """The work of a group; its peak lies on top of what is alive now."""
-        self._ledger.took(work.peak_bytes)
+        self.ledger.took(work.peak_bytes)
         return work.times(count)
 
     def _visit(self, layer: Layer, rows: int) -> _Visit:
-        visit, measured = self._visits.get((layer, rows)), self._measured
+        visit, measured = self._visits.get((layer, rows)), self.measured
         if visit is None:
             work, entering = measured.layer(layer.visit, rows), measured.prologue(rows).results
             absent = {r for r in layer.inputs if r.visit == ADDED} - {*dict(entering)}
@@ -410,7 +405,7 @@ class Declared:
     def _forward(
         self, layer: Layer, at: Turn, leaving: OffloadPlan | None, *, train: bool
     ) -> tuple[Work, Values]:
-        ledger, count = self._ledger, grouped(at.micro)
+        ledger, count = self.ledger, grouped(at.micro)
         visit = self._visit(layer, len(at.micro.inputs["input_ids"]))
         work, stays = visit.work, leaving is None
         saves = layer.saves(at) if train else None
@@ -448,12 +443,12 @@ class Declared:
         return done, {**kept_on, **self._results(visit.produced, count)}
 
     def _results(self, sizes: Mapping[Ref, int], count: int) -> Values:
-        return {ref: self._ledger.hold(Place.ACTIVATIONS, n * count) for ref, n in sizes.items()}
+        return {ref: self.ledger.hold(Place.ACTIVATIONS, n * count) for ref, n in sizes.items()}
 
     def _backward(
         self, layer: Layer, at: Turn, returned: Sequence[Any], dh: Values, accumulator: Any
     ) -> tuple[Work, Values]:
-        ledger, count = self._ledger, grouped(at.micro)
+        ledger, count = self.ledger, grouped(at.micro)
         visit = self._visit(layer, len(at.micro.inputs["input_ids"]))
         waiting = layer.waiting.pop(at.index, None)
         if isinstance(waiting, _Graph):
@@ -498,16 +493,16 @@ class Declared:
         return done, rest | input_grads
 
     def _encode(self, media: Media, slot: Any, micro: MicroBatch, *, train: bool) -> Any:
-        work, count = self._measured.media_work(len(micro.inputs["input_ids"])), grouped(micro)
+        work, count = self.measured.media_work(len(micro.inputs["input_ids"])), grouped(micro)
         if train and media.trained:
-            micro.kept = [self._ledger.hold(Place.ACTIVATIONS, count * work.kept_bytes)]
+            micro.kept = [self.ledger.hold(Place.ACTIVATIONS, count * work.kept_bytes)]
         done = self._took(work.encoding, count)
         return done, self._results({FEATURES: work.feature_bytes}, count)
 
     def _encode_again(
         self, media: Media, slot: Any, sums: Any, micro: MicroBatch, dh: Values
     ) -> Any:
-        work = self._measured.media_work(len(micro.inputs["input_ids"]))
+        work = self.measured.media_work(len(micro.inputs["input_ids"]))
         done = self._took(work.again, grouped(micro))
         micro.kept.clear()
         return done, None
@@ -515,9 +510,9 @@ class Declared:
     def _prologue(
         self, prologue: Prologue, slot: Any, micro: MicroBatch, h: Values
     ) -> tuple[Work, Values]:
-        count, measured = grouped(micro), self._measured
+        count, measured = grouped(micro), self.measured
         results, argument_bytes = measured.prologue(len(micro.inputs["input_ids"]))
-        held = self._ledger.hold(Place.ARGUMENTS, count * argument_bytes)
+        held = self.ledger.hold(Place.ARGUMENTS, count * argument_bytes)
         micro.calls = [Call([held], None)] * len(measured.spec.layers)
         sizes = {ref: shape.num_bytes for ref, shape in results}
         moved = count * sum(sizes.values())
@@ -542,12 +537,12 @@ class Declared:
             return work, {}
         if micro.media:
             length = len(micro.inputs["input_ids"])
-            self._ledger.took(self._measured.media_work(length).leaving.peak_bytes)
-        self._ledger.took(rows + numel * self._itemsize)
+            self.ledger.took(self.measured.media_work(length).leaving.peak_bytes)
+        self.ledger.took(rows + numel * self._itemsize)
         summed = (rows // self._itemsize + numel) * (self._itemsize + 8)
         kernels = len(micro.rows.tables) + len(prologue.tile.layout.trainable)
         more = Work(touched_bytes=work.touched_bytes + summed, kernels=work.kernels + kernels)
-        slopes = {ref: self._ledger.hold(Place.ACTIVATIONS, h[ref].nbytes) for ref in h}
+        slopes = {ref: self.ledger.hold(Place.ACTIVATIONS, h[ref].nbytes) for ref in h}
         return added(work, more), slopes
 
     def _gradients(
@@ -559,14 +554,14 @@ class Declared:
         micro: MicroBatch,
         values: Values,
     ) -> tuple[Work, tuple[Tensor, Values]]:
-        number, rows, ledger = grouped(micro), len(micro.inputs["input_ids"]), self._ledger
+        number, rows, ledger = grouped(micro), len(micro.inputs["input_ids"]), self.ledger
         loss = torch.empty((), device="meta")
-        work = self._measured.head(rows, self._head_tokens, micro.loss)
+        work = self.measured.head(rows, self._head_tokens, micro.loss)
         done = self._took(work, number)
         sizes = {
             ref: value.nbytes
             for ref, value in values.items()
-            if self._measured.shape(ref, rows).dtype.is_floating_point
+            if self.measured.shape(ref, rows).dtype.is_floating_point
         }
         # Of a group, each one's activations are gone when the next one's gradients are made.
         gone = sum(sizes.values()) * (number - 1) // number
@@ -579,12 +574,12 @@ class Declared:
         self, head: Head, slot: Any, micro: MicroBatch, values: Values
     ) -> tuple[Work, Tensor]:
         rows, count = len(micro.inputs["input_ids"]), grouped(micro)
-        done = self._took(self._measured.head_losses(rows, self._head_tokens, micro.loss), count)
+        done = self._took(self.measured.head_losses(rows, self._head_tokens, micro.loss), count)
         every = torch.empty(count, micro.inputs["input_ids"].numel(), device="meta")
-        return done, self._ledger.count(every, Place.WORKING_SET)[0]
+        return done, self.ledger.count(every, Place.WORKING_SET)[0]
 
     def _routed_total(self, head: Head, h: list[Values]) -> tuple[Work, Tensor]:
-        spec = self._measured.spec
+        spec = self.measured.spec
         taken = sum(values.pop(ref).nbytes for values in h for ref in spec.routed)
         work = Work(touched_bytes=2 * taken, kernels=len(h) * len(spec.routed))
         return work, torch.empty(spec.routed_shape, device="meta")

@@ -3,6 +3,7 @@
 It is the engine's own step, on a device that keeps time, for `auto` and for `megatrain plan`.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -12,14 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from megatrain.base.units import IN_FLIGHT_BYTES, align
-from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE, DEVICE_STREAMS, DISK_STREAMS, UPDATE
-from megatrain.device.trace import ClockDevice
+from megatrain.device import Buffer, Device, base
+from megatrain.device.base import COMPUTE, DEVICE_STREAMS, DISK_STREAMS, UPDATE, Buffers, Work
+from megatrain.device.trace import CALLER, MetaDevice
 from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.sink import PIECE, GradAccumulator, Sink
 from megatrain.engine.step import train_step
-from megatrain.forecast.op_counter import Ledger, Place
-from megatrain.forecast.prices import CostModel, Declared
+from megatrain.forecast.op_counter import Place
+from megatrain.forecast.prices import Cost, CostModel, Declared
 from megatrain.forecast.profile import Profile, grouped, visited_twice
 from megatrain.forecast.workload import Workload
 from megatrain.loss import JointLoss
@@ -64,6 +65,69 @@ _WORKSPACES = 64 / 840
 # compiling. It is 1.8 to 4.0 GB in nine runs of 1.5B to 7B, whatever the size. Before it compiles
 # it has the second.
 PROCESS_BYTES, _EARLY_PROCESS_BYTES = 2_300_000_000, 1_100_000_000
+
+
+class ClockDevice(MetaDevice):
+    """Keeps time by `costs`.
+
+    Attributes:
+        spans: what ran when, in the order in which it was put on.
+        now: seconds at which the caller is.
+    """
+
+    def __init__(self, costs: CostModel) -> None:
+        self.spans: list[Span] = []
+        self._costs = costs
+        self._at: defaultdict[str, float] = defaultdict(float)
+        self._after: defaultdict[str, list[str]] = defaultdict(list)
+
+    @property
+    def now(self) -> float:
+        return self._at[CALLER]
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
+        buffer = Buffer(name, self._costs.empty(name, numel, dtype))
+        # A caching allocator hands out memory that compute work put on before may still be using.
+        self.run(base.COMPUTE, f"allocate {name}", lambda: None, writes=[buffer])
+        return buffer
+
+    def in_place(self, buffer: Buffer) -> Buffer:
+        return replace(buffer, name=base.Name(base.Memory.IN_PLACE, buffer.name))
+
+    def run(
+        self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
+    ) -> Any:
+        cost = self._costs.run(stream, name, work, reads, writes)
+        self._pass(stream, name, cost)
+        return cost.result
+
+    def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
+        name = f"{source.name} -> {to.name}"
+        most = to.data.numel()  # nothing is sliced: a large model's gradients go in many pieces
+        num_bytes = to.data.itemsize * (most if numel is None else min(numel, most))
+        self._pass(stream, name, Cost(self._costs.copy(stream, num_bytes), num_bytes=num_bytes))
+
+    def _pass(self, stream: str, name: str, cost: Cost) -> None:
+        start = max(self._at[stream], self._at[CALLER])
+        if stream not in base.HOST_STREAMS:
+            self._at[CALLER] += self._costs.put_seconds + cost.launching
+        if not cost.seconds:
+            return  # what waited for the same is still to come
+        end = max(start + cost.seconds, self._at[CALLER])
+        self._at[stream] = end
+        if cost.blocking:
+            self._at[CALLER] = end
+        after = tuple(self._after.pop(stream, ()))
+        self.spans.append(Span(stream, name, start, end, after, cost.num_bytes))
+
+    def record(self, stream: str) -> Any:
+        """The seconds at which all that was put there is done."""
+        return max(self._at[stream], self._at[CALLER])
+
+    def wait(self, stream: str, event: Any | None, why: str) -> None:
+        if event is not None:
+            self._after[stream].append(why)
+            self._at[stream] = max(self._at[stream], event)
 
 
 @dataclass(frozen=True)
@@ -176,12 +240,10 @@ def forecast(
 
     Raises NotForeseeable: what the model computes depends on its values.
     """
-    ledger, loss, rows = Ledger(), workload.loss, workload.rows
-    joint = isinstance(loss, JointLoss)
-    declared = Declared(measured, ledger, placement.head_tokens, machine.device_gbps)
-    costs = CostModel(
-        machine, model.rule, model.ranks, model.hosts, ledger, declared.of, measured.counted
-    )
+    loss, rows, joint = workload.loss, workload.rows, isinstance(workload.loss, JointLoss)
+    declared = Declared(measured, placement.head_tokens, machine.device_gbps)
+    costs = CostModel(machine, model.rule, model.ranks, model.hosts, declared)
+    ledger = declared.ledger
     device, passes = ClockDevice(costs), 1 if joint else placement.passes
     batch = measured.batch(rows, micro_batch, _followed(placement, steps), passes)
     if (ranks := model.ranks * model.hosts) > 1:

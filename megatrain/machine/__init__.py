@@ -113,6 +113,14 @@ class Machine:
         return self.device_memory_bytes + self.host_memory_bytes
 
     @property
+    def disk_gbps(self) -> float:
+        """Of a disk that reads as much as it writes: each way, both at once."""
+        if self.disk_both_gbps:
+            return self.disk_both_gbps
+        read = self.disk_read_gbps or DISK_READ_GBPS
+        return 1 / (1 / read + 1 / (self.disk_write_gbps or DISK_WRITE_GBPS))
+
+    @property
     def memories(self) -> dict[str, int]:
         """Bytes of each memory, by a name for people."""
         if self.one_memory:

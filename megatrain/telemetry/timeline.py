@@ -169,6 +169,18 @@ def window(spans: Iterable[Span], start: float, end: float) -> list[Span]:
     return inside
 
 
+def overlap(one: Sequence[Span], other: Sequence[Span]) -> float:
+    """Seconds in which both did something; each is in order and does one thing at a time."""
+    total, i, j = 0.0, 0, 0
+    while i < len(one) and j < len(other):
+        total += max(0.0, min(one[i].end, other[j].end) - max(one[i].start, other[j].start))
+        if one[i].end < other[j].end:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
 Recording = Callable[[], AbstractContextManager[list[Span]]]
 
 
