@@ -51,7 +51,7 @@ class Streams(CpuDevice):
         }
 
     def run(self, stream: str, name: str, work: Callable[[], Any], *_: Sequence[Buffer]) -> Any:
-        return self._workers[stream].put(name, work)
+        return self._workers[stream].put(work)
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         self.run(stream, "copy", lambda: CpuDevice.copy(self, stream, to, source, numel))

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.errors import InputError, explained
+from megatrain.model.quantised import quantised_base, unpacked_format
+from megatrain.model.trained import Trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, Qwen2Config
@@ -45,8 +47,6 @@ class NamedModel:
     @property
     def base(self) -> Literal["fp8", "nf4"] | None:
         """How its weights are quantised; None: they are not, or in an unsupported way."""
-        from megatrain.model.quantised import quantised_base
-
         with suppress(InputError):
             return quantised_base(self._how, self.name)
         return None
@@ -58,15 +58,11 @@ class NamedModel:
     @property
     def unpacked(self) -> str | None:
         """The format from which its weights are unpacked as they are read; None: as stored."""
-        from megatrain.model.quantised import unpacked_format
-
         return None if self.frozen == "folder" else unpacked_format(self._how)
 
     @property
     def quantised(self) -> str | None:
         """The reason why the model's weights cannot be trained; None: they can."""
-        from megatrain.model.quantised import unpacked_format
-
         if self._how["quantization_config"] is None or unpacked_format(self._how):
             return None
         if self.base is not None and self.adapter is not None:
@@ -75,7 +71,6 @@ class NamedModel:
 
     def spec(self) -> "ModelSpec":
         """The structure of the model. Raises InputError: the engine cannot follow it."""
-        from megatrain.model.trained import Trained
         from megatrain.source.source import open_source, structure
 
         base = (self.adapter and self.base) or self.frozen

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -20,9 +21,11 @@ from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT
 from megatrain.driver.base import Gpu
 from megatrain.errors import DoesNotFit, InputError, explained
 from megatrain.forecast.notes import Notes
+from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import LIMITS, SEQUENCE_LENGTH, MediaRow, Second, Workload
 from megatrain.machine import Machine, machine_for, present_machine, update_gbps
+from megatrain.model.sizes import check_sequence_length, experts_of_a_token
 from megatrain.plan.planner import PLANES, Plan, by_tier, make_plan
 from megatrain.plan.remedies import compute_bound_tokens
 from megatrain.telemetry.console import end_passing, passing, say
@@ -56,8 +59,6 @@ def run_plan(options: Options) -> None:
             printed, when the run file's data are missing.
         DoesNotFit: after the plan and its remedies have been printed.
     """
-    from megatrain.model.sizes import check_sequence_length
-
     options = _of_one_memory(options)
     named, run = _opened(options)
     gpus = options["gpus"] or (1 if run is None else run.engine.devices)
@@ -259,10 +260,6 @@ def _without_others(machine: Machine, gpu: Gpu, warnings: list[str]) -> Machine:
 
 
 def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: Any) -> Plan:
-    import torch
-
-    from megatrain.forecast.op_counter import NotForeseeable
-
     notes = _notes(named, workload)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two threads wait for each other, long if the machine is busy
@@ -322,8 +319,6 @@ _BINDS = {
 
 def experts_of_step(config: "PreTrainedConfig", forecast: Forecast) -> dict[str, int] | None:
     """The load of a mixture's experts, and tokens a step that hide the bus; None: it has none."""
-    from megatrain.model.sizes import experts_of_a_token
-
     chosen, every = experts_of_a_token(config)
     if not chosen or not every:
         return None

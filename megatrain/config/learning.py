@@ -4,10 +4,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from math import ceil
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
+from megatrain import loss
 from megatrain.compat import peft
 from megatrain.config.section import (
     Fraction,
@@ -22,10 +23,8 @@ from megatrain.config.section import (
     shown,
 )
 from megatrain.errors import InputError
-
-if TYPE_CHECKING:
-    from megatrain.loss import ClassHead, Loss
-    from megatrain.optim import Rule
+from megatrain.loss import ClassHead, Loss
+from megatrain.optim import NO_ADAFACTOR, RULES, Rule
 
 
 class AdapterSection(Section):
@@ -94,8 +93,6 @@ class OptimizerSection(NamedSection):
 
     @classmethod
     def defaults(cls, name: str) -> dict[str, Any] | None:
-        from megatrain.optim import RULES
-
         if (rule := RULES.get(name)) is None:
             return None
         names = (*rule.settings, *rule.choices, *rule.further)
@@ -106,8 +103,6 @@ class OptimizerSection(NamedSection):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        from megatrain.optim import NO_ADAFACTOR, RULES
-
         if name == "adafactor":
             raise ValueError(NO_ADAFACTOR)
         if name not in RULES:
@@ -122,10 +117,8 @@ class OptimizerSection(NamedSection):
         rule = self.rule()
         return {name: getattr(rule, name) for name in rule.settings}
 
-    def rule(self) -> "Rule":
+    def rule(self) -> Rule:
         """The optimizer as `Engine` takes it."""
-        from megatrain.optim import RULES
-
         rule = RULES[self.name]
         names = (*rule.settings, *rule.choices, *rule.further, "no_decay")
         values = {name: getattr(self, name) for name in names}
@@ -214,10 +207,8 @@ class LossSection(NamedSection):
         if self.name.endswith("classification") and len({*names}) < max(2, len(names)):
             yield f"{self.name} needs labels: two names or more, each once, as [bad, good]"
 
-    def loss(self) -> "Loss":
+    def loss(self) -> Loss:
         """The loss for `Engine.step`."""
-        from megatrain import loss
-
         if self.several:
             return loss.MultiLabel()
         if self.name != "sft":
@@ -232,10 +223,8 @@ class LossSection(NamedSection):
         return self.problem_type == "multi_label_classification"
 
     @property
-    def head(self) -> "ClassHead | None":
+    def head(self) -> ClassHead | None:
         """The head that the model gets, of classes, a score, or none; None: it keeps its own."""
-        from megatrain.loss import ClassHead
-
         if not self.labels:
             return self.loss().head
         problem = self.problem_type or "single_label_classification"
@@ -260,8 +249,6 @@ class LossSection(NamedSection):
 
 def _loss_fields(name: str) -> dict[str, Any]:
     """The fields of a loss's class that are keys of a run file, with their defaults."""
-    from megatrain import loss
-
     known = LossSection.model_fields.keys()
     elsewhere = () if name == "distill" else ("temperature",)  # in `rollout`
     return {
@@ -300,7 +287,7 @@ class RolloutSection(Section):
             yield "all weights are 0, so that nothing would be rewarded"
 
 
-def step_loss(loss: LossSection, rollout: RolloutSection) -> "Loss":
+def step_loss(loss: LossSection, rollout: RolloutSection) -> Loss:
     """The loss for a run's steps, with the rollouts' temperature."""
     made: Any = loss.loss()
     return replace(made, temperature=rollout.temperature) if loss.kind == "prompts" else made

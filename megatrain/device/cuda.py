@@ -165,14 +165,14 @@ class CudaDevice(Device):
         self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
     ) -> Any:
         if stream in self._workers:
-            return self._workers[stream].put(name, work)
+            return self._workers[stream].put(work)
         pace = self._pace.piece(name) if stream == COMPUTE else nullcontext()
         with pace, torch.cuda.stream(self._stream(stream)):
             return work()
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         if stream in self._workers:
-            return self._workers[stream].put(to.name, lambda: move(to, source, numel))
+            return self._workers[stream].put(lambda: move(to, source, numel))
         queue = self._stream(stream)
         if self._unpinned and source.data.device.type == "cpu":
             # Pageable memory may be read at once, whatever the stream has been told to wait for.
@@ -204,7 +204,7 @@ class CudaDevice(Device):
         if event is None:
             return
         if stream in self._workers:
-            self._workers[stream].put(why, lambda: self._block(event))
+            self._workers[stream].put(lambda: self._block(event))
         elif isinstance(event, HostEvent):
             self._wait_for_counter(stream, event)
         else:

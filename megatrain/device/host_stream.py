@@ -39,14 +39,10 @@ class HostStream:
         self._condition = threading.Condition()
         self._thread = start_thread(f"megatrain {name}", self._loop, daemon=True)
 
-    def put(self, name: str, work: Callable[[], Any]) -> None:
-        """Queue `work`; its result is dropped. Raises RunFailed after `close`."""
-        self._add(work)
-
     def mark(self) -> int:
         """Queue a mark and return the count at which it has passed."""
         self._marks += 1
-        self._add(self._marks)
+        self.put(self._marks)
         return self._marks
 
     def passed(self, count: int) -> bool:
@@ -72,7 +68,8 @@ class HostStream:
         if threading.current_thread() is not self._thread:  # its own work may drop the last user
             self._thread.join()
 
-    def _add(self, item: Callable[[], Any] | int) -> None:
+    def put(self, item: Callable[[], Any] | int) -> None:
+        """Queue work, whose result is dropped, or a mark. Raises RunFailed after `close`."""
         if self._closed:  # nobody would ever do it, and waiting for it would not end
             raise RunFailed("the engine is closed; make a new one")
         self._queue.put(item)

@@ -50,11 +50,6 @@ class RunState:
     config: Mapping[str, Any]
     rollouts: Mapping[str, Any] = field(default_factory=dict)
 
-    def differs(self, config: Config, section: str, *keys: str) -> bool:
-        """True if a section, or any of these keys of it, has another value in `config`."""
-        changed = _differences(self.config, config)
-        return any(of == section and (not keys or key in keys) for of, key, *_ in changed)
-
     @classmethod
     def of(cls, kept: Mapping[str, Any], where: Path) -> "RunState":
         """The state in a checkpoint of a run.
@@ -96,7 +91,7 @@ def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None
 
     Args: `before`: the configuration, resolved, that `where` was made with.
     """
-    for section, key, was, now in _differences(before, config):
+    for section, key, was, now in differences(before, config):
         name = f"{section}.{key}"
         free = section in _FREE_SECTIONS or key in FREE_KEYS.get(section, ())
         if not free or name in ("loss.labels", "loss.pooling"):  # the model's files say them
@@ -108,12 +103,12 @@ def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None
 
 def say_differences(config: Config, state: RunState) -> None:
     """Log the settings that change from here on."""
-    for section, key, before, now in _differences(state.config, config):
+    for section, key, before, now in differences(state.config, config):
         if section not in ("output", "checkpoint", "tracking"):
             log.info("resume: %s.%s was %s, is %s now", section, key, shown(before), shown(now))
 
 
-def _differences(before: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, Any, Any]]:
+def differences(before: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, Any, Any]]:
     """Section, key, and both values; a key that the older version did not know is no difference."""
     for section, keys in config.model_dump(mode="json").items():
         known = before.get(section)

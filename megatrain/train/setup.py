@@ -46,7 +46,7 @@ from megatrain.train.resolve import (
     run_images,
     run_tokenizer,
 )
-from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start
+from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start, differences
 from megatrain.train.rollouts import Rewards, Rollouts
 from megatrain.train.second_model import (
     References,
@@ -388,9 +388,9 @@ def _saved_engine(
                 f"optimizer.{name}: {start.checkpoint} was made with {was}; set it back"
             )
     changed = {
-        name: value
-        for name, value in settings.items()
-        if name in FREE_KEYS["optimizer"] and start.state.differs(config, "optimizer", name)
+        key: settings[key]
+        for section, key, *_ in differences(start.state.config, config)
+        if section == "optimizer" and key in FREE_KEYS[section] and key in settings
     }
     optimizer.restored_rates = None  # the run's schedule sets them anew, as they were
     optimizer.defaults |= settings  # of which schedules take their floor: min_lr, lr_end

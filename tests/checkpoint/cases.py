@@ -74,7 +74,7 @@ class ThreadedDevice(CpuDevice):
         self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
     ) -> Any:
         if stream in self._workers:
-            return self._workers[stream].put(name, work)
+            return self._workers[stream].put(work)
         return work()
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:

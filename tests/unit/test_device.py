@@ -78,10 +78,10 @@ def worker():
 def test_work_is_done_in_order_and_counted(worker):
     done: list[int] = []
     gate = threading.Event()
-    worker.put("wait", gate.wait)
+    worker.put(gate.wait)
     marks = []
     for i in range(20):
-        worker.put("append", lambda i=i: done.append(i))
+        worker.put(lambda i=i: done.append(i))
         marks.append(worker.mark())
     assert not worker.passed(marks[0])
     gate.set()
@@ -94,8 +94,8 @@ def test_work_is_done_in_order_and_counted(worker):
 
 def test_an_error_is_kept_stops_the_work_and_lets_nothing_hang(worker):
     done: list[int] = []
-    worker.put("fail", lambda: 1 / 0)
-    worker.put("append", lambda: done.append(1))
+    worker.put(lambda: 1 / 0)
+    worker.put(lambda: done.append(1))
     worker.wait(worker.mark())
     assert done == []
     for _ in range(2):  # it does not go away by being looked at
@@ -107,7 +107,7 @@ def test_an_error_is_kept_stops_the_work_and_lets_nothing_hang(worker):
 
 
 def test_an_error_of_ours_is_raised_as_it_is(worker):
-    worker.put("fail", mock.Mock(side_effect=InputError("this line")))
+    worker.put(mock.Mock(side_effect=InputError("this line")))
     worker.wait(worker.mark())
     with pytest.raises(InputError, match="^this line$"):
         worker.check()
@@ -151,7 +151,7 @@ def test_a_piece_that_may_be_large_waits_for_host_threads(worker, seconds, seen)
 
     for _ in range(seen):
         launch()
-    worker.put("work", over.wait)
+    worker.put(over.wait)
     pace.note_wait(worker, worker.mark())
     thread = threading.Thread(target=launch)
     thread.start()
@@ -222,7 +222,7 @@ def test_a_driver_without_such_waits_is_waited_for_by_the_launching_thread(
     gpu._pace = SimpleNamespace(note_wait=lambda worker, count: None)
     gpu._streams = {"compute": SimpleNamespace(cuda_stream=12)}
     for _ in range(2):
-        worker.put("work", lambda: time.sleep(0.05))
+        worker.put(lambda: time.sleep(0.05))
         event = cuda.HostEvent(worker, worker.mark())
         if status not in find_driver().unsupported:
             with pytest.raises(RunFailed, match=f"refused a stream wait .*{status}"):
