@@ -8,8 +8,6 @@ graphs, passes. The seconds of each way of spending are estimated from the candi
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from operator import add, mul
 from typing import Any, Literal, NamedTuple
 
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, DISK_WEIGHTS, UPDATE
@@ -104,18 +102,19 @@ class FirstTiles:
         """Args: `placement` says what rests on a disk, and how many passes a step has."""
         self.tiles = [tile for tile in layouts if tile.kind.in_every_step]
         rule, dtype = workload.rule, workload.dtype
-        kept = [sum(p.num_bytes(t) for p in tile_planes(rule, dtype)) for t in self.tiles]
-        gradients = [gradient_plane(dtype).num_bytes(tile) for tile in self.tiles]
-        # Of what is cut between ranks, each has the weights whole beside its block.
-        whole = [streamed_numel([t]) * dtype.itemsize * (t.ranks > 1) for t in self.tiles]
-        # Of gradients that do not wait for the norm the host holds only those that are in flight.
-        held = [workload.clip and not rule.directs(tile) for tile in self.tiles]
-        # Of layers that rest there in passes it holds the sums in any case.
-        summed = placement.passes > 1 and not rule.needs_matrices
-        layers = [summed and t.kind is TileKind.LAYER for t in self.tiles]
-        waiting = [0 if layer else num for layer, num in zip(layers, gradients, strict=True)]
-        self.device_bytes = [0, *accumulate(map(add, map(add, kept, whole), waiting))]
-        self.host_bytes = [0, *accumulate(map(add, kept, map(mul, gradients, held)))]
+        self.device_bytes, self.host_bytes = [0], [0]
+        for tile in self.tiles:
+            on_device = on_host = sum(p.num_bytes(tile) for p in tile_planes(rule, dtype))
+            gradient = gradient_plane(dtype).num_bytes(tile)
+            if tile.ranks > 1:  # each has the weights whole beside its block
+                on_device += streamed_numel([tile]) * dtype.itemsize
+            summed = placement.passes > 1 and not rule.needs_matrices
+            if not (summed and tile.kind is TileKind.LAYER):  # whose sums stay in any case
+                on_device += gradient
+            if workload.clip and not rule.directs(tile):  # else the host holds only a few
+                on_host += gradient
+            self.device_bytes.append(self.device_bytes[-1] + on_device)
+            self.host_bytes.append(self.host_bytes[-1] + on_host)
         # What leaves the disk for the device spares the host nothing.
         if placement.disk_moments or placement.disk_weights:
             counts = range(len(self.tiles) + 1)

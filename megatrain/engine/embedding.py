@@ -139,16 +139,13 @@ class Embedding:
         grows = num_rows > self._capacity
         if grows:
             self._capacity = max(num_rows, self._capacity * 3 // 2)
-        lengths = [
-            min(self._capacity, t.rows_each * t.tile.layout.ranks) * t.width for t in self._tables
-        ]
+        sizes = []
         for table in self._tables:
             table.rows = table.sums = _NOWHERE  # they would hold on to a range that is replaced
-        names = [table.entry.name for table in self._tables]
-        pairs = zip(lengths, self._tables, strict=True)
-        summed = [length * (table.entry.group is not None) for length, table in pairs]
-        rooms = self._work.tables(names, lengths, summed, kept=self._keep_rows)
-        for table, room, length in zip(self._tables, rooms, lengths, strict=True):
+            rows = min(self._capacity, table.rows_each * table.tile.layout.ranks)
+            sizes.append((table.entry.name, rows * table.width, table.entry.group is not None))
+        rooms = self._work.tables(sizes, kept=self._keep_rows)
+        for table, room, (_, length, _) in zip(self._tables, rooms, sizes, strict=True):
             table.rows, table.sums = room
             if grows and not table.tile.rests.local:
                 if table.staging is not _NOWHERE:

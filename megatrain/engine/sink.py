@@ -56,31 +56,29 @@ class ScratchArena:
         return Buffer("gradient sums", self._memory[:numel], self._overlapping)
 
     def tables(
-        self, names: Sequence[str], lengths: Sequence[int], summed: Sequence[int], *, kept: bool
+        self, sizes: Sequence[tuple[str, int, bool]], *, kept: bool
     ) -> list[tuple[Buffer, Buffer]]:
         """Buffers for each table's rows in a step, and for the sums of their gradients.
 
         They are valid until the next call. The arena grows if it has to.
 
         Args:
-            lengths: elements of each table's rows; `summed`: of their gradients.
+            sizes: each table's name, the elements of its rows, and whether they have gradients.
             kept: the tiles' `sums` must not overlap the rows.
         """
         self._overlapping = ()
-        sums, stop = _in_a_row(summed, self._prologue)
-        fp32_lengths = [-(-length * self._dtype.itemsize // 4) for length in lengths]  # rounded up
-        rows, stop = _in_a_row(fp32_lengths, max(stop, self._numel) if kept else stop)
+        sums, stop = _in_a_row([numel * trained for _, numel, trained in sizes], self._prologue)
+        in_fp32 = [-(-numel * self._dtype.itemsize // 4) for _, numel, _ in sizes]  # rounded up
+        rows, stop = _in_a_row(in_fp32, max(stop, self._numel) if kept else stop)
         if stop > len(self._memory):
             del self._memory
             self._take(stop)
         buffers = [
             (
-                Buffer(f"{name} rows", self._memory[row:].view(self._dtype)[:length]),
-                Buffer(f"{name} row gradients", self._memory[start : start + numel]),
+                Buffer(f"{name} rows", self._memory[row:].view(self._dtype)[:numel]),
+                Buffer(f"{name} row gradients", self._memory[start : start + numel * trained]),
             )
-            for name, length, numel, start, row in zip(
-                names, lengths, summed, sums, rows, strict=True
-            )
+            for (name, numel, trained), start, row in zip(sizes, sums, rows, strict=True)
         ]
         every = [buffer for of_table in buffers for buffer in of_table]
         self._overlapping = tuple(sums for _, sums in buffers) if kept else tuple(every)

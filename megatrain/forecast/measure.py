@@ -43,7 +43,7 @@ from megatrain.forecast.op_counter import (
     cross_entropy,
     foreseeing,
 )
-from megatrain.forecast.profile import Profile
+from megatrain.forecast.workload import Workload
 from megatrain.loss import Loss, Sloped
 from megatrain.model.capture import Call, Ref, Rows, last_hidden
 from megatrain.model.micro_batch import Activations, Batch, MicroBatch
@@ -176,12 +176,12 @@ class _AnyRows(Rows):
 
 
 class Measurer:
-    """Runs a model's parts, for a profile."""
+    """Runs a model's parts in rows of `tokens`; see `Profile` for the arguments."""
 
-    def __init__(self, spec: ModelSpec, profile: Profile) -> None:
-        self.spec, self.tokens, self._media = spec, profile.tokens, profile.media
-        self._compiled, self._chunk_tokens = profile.compiled, profile.chunk_tokens
-        self.program = ModelProgram(spec, _CPU, profile.dtype)
+    def __init__(self, spec: ModelSpec, workload: Workload, chunk_tokens: int | None) -> None:
+        self.spec, self.tokens, self._media = spec, workload.sequence_length, workload.media
+        self._compiled, self._chunk_tokens = workload.compile, chunk_tokens
+        self.program = ModelProgram(spec, _CPU, workload.dtype)
         self.program.train(True)
         self._calls: dict[int, list[Call]] = {}  # of the layers, by rows
 

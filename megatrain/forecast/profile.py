@@ -87,7 +87,8 @@ class Profile(Once):
         """Args: with `chunk_tokens`, layers are eager but for the parts that run in tiles."""
         super().__init__()
         self.spec, self.dtype, self.tokens = spec, workload.dtype, workload.sequence_length
-        self.compiled, self.chunk_tokens = workload.compile, chunk_tokens
+        self.compiled, self._chunk_tokens = workload.compile, chunk_tokens
+        self._workload = workload
         self.media, self._float8 = workload.media, workload.precision == "fp8"
         self._notes = notes or Notes(lambda: spec)
         of_media = self.media and self.media.digest
@@ -99,7 +100,7 @@ class Profile(Once):
     def _measurer(self) -> "Measurer":
         from megatrain.forecast.measure import Measurer
 
-        return Measurer(self._notes.opened(), self)
+        return Measurer(self._notes.opened(), self._workload, self._chunk_tokens)
 
     def distinct(self, rows: int) -> Tensor:
         """The tokens that occur in a step of random ones, `[U]`: as many as on average."""
@@ -186,7 +187,7 @@ class Profile(Once):
         visit = self._first[visit]
 
         def measure() -> LayerWork:
-            if self.compiled and self.chunk_tokens is None:
+            if self.compiled and self._chunk_tokens is None:
                 from megatrain.forecast.inductor_model import Trace, compiled_work
 
                 def trace(rows: int) -> Trace:
