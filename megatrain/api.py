@@ -176,7 +176,7 @@ class Engine(PlacedEngine):
             choose_trained(source, trained, optimizer, precision)
             if not isinstance(device, Device):
                 device = open_device(device, local_rank(group))
-            recording = Recording(device)  # type: ignore[abstract]  # what it lacks, it passes on
+            recording = Recording(device)
             host_limit = parse_limit("host_memory", host_memory)
             recording.limit(parse_limit("device_memory", device_memory), host_limit)
             ranks = open_ranks(group, recording.torch_device)

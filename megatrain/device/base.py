@@ -1,7 +1,7 @@
 """A device as the engine uses it: buffers, streams, events, and work that is put on streams.
 
 Streams run in order; two streams run at once unless an event orders them. Some streams are host
-threads (the optimizer's update, the gathering of embedding rows): the protocol does not tell them
+threads (the optimizer's update, the gathering of embedding rows): the interface does not tell them
 apart, so the same schedule runs on a GPU, in program order on the CPU, and on the trace device that
 only checks it.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,8 +159,7 @@ Buffers = Sequence[Buffer]
 Work = Callable[[], Any]
 
 
-@runtime_checkable
-class Device(Protocol):
+class Device:
     """A place to compute, with its streams. Sizes are in elements of `dtype`.
 
     What a device that derives from this leaves out does nothing.
@@ -172,9 +171,11 @@ class Device(Protocol):
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
         """Device memory, not initialised. Raises DoesNotFit."""
+        raise NotImplementedError
 
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
         """An exact-size host range of zeros. Raises DoesNotFit."""
+        raise NotImplementedError
 
     def in_place(self, buffer: Buffer) -> Buffer:
         """The same memory of `host` for work on COMPUTE. Raises InputError: it cannot go there."""
@@ -182,25 +183,20 @@ class Device(Protocol):
 
     def free(self, buffer: Buffer) -> None:
         """Give back memory of `host` ahead of `close`; waits until nothing uses it."""
-        return None
 
     def run(
         self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
     ) -> Any:
         """Put `work` on a stream; returns its result (None on host streams and on `trace`)."""
-        return None
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         """Put a copy of the first `numel` elements on a stream."""
-        return None
 
     def fetch(self, to: Tensor, source: Tensor) -> None:
         """Copy between device and host, as part of a host stream's work: done on return."""
-        return None
 
     def record(self, stream: str) -> Any:
         """An event that passes when all work put on `stream` so far is done."""
-        return None
 
     def mark(self, stream: str) -> Any:
         """A point in a device stream whose time is taken when the stream reaches it."""
@@ -212,20 +208,16 @@ class Device(Protocol):
 
     def wait(self, stream: str, event: Any, why: str) -> None:
         """Later work of `stream` starts after `event` (at once if None); `why` names the wait."""
-        return None
 
     def synchronize(self, event: Any, why: str) -> None:
         """Block the caller until `event` has passed. Raises RunFailed if a host stream died."""
-        return None
 
     def read(self, buffer: Buffer) -> list[float]:
         """The numbers in a host buffer as they are now (zeros on `trace`)."""
-        numbers: list[float] = buffer.data.tolist()
-        return numbers
+        return list(buffer.data.tolist())
 
     def seed(self, seed: int) -> None:
         """Reseed the random numbers of work put on COMPUTE after this."""
-        return None
 
     def limit(self, device_bytes: int | None, host_bytes: int | None) -> None:
         """Take no more memory from now on; None: what there is.
@@ -233,7 +225,6 @@ class Device(Protocol):
         `device_bytes` are all that the driver shows for this process, `host_bytes` all resident
         memory of the process and its children. Raises DoesNotFit, InputError.
         """
-        return None
 
     def memory(self) -> dict[str, int]:
         """Bytes of device memory.
@@ -248,7 +239,6 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Finish all streams and free the memory."""
-        return None
 
 
 def available_bytes(device: Device) -> int:
