@@ -46,9 +46,8 @@ class Kind(Enum):
     PACK = auto()  # copies tensors one after the other before they are sent
     COLLECTIVE = auto()  # all ranks together; each has one block, before or after
     ALL_REDUCE = auto()  # all ranks together; each has the whole tensor before and after
-    PLAIN = auto()  # takes the same time whenever it has the same buffers
     NOTE = auto()  # takes no device time
-    OTHER = auto()
+    OTHER = auto()  # takes the same time whenever it has the same buffers
 
 
 class Memory(Enum):

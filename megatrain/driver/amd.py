@@ -54,7 +54,7 @@ class Amd(Driver):
 
     def wait(self, stream: int, address: int, count: int) -> int:
         hip, on_device = self._hip, ctypes.c_void_p()
-        status: int = hip.hipHostGetDevicePointer(
+        return hip.hipHostGetDevicePointer(
             ctypes.byref(on_device), ctypes.c_void_p(address), ctypes.c_uint(0)
         ) or hip.hipStreamWaitValue32(
             ctypes.c_void_p(stream),
@@ -63,7 +63,6 @@ class Amd(Driver):
             ctypes.c_uint(_GREATER_OR_EQUAL),
             ctypes.c_uint32(_ALL_BITS),
         )
-        return status
 
 
 def _line(file: Path) -> str:

@@ -34,13 +34,12 @@ class Nvidia(Driver):
         return ctypes.CDLL("libcuda.so.1")
 
     def wait(self, stream: int, address: int, count: int) -> int:
-        status: int = self._cuda.cuStreamWaitValue32_v2(
+        return self._cuda.cuStreamWaitValue32_v2(
             ctypes.c_void_p(stream),
             ctypes.c_uint64(address),
             ctypes.c_uint32(count),
             ctypes.c_uint(_GREATER_OR_EQUAL),
         )
-        return status
 
 
 def _gpu(nvml: Any, index: int) -> Gpu:

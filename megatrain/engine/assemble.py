@@ -1,11 +1,11 @@
 """From a model to the parts of a step: tiles, store, weights, units."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any
 
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.head import Head, Summed
@@ -28,8 +28,6 @@ from megatrain.tile.formats import Expand
 # Of a micro-batch's graph or attention on its way to the host, and as many back, at once: a graph
 # takes up to twice as long over the bus as its layer's forward.
 LANES = 2
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass
@@ -137,9 +135,8 @@ class Assembly(Shared):
         _end_backward(encoded)
         return encoded
 
-    def _compiled(self, function: Function, name: str) -> Function:
-        compiled: Any = compile_and_tell(function, name) if self.placement.compile else function
-        return compiled
+    def _compiled(self, function: Any, name: str) -> Any:
+        return compile_and_tell(function, name) if self.placement.compile else function
 
 
 def host_bytes(store: Store, parts: Parts) -> dict[str, int]:

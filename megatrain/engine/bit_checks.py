@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatrain import kernels
 from megatrain.device import Buffer, Device, disk
-from megatrain.device.base import COMPUTE, UPDATE, Kind, Name
+from megatrain.device.base import COMPUTE, UPDATE
 from megatrain.errors import RunFailed
 from megatrain.kernels.reference import SUMMED_BYTES
 from megatrain.kernels.states import Checksums, TileRange, UpdateOptions
@@ -165,8 +165,8 @@ class BitChecks:
         """Take checksums of all planes as they are now; with `verify="save"` not of disk planes."""
         for part in (p for t in self._tiles if self._makes for p in _parts(t)):
             if part.tier is Tier.DEVICE:
-                name = Name(Kind.PLAIN, f"sum {part.tile.name}")
-                self._device.run(COMPUTE, name, partial(self._keep, part), [part.buffer])
+                work = partial(self._keep, part)
+                self._device.run(COMPUTE, f"sum {part.tile.name}", work, [part.buffer])
             elif self._compares or part.tier is Tier.HOST:
                 self._keep(part)
 
@@ -207,7 +207,7 @@ class BitChecks:
         def work() -> None:
             self._gradients[tile.index] = self._sum(gradient, 0, own_numel(tile))
 
-        self._device.run(stream, Name(Kind.PLAIN, f"sum gradient of {tile.name}"), work, [gradient])
+        self._device.run(stream, f"sum gradient of {tile.name}", work, [gradient])
 
     def sum_copy(self, tile: Tile, weights: Buffer, version: int) -> None:
         """After a visit in a step: take checksums of the copy that it used; `report` compares."""
@@ -226,8 +226,7 @@ class BitChecks:
                     now = torch.cat((before, now))
                 copies[key] = now
 
-        name = Name(Kind.PLAIN, f"sum copy of {tile.name}")
-        self._device.run(COMPUTE, name, work, [weights])
+        self._device.run(COMPUTE, f"sum copy of {tile.name}", work, [weights])
 
     def _sum_block(self, part: _Part, rank: int, weights: Buffer) -> Tensor:
         """The checksum of a rank's part of a tile, of a copy of the tile's weights."""
@@ -260,8 +259,8 @@ class BitChecks:
 
     def _compare_on(self, stream: str, tile: Tile, parts: Sequence[_Part]) -> None:
         work = partial(self._compare_now, parts, on_device=stream == COMPUTE)
-        name, reads = Name(Kind.PLAIN, f"check {tile.name}"), [part.buffer for part in parts]
-        self._device.run(stream, name, work, reads, [self.flag] if stream == COMPUTE else [])
+        reads, writes = [part.buffer for part in parts], [self.flag] * (stream == COMPUTE)
+        self._device.run(stream, f"check {tile.name}", work, reads, writes)
 
     def _compare_now(self, parts: Iterable[_Part], *, on_device: bool = False) -> None:
         for part in parts:

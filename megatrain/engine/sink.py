@@ -220,9 +220,7 @@ class Sink:
         if not numel:  # all of it is frozen
             return GradAccumulator(tile, sums)
         if self._first:
-            self._device.run(
-                COMPUTE, Name(Kind.PLAIN, "clear gradient sums"), sums.data.zero_, writes=[sums]
-            )
+            self._device.run(COMPUTE, "clear gradient sums", sums.data.zero_, writes=[sums])
         if self._last:
             self.updates.expect(tile)
         if tile.layout.kind is not TileKind.MEDIA:
@@ -246,8 +244,7 @@ class Sink:
             squares = [torch.linalg.vector_norm(sums.data[own]) ** 2 for own in tile.sums]
             self.squares.data[tile.index] = reduce(torch.add, squares)
 
-        name = Name(Kind.PLAIN, f"measure {tile.name}")
-        device.run(COMPUTE, name, measure, [sums], [self.squares])
+        device.run(COMPUTE, f"measure {tile.name}", measure, [sums], [self.squares])
         self.updates.direct(tile, sums)
         host_grad = self.claim(tile, COMPUTE if tile.rests.local else COPY_OUT)
         landed = self.send(accumulator, host_grad)
@@ -259,8 +256,7 @@ class Sink:
     def leave_out(self, tile: Tile) -> None:
         """Note that a tile has no gradient in this step."""
         clear = self.squares.data[tile.index].zero_
-        name = Name(Kind.PLAIN, f"no gradient of {tile.name}")
-        self._device.run(COMPUTE, name, clear, writes=[self.squares])
+        self._device.run(COMPUTE, f"no gradient of {tile.name}", clear, writes=[self.squares])
 
     def send(self, accumulator: GradAccumulator, host_grad: Lane) -> Any:
         """Send a gradient to where the update reads it; returns the event of its arrival."""

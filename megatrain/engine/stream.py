@@ -185,8 +185,7 @@ class Stream:
         work = partial(self._unpack, layout, weights.data, self._unpacked.data)
         if stack:
             work = partial(work, stacks={entry.name for entry in stack}, rows=rows)
-        name = Name(Kind.PLAIN, f"unpack {tile.name}")
-        self._device.run(COMPUTE, name, work, [weights], [self._unpacked])
+        self._device.run(COMPUTE, f"unpack {tile.name}", work, [weights], [self._unpacked])
         return self._unpacked
 
     def _load_until(self, position: int) -> None:

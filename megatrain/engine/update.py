@@ -124,7 +124,7 @@ class Directions:
             for entry, start, stop in here:
                 rule.direct(entry, _matrices(entry, sums.data, start, stop))
 
-        self._device.run(COMPUTE, Name(Kind.PLAIN, f"direct {tile.name}"), work, [], [sums])
+        self._device.run(COMPUTE, f"direct {tile.name}", work, [], [sums])
 
     def _average(
         self, tile: Tile, sums: Buffer, settings: Mapping[str, Settings], scale: float
@@ -147,8 +147,8 @@ class Directions:
                     gradient, kept = sums.data[start:stop], state.data[start - first : stop - first]
                     rule.average(gradient.mul_(scale), kept, settings[entry.name], proceed)
 
-        name = Name(Kind.PLAIN, f"average {tile.name}")
-        device.run(COMPUTE, name, work, [self._proceed], [sums, state, checks.flag])
+        writes = [sums, state, checks.flag]
+        device.run(COMPUTE, f"average {tile.name}", work, [self._proceed], writes)
         if room is None:
             return
         device.wait(COPY_OUT, device.record(COMPUTE), "directions' state ready")
@@ -429,7 +429,7 @@ class Update:
                     self._checks.updated(tile, sums)
 
             on_device = [b for p, b in tile.planes.items() if tile.rests.tier(p) is Tier.DEVICE]
-            self._device.run(stream, Name(Kind.PLAIN, f"compare {tile.name}"), compare, on_device)
+            self._device.run(stream, f"compare {tile.name}", compare, on_device)
         tile.updated = host_grad.free = self._device.record(stream)
 
     def _copy_masters(self, tile: Tile, stream: str) -> None:
@@ -441,8 +441,7 @@ class Update:
         if on_disk:
             device.wait(stream, tile.written, "disk version to copy")
         work = partial(tile.copy_masters, self._threads)
-        name = Name(Kind.PLAIN, f"copy masters of {tile.name}")
-        device.run(stream, name, work, halves, [tile.weights])
+        device.run(stream, f"copy masters of {tile.name}", work, halves, [tile.weights])
         if on_disk:
             tile.written = device.record(stream)
 

@@ -203,7 +203,7 @@ class CostModel:
                 model = max(1, done.calls) * _PROLOGUE_SECONDS
                 seconds = max(self._busy(done, crossing), self._launching(done, 0), model)
                 return Cost(seconds, blocking=True, result=result)
-            calls = max(1, done.calls) if kind is not Kind.PLAIN else 0
+            calls = max(1, done.calls) if kind is not Kind.OTHER else 0
             cost = self._cost(done, calls, crossing * max(1, calls))
             return Cost(*cost, result=result)
         if kind is Kind.HEAD:  # what losses of a whole step compute is next to nothing
