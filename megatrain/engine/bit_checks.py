@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,19 +34,16 @@ _REMEDY = (
 )
 
 
-class _Copied(NamedTuple):
-    """A rank's block of a tile's trained or frozen weights; `version` -1: they never change."""
-
-    tile: int
-    trained: bool
-    version: int
-    rank: int
+# A tile's index, its trained weights or the frozen ones, their version (-1: they never change), and
+# the rank whose block of them it is.
+_Copied = tuple[int, bool, int, int]
 
 
 @dataclass(frozen=True)
 class _Part:
     tile: Tile
     plane: Plane
+    buffer: Buffer
     start: int
     stop: int
     trained: bool
@@ -58,11 +55,7 @@ class _Part:
     def copied(self, version: int, rank: int | None = None) -> _Copied:
         changes = self.trained or bool(self.tile.layout.copies)
         rank = self.tile.rank if rank is None else rank
-        return _Copied(self.tile.index, self.trained, version if changes else -1, rank)
-
-    @property
-    def buffer(self) -> Buffer:
-        return self.tile.planes[self.plane]
+        return self.tile.index, self.trained, version if changes else -1, rank
 
     @property
     def tier(self) -> Tier:
@@ -78,9 +71,9 @@ def _parts(tile: Tile) -> Iterator[_Part]:
         size = len(buffer.data)
         cut = min(size, plane.place(0, own_numel(tile)).stop)
         if cut:
-            yield _Part(tile, plane, 0, cut, trained=True)
+            yield _Part(tile, plane, buffer, 0, cut, trained=True)
         if cut < size:
-            yield _Part(tile, plane, cut, size, trained=False)
+            yield _Part(tile, plane, buffer, cut, size, trained=False)
 
 
 def _updated_parts(tile: Tile) -> list[_Part]:
@@ -295,12 +288,12 @@ class BitChecks:
         for others in ranks.all_gather_object({k: v.cpu() for k, v in known.items()}):
             known = others | known
         tiles = {tile.index: tile for tile in self._tiles}
-        for key, sums in copies.items():
-            if (kept := known.get(key)) is None:
+        for (index, trained, version, rank), sums in copies.items():
+            if (kept := known.get((index, trained, version, rank))) is None:
                 continue
-            tile = tiles[key.tile]
+            tile = tiles[index]
             for now in sums.cpu().split(len(kept)):
-                if not torch.equal(now, kept.cpu()) and tile.version == key.version:
+                if not torch.equal(now, kept.cpu()) and tile.version == version:
                     self._compare_now(_parts(tile))  # if its source has changed, that is named
                 _require_equal(f"{tile.name}: the copy of weights on the device", kept, now)
 
