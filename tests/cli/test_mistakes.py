@@ -8,12 +8,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatrain import Engine, __version__, config
+from megatrain import Engine, InputError, __version__, config
 from megatrain.cli import main
 from megatrain.config import load
 from megatrain.device import cpu
 from megatrain.driver.base import Gpu
-from megatrain.errors import InputError
 from megatrain.train import second_model, setup
 from tests.cli.cases import MISTAKES, SENTENCES, assert_refused, change_run, sets
 from tests.inside import answering

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megatrain import Engine
+from megatrain import Engine, InputError, RunFailed
 from megatrain.checkpoint import files, verify
 from megatrain.config import load
 from megatrain.data import open_dataset
-from megatrain.errors import InputError, RunFailed
 from megatrain.parallel.distributed import ProcessGroups, joined, launch
 from megatrain.telemetry.host import usable_cores
 from megatrain.train.loop import train

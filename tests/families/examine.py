@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from megatrain import AdamW, Engine, Placement
-from megatrain.errors import InputError
+from megatrain import AdamW, Engine, InputError, Placement
 from megatrain.model.build import loaded_types
 from megatrain.model.probe import spec
 from megatrain.model.rebuilt import emptied

@@ -8,9 +8,8 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import PreTrainedModel
 
-from megatrain import AdamW, Engine
+from megatrain import AdamW, Engine, InputError
 from megatrain.compat.transformers import encoders
-from megatrain.errors import InputError
 from megatrain.model.trained import Trained
 from tests.families.examine import NOT_TRAINED, PASSES, REFUSED, WRONG
 from tests.families.folders import export_failures

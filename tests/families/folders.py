@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from megatrain import AdamW, Engine
-from megatrain.errors import InputError
+from megatrain import AdamW, Engine, InputError
 from megatrain.train.export import export
 from tests.families.parity import LOSS_TOLERANCE, Errors, Reference, compare_steps, compare_updates
 from tests.families.plain import EPS, LR, accumulate, make_steps, shares

@@ -16,8 +16,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from megatrain import AdamW, Engine
-from megatrain.errors import InputError
+from megatrain import AdamW, Engine, InputError
 from tests.families.examine import runs_in_bf16
 from tests.families.plain import LR, Results, Step, go_on, make_steps
 

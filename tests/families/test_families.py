@@ -2,8 +2,7 @@
 
 import pytest
 
-from megatrain import AdamW, Engine
-from megatrain.errors import InputError
+from megatrain import AdamW, Engine, InputError
 from tests.families.examine import NOT_TRAINED, OTHER_PLACEMENT, PASSES, REFUSED, examine
 from tests.families.folders import from_folders
 from tests.families.parity import compare

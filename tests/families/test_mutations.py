@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from megatrain import AdamW, Engine, Placement
-from megatrain.errors import InputError, RunFailed
+from megatrain import AdamW, Engine, InputError, Placement, RunFailed
 from megatrain.model.probe import find_stacks
 from megatrain.model.rebuilt import emptied
 from tests.families.plain import EPS, LR, make_steps, plain_training, train_in_place

@@ -6,9 +6,9 @@ import transformers
 from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from megatrain import Placement
+from megatrain import InputError, Placement
 from megatrain.data.dataset import scored
-from megatrain.errors import InputError, Unsupported
+from megatrain.errors import Unsupported
 from megatrain.loss import CROSS_ENTROPY, ClassHead, MultiLabel
 from megatrain.model.build import with_head
 from tests.families.plain import train_in_place

@@ -11,10 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatrain import Engine, InputError, Placement
+from megatrain import DoesNotFit, Engine, InputError, Placement
 from megatrain.device import base, mps, open_device
 from megatrain.device.mps import MpsDevice
-from megatrain.errors import DoesNotFit
 from megatrain.loss import DPO
 from megatrain.model.float8 import require_float8
 from tests.inside import answering

@@ -8,10 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatrain import Engine, Placement
+from megatrain import Engine, InputError, Placement
 from megatrain.device import disk
 from megatrain.device.disk import BLOCK
-from megatrain.errors import InputError
 from megatrain.loss import CROSS_ENTROPY, DPO, TokenWeights
 from megatrain.model.trained import Trained
 from tests.families.tiny import tiny_model

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM
 
-from megatrain import Engine, Placement
+from megatrain import DoesNotFit, Engine, InputError, Placement, RunFailed
 from megatrain.checkpoint import files, open_checkpoint, verify
 from megatrain.device import disk
 from megatrain.device.disk import BLOCK
-from megatrain.errors import DoesNotFit, InputError, RunFailed, StepRefused
+from megatrain.errors import StepRefused
 from megatrain.forecast.workload import Generation
 from megatrain.kernels.states import GROUP
 from megatrain.loss import CROSS_ENTROPY, DPO, GRPO, LabelSmoothing, TokenWeights

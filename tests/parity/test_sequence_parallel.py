@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from megatrain import Engine, Placement
+from megatrain import Engine, InputError, Placement
 from megatrain.device import CpuDevice
-from megatrain.errors import InputError
 from megatrain.loss import CROSS_ENTROPY, DPO, LabelSmoothing, TokenWeights
 from megatrain.model.trained import Trained
 from tests.families.tiny import tiny_model

@@ -11,10 +11,9 @@ import pytest
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from megatrain import Engine
+from megatrain import Engine, InputError
 from megatrain.compat.transformers import attention_of, set_attention
 from megatrain.data.tokenizer import load_tokenizer
-from megatrain.errors import InputError
 from tests.checkpoint.cases import add_code, engine_of
 from tests.checkpoint.test_damage import change
 from tests.cli.cases import sets, tiny_llama

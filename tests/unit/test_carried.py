@@ -8,10 +8,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatrain import AdamW, Engine
+from megatrain import AdamW, Engine, InputError
 from megatrain.checkpoint import open_checkpoint
 from megatrain.checkpoint.manifest import signed
-from megatrain.errors import InputError
 from megatrain.source.write_model import write_saved
 from megatrain.train.export import export
 from tests.families.tiny import tiny_config

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain import InputError, kernels
+from megatrain import DoesNotFit, InputError, RunFailed, kernels
 from megatrain.base.units import MIB
 from megatrain.device import Buffer, cuda, disk, open_device
 from megatrain.device.cpu import host_range
@@ -27,7 +27,6 @@ from megatrain.device.disk import BLOCK, PlaneFile
 from megatrain.device.host_stream import AHEAD, HostStream, LaunchThrottle
 from megatrain.driver import amd
 from megatrain.driver.base import Gpu
-from megatrain.errors import DoesNotFit, RunFailed
 from megatrain.kernels import reference
 from megatrain.telemetry.gpu import find_driver, find_gpu
 from megatrain.tile import TileLayout

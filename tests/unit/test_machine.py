@@ -12,12 +12,12 @@ import pynvml
 import pytest
 import torch
 
+from megatrain import InputError
 from megatrain import machine as rates
 from megatrain.base.units import GIB, MIB
 from megatrain.device import CpuDevice
 from megatrain.device.base import Abilities
 from megatrain.driver.base import Gpu
-from megatrain.errors import InputError
 from megatrain.machine import Machine, machine_for, present_machine
 from megatrain.plan import doctor
 from megatrain.plan.doctor import (

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain import config
+from megatrain import InputError, config
 from megatrain.base.units import GIB, parse_bytes
 from megatrain.cli.plan import experts_of_step
-from megatrain.errors import InputError
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Generation, Workload
 from megatrain.loss import DPO

@@ -7,13 +7,12 @@ from itertools import pairwise, product
 import pytest
 from transformers import GPT2Config, PreTrainedConfig
 
-from megatrain import Placement
+from megatrain import DoesNotFit, Placement
 from megatrain.autoplace import candidates, search
 from megatrain.autoplace.search import could_fit, fastest, least
 from megatrain.base.units import GIB
 from megatrain.cli.models import qwen2_config
 from megatrain.device import disk
-from megatrain.errors import DoesNotFit
 from megatrain.forecast import cache as forecast_cache
 from megatrain.forecast import measure, simulate
 from megatrain.forecast.cache import ForecastCache
