@@ -21,6 +21,8 @@ from zlib import crc32
 
 import pytest
 
+from tests.refusals import table
+
 ROOT = Path(__file__).parents[1]
 MARKED = "exhaustive and not gpu"
 PARTS = 10
@@ -28,87 +30,12 @@ COMMITS_BACK = 30
 MOST = 12 * 60 * 2 * 10 // 23  # tests: two workers for twelve minutes, 2.3 seconds for each
 
 ALL = ("tests/",)
-STEP = (
-    "tests/families/test_families.py",
-    "tests/race/",
-    *(f"tests/parity/test_{name}.py" for name in (
-        "bf16", "disk", "dropout", "failures", "muon", "gradients", "losses", "neutrality",
-        "ranks", "sequence_parallel", "tiles", "training", "waiting",
-    )),
-    *("tests/unit/test_forecast", "tests/unit/test_fits.py"),
-)  # fmt: skip
-MODELS = (
-    *("tests/families/", "tests/parity/test_adapters.py", "tests/parity/test_bf16.py"),
-    *("tests/parity/test_packing.py", "tests/parity/test_tiles.py", "tests/unit/test_program.py"),
-)
-SAVED = (
-    *("tests/checkpoint/", "tests/reliability/test_kill.py", "tests/reliability/test_resume.py"),
-    "tests/reliability/test_faults.py",
-)
-FORECASTS = (
-    *("tests/unit/test_forecast", "tests/unit/test_fits.py", "tests/unit/test_plan"),
-    *("tests/unit/test_search.py", "tests/cli/test_plan_command.py"),
-    *("tests/parity/test_forecast_of_ranks.py", "tests/parity/test_generation.py"),
-    "tests/parity/test_memory.py",
-)
-LOSSES = (
-    *("tests/parity/test_losses.py", "tests/parity/test_policy.py"),
-    *("tests/parity/test_trl", "tests/cli/test_distill.py", "tests/cli/test_preferences.py"),
-    "tests/unit/test_trainer",
-)
-RUNS = ("tests/cli/", "tests/reliability/")
-RANKS = (
-    *("tests/parity/test_ranks.py", "tests/parity/test_sequence_parallel.py"),
-    "tests/cli/test_ranks.py",
-)
-TRAINERS = (
-    *("tests/unit/test_integrations.py", "tests/unit/test_trainer"),
-    "tests/cli/test_examples.py",
-)
+_GROUPS, _NEAR = table(__file__, "near.yaml").values()
 NEAR: dict[str, tuple[str, ...]] = {
-    "megatrain": (*RANKS, *SAVED, *STEP),
-    "megatrain/autoplace": FORECASTS,
-    "megatrain/base": RUNS,
-    "megatrain/checkpoint": SAVED,
-    "megatrain/cli": ("tests/cli/", "tests/unit/test_benchmarks.py"),
-    "megatrain/compat": (*MODELS, *TRAINERS),
-    "megatrain/config": RUNS,
-    "megatrain/data": (*RUNS, "tests/unit/test_data", "tests/parity/test_trl.py"),
-    "megatrain/device": (*STEP, *RANKS),
-    "megatrain/driver": ("tests/cli/test_bench.py", "tests/unit/test_benchmarks.py"),
-    "megatrain/engine": STEP,
-    "megatrain/forecast": FORECASTS,
-    "megatrain/generate": (*("tests/parity/test_generation", "tests/cli/test_rollout"),),
-    "megatrain/integrations": TRAINERS,
-    "megatrain/kernels": (
-        *("tests/unit/test_kernels", "tests/unit/test_wheel.py", "tests/parity/test_neutrality.py"),
-        "tests/parity/test_training.py",
-    ),
-    "megatrain/loss": LOSSES,
-    "megatrain/machine": FORECASTS,
-    "megatrain/model": MODELS,
-    "megatrain/optim": (
-        *("tests/parity/test_muon.py", "tests/checkpoint/"),
-        "tests/parity/test_training.py",
-    ),
-    "megatrain/parallel": (*RANKS, *STEP),
-    "megatrain/plan": FORECASTS,
-    "megatrain/report": (),
-    "megatrain/source": (*SAVED, *MODELS, "tests/parity/test_bf16.py"),
-    "megatrain/store": (*SAVED, *STEP),
-    "megatrain/telemetry": ("tests/cli/test_bench.py", "tests/unit/test_benchmarks.py"),
-    "megatrain/tile": (*STEP, "tests/parity/test_quantised_folders.py"),
-    "megatrain/run_folder": RUNS,
-    "megatrain/train": RUNS,
-    "benchmarks": ("tests/cli/test_bench.py", "tests/unit/test_benchmarks.py"),
-    "docs": ("tests/cli/test_shown.py",),
-    "examples": (*("tests/cli/test_examples.py", "tests/cli/test_shown.py"),),
-    "tests": ALL,
+    folder: tuple(f"tests/{each}" for name in names for each in _GROUPS.get(name, [name]))
+    for folder, names in _NEAR.items()
 }
-"""By folder of what changed, the beginnings of the names of the test files that it needs.
-
-A folder that is not in the table has those of the nearest one above it.
-"""
+"""By folder of what changed, the beginnings of the names of the test files that it needs."""
 
 
 def names_near(path: str) -> tuple[str, ...]:

@@ -12,10 +12,10 @@ TESTS += ["tests/c.py::test_0"]
 def test_every_folder_is_in_the_table_and_every_name_there_exists():
     folders = {path.parent for path in sources() if path.parent != PACKAGE}
     missing = {str(folder.relative_to(ROOT)) for folder in folders} - set(NEAR)
-    assert not missing, f"tests/selection.py does not say which exhaustive tests are near {missing}"
+    assert not missing, f"tests/near.yaml does not say which exhaustive tests are near {missing}"
     absent = [name for name in NEAR if not (ROOT / name).exists()]
     absent += [name for names in NEAR.values() for name in names if not [*ROOT.glob(f"{name}*")]]
-    assert not absent, f"tests/selection.py names what does not exist: {absent}"
+    assert not absent, f"tests/near.yaml names what does not exist: {absent}"
 
 
 @pytest.mark.parametrize(
