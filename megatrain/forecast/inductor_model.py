@@ -375,7 +375,7 @@ class Compiled:
         sources = [frozenset(s for n in op.reads for s in self._sources(n, real)) for op in ops]
         left = Counter(n for read in sources for n in read)  # how many operations will read it
         alive = before - inputs
-        peak, work = self._size(alive), Work()
+        peak, made, work = self._size(alive), 0, Work()
         for kernel in self._kernels(ops, sources):
             reads = {n for i in kernel for n in sources[i]}
             new = {n for i in kernel for n in ops[i].writes if n in real} - inputs - alive
@@ -389,12 +389,14 @@ class Compiled:
                     over = (n for n in gone if left[n] == 1 and sizes[n] == writes)
                     alive.discard(next(over, -1))
             alive |= new
-            peak = max(peak, self._size(alive) + max(ops[i].scratch_bytes for i in kernel))
+            scratch = max(ops[i].scratch_bytes for i in kernel)
+            peak = max(peak, self._size(alive) + scratch)
+            made = max(made, self._size(alive - before) + scratch)
             launches = 1 if fused[0].extern and not own.expert_flops else own.kernels
             work = added(work, own._replace(kernels=launches))
             left.subtract(n for i in kernel for n in sources[i])
             alive = {n for n in alive if left[n] or n in ends}
-        return work._replace(peak_bytes=peak)
+        return work._replace(peak_bytes=peak, made_bytes=made)
 
     def _kernels(self, ops: list[Op], sources: list[frozenset[int]]) -> list[list[int]]:
         """The operations (numbers) of each kernel, in the order in which they run.
