@@ -22,7 +22,7 @@ from megatrain.generate import Sampling, generate
 from megatrain.model.weights import resolve_model
 from megatrain.placement import Precision
 from megatrain.source.source import adapter_folder
-from megatrain.train.resolve import require_same_base, trained_model
+from megatrain.train.resolve import trained_model
 
 _UNREAD = ("system", "tools", "history", "chat_template_kwargs")  # training heeds them
 
@@ -44,8 +44,6 @@ def opened(
     source = trained_model(model)
     if isinstance(source, str) and adapter_folder(source) is None:
         resolve_model(source)  # first: its error is the right one for a misspelt folder
-    elif isinstance(source, str):
-        require_same_base(model)  # that of a checkpoint is compared as it is read
     tokenizer = load_tokenizer(source.model_folder if isinstance(source, Checkpoint) else source)
     engine = Engine(
         source,

@@ -64,6 +64,7 @@ class _Loading:
     def run(self) -> None:
         """Load everything except adapters that are drawn."""
         source, spec, write = self._source, self._spec, self.write
+        source.require_base()
         dtype = self._store.tiles[0].weights.data.dtype
         refuse_rounding(loaded_types(source.model, dtype), spec.gathered, dtype)
         adapters = adapted(source.model)

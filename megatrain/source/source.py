@@ -3,8 +3,9 @@
 import copy
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -81,6 +82,7 @@ class Source:
         alike: what is drawn is drawn once for all layers that are alike.
         grows: adapters are put on a source that has none: they are drawn, or those of
             `adapter_folder`.
+        require_base: raises InputError if the base of a run's finished adapter has changed.
         structures: what `structure` has found, by whether the model is trained.
     """
 
@@ -98,6 +100,7 @@ class Source:
     alike: bool = False
     grows: bool = False
     adapter_folder: Path | None = None
+    require_base: Callable[[], None] = lambda: None
     structures: dict[bool, ModelSpec] = field(default_factory=dict)
 
     @property
@@ -168,6 +171,7 @@ def open_source(
         set_generation(source.model, source.companions)
         source = _grown(source, config)
         source.adapter_folder = folder
+        source.require_base = partial(state_io.require_base_of, folder, base_path, **code)
     else:
         source = _open_plain(model, resumes=resumes, head=head, **code)
     if head is not None and head.pooling is not None:

@@ -7,7 +7,7 @@ values are others is refused: training would go on, on another model.
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from megatrain.checkpoint.manifest import (
     is_checkpoint,
     mark,
     open_checkpoint,
+    whole_checkpoints,
 )
 from megatrain.checkpoint.read import masters
 from megatrain.compat.transformers import configs, set_attention, set_experts
@@ -398,19 +399,12 @@ def _require_same(checkpoint: Checkpoint, left: BaseReference, now: str, before:
         )
 
 
-def whole_masters(
-    checkpoint: Checkpoint, model: PreTrainedModel
-) -> tuple[Values, Callable[[], None]]:
-    """All `masters`, including those of a base that is left out, as layers compute with them.
-
-    Also a function to call once they are read, which reads what is left of the base and compares it
-    with the one that the checkpoint had. Raises InputError: it is another one.
-    """
+def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
+    """All `masters`, including those of a base that is left out, as layers compute with them."""
     saved, left = masters(checkpoint), checkpoint.settings.left_out
     if left is None:
-        return saved, lambda: None
+        return saved
     base, names = _open(checkpoint, left), left_out_names(checkpoint, model)
-    seen = Origin(left.path, left.revision, left.fingerprint.partition(":")[0])
     types: dict[str, torch.dtype] = {}
     if isinstance(base, Checkpoint):
         whole: Values = masters(base)
@@ -420,18 +414,39 @@ def whole_masters(
             types = weights.WeightPlan(base, plain(model)).types
 
     def read(base_name: str) -> Tensor:
-        values, name = whole[base_name](), names[base_name]
-        seen.add(name, values)
-        return _unpacked(left, model, name, values, types.get(base_name))
+        values = whole[base_name]()
+        return _unpacked(left, model, names[base_name], values, types.get(base_name))
 
-    def check() -> None:
-        for base_name, name in names.items():
-            if base_name in whole and name not in seen.sums:
-                seen.add(name, whole[base_name]())
-        _require_same(checkpoint, left, seen.fingerprint(names.values()), left.fingerprint)
+    return saved | {name: partial(read, base) for base, name in names.items() if base in whole}
 
-    of_base = {name: partial(read, base) for base, name in names.items() if base in whole}
-    return {**saved, **of_base}, check
+
+def require_same_base(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    """Raises InputError: the base that a checkpoint leaves out is not the one that it had."""
+    read_left_out(checkpoint, model, lambda name, values: None, as_computed=False)
+    carried(checkpoint, model)
+
+
+def require_base_of(adapter: Path, base: str, **code: Any) -> None:
+    """Raises InputError: the adapter in a finished run's folder was trained on another base.
+
+    The newest whole checkpoint of the run has its checksums; other adapters are not compared.
+
+    Args:
+        base: the folder, checkpoint or hub id that the adapter names.
+        code: as of `open_model`.
+    """
+    from megatrain.run_folder import layout  # it needs the libraries of run files
+
+    adapter = adapter.resolve()
+    saved = whole_checkpoints(adapter.parent / layout.CHECKPOINTS)
+    if adapter.name != layout.MODEL or not saved:
+        return
+    newest = open_checkpoint(saved[0])
+    if (left := newest.settings.left_out) is None:
+        return
+    settings = replace(newest.settings, left_out=replace(left, path=base, revision=None))
+    newest = replace(newest, manifest=replace(newest.manifest, settings=settings))
+    require_same_base(newest, open_model(newest, **code))
 
 
 def stored_values(place: Checkpoint | Path, model: PreTrainedModel) -> Values:

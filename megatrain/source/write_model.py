@@ -153,10 +153,13 @@ def write_saved(
     assert stored is not None
     if not merged:
         require_held(model)
+    elif isinstance(stored, Checkpoint) and not source.grows:
+        state_io.require_same_base(stored, model)
+    else:
+        source.require_base()
     base = plain(model) if source.grows else model
-    check = None
     if isinstance(stored, Checkpoint):
-        read, check = state_io.whole_masters(stored, model) if merged else (masters(stored), None)
+        read = state_io.whole_masters(stored, model) if merged else masters(stored)
         source.untrained = state_io.read_untrained(stored, base)
     else:
         read = state_io.stored_values(stored, base)
@@ -174,5 +177,3 @@ def write_saved(
         if name not in values and name not in unused:
             raise InputError(f"{saved}: its base has no {name!r}; complete the base")
     write_model(folder, source, values, dtype=dtype, merged=merged)
-    if check is not None:
-        check()

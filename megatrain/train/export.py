@@ -16,7 +16,7 @@ from megatrain.model.export import REPLACED
 from megatrain.run_folder.layout import holds_model, require_empty
 from megatrain.source.source import adapter_folder
 from megatrain.source.write_model import write_saved
-from megatrain.train.resolve import require_same_base, trained_model
+from megatrain.train.resolve import trained_model
 
 CONVERTER = "convert_hf_to_gguf.py"
 
@@ -61,8 +61,6 @@ def _write_copy(
         raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
     if merged and adapter_folder(source) is None:
         raise InputError(f"{source}: has no adapter that could be merged; leave --merged out")
-    if merged:
-        require_same_base(run)
     if not any(source.glob("*.safetensors")):
         raise InputError(
             f"{source}: a configuration without weights (no .safetensors); not a model"

@@ -29,8 +29,7 @@ from megatrain.model.companions import tokenizer_files
 from megatrain.model.sizes import check_sequence_length
 from megatrain.model.weights import resolve_model
 from megatrain.run_folder import layout
-from megatrain.source.source import adapter_folder, folder_adapter, open_source
-from megatrain.source.state_io import whole_masters
+from megatrain.source.source import adapter_folder, folder_adapter
 
 log = logging.getLogger(__name__)
 _COUNTS = (
@@ -167,13 +166,6 @@ def newest_checkpoint(parent: Path) -> Checkpoint | None:
         except InputError as error:
             log.warning("not used: %s", error)
     return max(whole, key=lambda each: (each.step, each.folder.name), default=None)
-
-
-def require_same_base(run: str) -> None:
-    """Raises InputError: the base of a run's adapter has changed since its newest checkpoint."""
-    if (saved := newest_checkpoint(Path(run).expanduser() / layout.CHECKPOINTS)) is not None:
-        _, require_base = whole_masters(saved, open_source(saved, resumes=True).model)
-        require_base()
 
 
 def open_data(

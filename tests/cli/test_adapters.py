@@ -8,6 +8,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatrain import Engine, InputError
 from megatrain.telemetry.metrics import model_tflops
 from tests.cli.cases import MISTAKES, change_run, records, sets
 
@@ -59,10 +60,29 @@ def test_a_finished_run_takes_no_other_base(megatrain, adapter_file, base, tmp_p
     file, run = tmp_path / "moves" / "model.safetensors", tmp_path / "run"
     megatrain.done("export", run, tmp_path / "right", "--merged")
     save_file({n: 2 * v for n, v in load_file(file).items()}, file, {"format": "pt"})
-    told = "its weights are not those that"
-    megatrain.refused(told, "export", run, tmp_path / "wrong", "--merged")
-    megatrain.refused(told, "generate", run, "--prompt", "cat", "--device", "cpu")
+    told = f"{tmp_path / 'moves'}: its weights are not those that {run}"
+    for each in (run, run / "model"):
+        megatrain.refused(told, "export", each, tmp_path / "wrong", "--merged")
+        megatrain.refused(told, "generate", each, "--prompt", "cat", "--device", "cpu")
+        begun = sets(model__path=str(each), output__folder=str(tmp_path / "begun"))
+        megatrain.refused(told, "train", change_run(adapter_file, adapter={}), *begun)
+    taught = {"name": "distill", "teacher": str(run), "top_k": 5}
+    megatrain.refused(told, "train", adapter_file, *sets(loss=taught, output__folder="taught"))
+    with pytest.raises(InputError, match=told):
+        Engine(run / "model", device="cpu")
     assert not (tmp_path / "wrong").exists()
+
+
+def test_a_finished_run_finds_its_base_where_its_adapter_says(
+    megatrain, adapter_file, base, tmp_path
+):
+    shutil.copytree(base, tmp_path / "old")
+    changes = sets(model__path=str(tmp_path / "old"), training__steps=1)
+    megatrain.done("train", adapter_file, *changes, *sets(training__eval_every=None))
+    (tmp_path / "old").rename(tmp_path / "new")
+    config = tmp_path / "run" / "model" / "adapter_config.json"
+    config.write_text(config.read_text().replace(str(tmp_path / "old"), str(tmp_path / "new")))
+    megatrain.done("export", tmp_path / "run", tmp_path / "whole", "--merged")
 
 
 @pytest.mark.exhaustive
