@@ -34,14 +34,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.configurations import CONFIGS, configuration
-from benchmarks.options import case_of, parse, peak_process_bytes, write
+from benchmarks.options import case_of, num_compilations, parse, peak_process_bytes, write
 from benchmarks.ranks import join_ranks
 from benchmarks.rivals.common import next_token_loss
 from benchmarks.step import SHOWN_LINES
 from megatrain import AdamW, Engine, Placement
 from megatrain.base.json_yaml import parse_yaml
 from megatrain.cli.models import lora_adapter
-from megatrain.compat.torch import num_compilations
 from megatrain.compat.transformers import set_attention
 from megatrain.model.trained import Trained
 from megatrain.source.source import Alike
@@ -152,9 +151,9 @@ def streamed(chosen: Any) -> dict[str, Any]:
         result = timed(chosen, config, rows, step, engine.computing, ranks=ranks, seed=1000 * rank)
         micro_batches = [*random_step(chosen, config, rows, 0)]
         recorder = StepRecorder(engine.recording)
-        recorder.begin()  # a step's updates run during the next step's forward
+        recorder.start()  # a step's updates run during the next step's forward
         engine.step(micro_batches)
-        recorder.next()
+        recorder.start()
         engine.step(micro_batches)
         work = breakdown(recorder.end(), "compute").as_dict()
         print(*work["lines"][:SHOWN_LINES], sep="\n")

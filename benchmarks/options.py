@@ -66,3 +66,10 @@ def peak_process_bytes() -> int:
     peaks = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
     # Where the kernel does not say it, this is at least the peak of the parent process.
     return 1024 * (peaks[0] if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+def num_compilations() -> int:
+    """Number of graphs that torch.compile has made in this process, recompiled ones included."""
+    import torch._dynamo.utils  # takes a second
+
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -17,7 +17,7 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks.options import peak_process_bytes
+from benchmarks.options import num_compilations, peak_process_bytes
 from megatrain.api import Engine
 from megatrain.base.json_yaml import parse_yaml
 from megatrain.base.units import gib
@@ -34,7 +34,6 @@ from megatrain.cli.app import (
 from megatrain.cli.models import lora_adapter, qwen2_config
 from megatrain.cli.plan import changed
 from megatrain.cli.reporting import reported
-from megatrain.compat.torch import num_compilations
 from megatrain.errors import InputError
 from megatrain.forecast.workload import Workload
 from megatrain.machine import present_machine
@@ -114,9 +113,9 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
         result = measure_on(engine, case)
         micro_batches = random_step(case, engine.config.vocab_size, case.seed)
         recorder = StepRecorder(engine.recording)
-        recorder.begin()  # a step's updates run during the next step's forward
+        recorder.start()  # a step's updates run during the next step's forward
         engine.step(micro_batches)
-        recorder.next()
+        recorder.start()
         engine.step(micro_batches)
         spans = recorder.end()
         if timeline is not None:

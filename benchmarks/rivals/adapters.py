@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from benchmarks.options import num_compilations
 from benchmarks.rivals.case import ADAMW, MAX_GRAD_NORM, Task
 from benchmarks.rivals.common import Runner, num_parameters, random_model, torch_device
 from megatrain.cli.models import lora_adapter
-from megatrain.compat.torch import num_compilations
 
 
 def build(task: Task) -> Runner:

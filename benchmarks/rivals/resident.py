@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.options import num_compilations
 from benchmarks.rivals.case import ADAMW, MAX_GRAD_NORM, Task
 from benchmarks.rivals.common import Runner, num_parameters, random_model, torch_device
-from megatrain.compat.torch import num_compilations
 
 
 def build(task: Task) -> Runner:

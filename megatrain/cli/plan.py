@@ -402,8 +402,6 @@ def _memory(plan: Plan) -> list[str]:
         ("device", forecast.device_bytes, machine.device_memory_bytes),
         ("host", forecast.host_parts, machine.host_memory_bytes),
     ):
-        if not parts:
-            continue  # the CPU's memory is the host's
         largest = sorted(parts.items(), key=lambda part: -part[1])
         named = ", ".join(f"{part} {gib(taken)}" for part, taken in largest if taken >= GIB / 20)
         of = gib(limit)
@@ -459,11 +457,10 @@ def _remedies(plan: Plan) -> list[str]:
     for number, remedy in enumerate(plan.remedies, 1):
         forecast, settings = remedy.forecast, remedy.settings.items()
         keys = ", ".join(f"{key}: {'null' if v is None else v}" for key, v in settings)
-        device = f"device {gib(forecast.device_peak_bytes)}, " if forecast.device_bytes else ""
         lines.append(
             f"{number}. {remedy.text}{f' ({keys})' if keys else ''}: {forecast.seconds:.2f} s a "
-            f"step, {forecast.tokens_per_second:,.0f} tokens/s; {device}host "
-            f"{gib(forecast.host_peak_bytes)}"
+            f"step, {forecast.tokens_per_second:,.0f} tokens/s; device "
+            f"{gib(forecast.device_peak_bytes)}, host {gib(forecast.host_peak_bytes)}"
         )
     if not lines:
         return ["\nNothing that was tried makes it fit."]

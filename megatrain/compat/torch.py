@@ -154,16 +154,9 @@ def keep_tuning_off_the_host() -> None:
     setattr(CachingAutotuner, "benchmark_all_configs", benchmark_all_configs)  # noqa: B010
 
 
-def num_compilations() -> int:
-    """Number of graphs that torch.compile has made in this process, recompiled ones included."""
-    import torch._dynamo.utils  # the import takes a second
-
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
 def mark_dynamic(tensor: Tensor, dim: int = 0) -> None:
     """Have torch.compile take a tensor of any length."""
-    import torch._dynamo  # see above
+    import torch._dynamo  # the import takes a second
 
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 

@@ -185,33 +185,34 @@ Recording = Callable[[], AbstractContextManager[list[Span]]]
 
 
 class StepRecorder:
-    """Records two steps and keeps the second, under whose forward the first one's updates run.
+    """Records steps and keeps the last, under whose forward updates of the one before it run.
 
-    recorder.begin(); step(); recorder.next(); step(); spans = recorder.end()
+    recorder.start(); step(); recorder.start(); step(); spans = recorder.end()
     """
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording  # as `Engine.recording`
         self._open = ExitStack()
+        self._spans: list[Span] | None = None
         self._origin = self._start = 0.0
 
-    def begin(self) -> None:
-        """The step before the one to be kept is about to start."""
-        self._spans = self._open.enter_context(self._recording())
-        self._origin = time.perf_counter()
-        self._start = 0.0
-
-    def next(self) -> None:
-        """The step to be kept is about to start."""
+    def start(self) -> None:
+        """A step is about to start."""
+        if self._spans is None:
+            self._spans = self._open.enter_context(self._recording())
+            self._origin = time.perf_counter()
         self._start = time.perf_counter() - self._origin
 
     def cancel(self) -> None:
         """Drop the recording of a failed step, whose error the step itself reports."""
+        self._spans = None
         with suppress(Exception):
             self._open.close()
 
     def end(self) -> list[Span]:
-        """The kept step has ended: its spans. Waits for the updates that it has started."""
-        end = time.perf_counter() - self._origin
+        """The last step has ended: its spans. Waits for the updates that it has started."""
+        end, spans = time.perf_counter() - self._origin, self._spans
+        assert spans is not None
+        self._spans = None
         self._open.close()
-        return window(self._spans, self._start, end)
+        return window(spans, self._start, end)

@@ -50,26 +50,22 @@ class RunTimeline:
         self._recorder, self._folder = StepRecorder(recording), folder
         self.breakdown: Breakdown | None = None
         self._left = min(RECORDED_STEP, steps)  # steps up to the recorded one, itself included
-        self._begun = False
 
     def step(self, number: int, step: Callable[[], Result]) -> Result:
         """Do step `number` of the run, and write `timeline.json` if it was to be recorded."""
-        self.breakdown, kept = None, self._left == 1
-        if self._left in (1, 2) and not self._begun:
-            self._recorder.begin()
-            self._begun = True
-        if kept:
-            self._recorder.next()
+        self.breakdown, records = None, self._left in (1, 2)
+        if records:
+            self._recorder.start()
         try:
             result = step()
         except BaseException:
-            self._recorder.cancel()
-            if self._begun:  # where the run goes on without this step, the next two are recorded
-                self._left, self._begun = 2, False
+            if records:  # where the run goes on without this step, the next two are recorded
+                self._recorder.cancel()
+                self._left = 2
             raise
         self._left -= 1
-        if kept:
-            spans, self._begun = self._recorder.end(), False
+        if records and not self._left:
+            spans = self._recorder.end()
             trace = chrome_trace(spans) | {"otherData": {"step": number}}
             try:
                 (self._folder / TIMELINE).write_text(json.dumps(trace), encoding="utf-8")

@@ -12,12 +12,11 @@ from torch import Tensor
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from transformers import masking_utils
 
-from benchmarks.options import peak_process_bytes
+from benchmarks.options import num_compilations, peak_process_bytes
 from megatrain import DoesNotFit, Placement
 from megatrain.base.seeds import derived_seed
 from megatrain.base.units import GIB
 from megatrain.cli.models import qwen2_config
-from megatrain.compat.torch import num_compilations
 from megatrain.loss import cross_entropy_sum
 from megatrain.model import init
 from megatrain.model.capture import Capture
