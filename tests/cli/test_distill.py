@@ -48,15 +48,6 @@ def test_a_teacher_is_learnt(megatrain, distilling, tmp_path, packing):
     assert 0 < losses[-1] < 0.9 * losses[0]
 
 
-def test_who_is_its_own_teacher_has_nothing_to_learn(megatrain, distilling, base, tmp_path):
-    """Each label gets what is said of it, and not of its neighbour."""
-    file = distilling(teacher=str(base), beta=0.4, temperature=0.7)
-    changes = sets(training__steps=1, training__eval_every=1, optimizer__lr=1e-12)
-    megatrain.done("train", file, *changes)
-    step, evaluated = records(tmp_path / "run")
-    assert [step["loss"], evaluated["eval_loss"]] == pytest.approx([0.0, 0.0], abs=1e-6)
-
-
 def test_a_run_that_distils_goes_on_exactly(megatrain, distilling, teacher, tmp_path):
     own = shutil.copytree(teacher, tmp_path / "teacher")
     file = distilling(teacher=str(own))

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, Phi3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain import Engine, InputError
 from megatrain.compat.transformers import attention_of
@@ -22,6 +22,7 @@ from tests.parity.cases import (
     parameters,
     same,
 )
+from tests.parity.test_sequence_parallel import long_rotary
 from tests.sweeps import few
 
 # Soft-capped, scaled and divided logits, biases of the head, states, experts.
@@ -159,37 +160,16 @@ def test_drawn_weights_have_the_class_s_own_distribution(family):
 # What a model computes once or anew outside of its layers: as in plain torch, or refused.
 
 
-SHORT = 16  # tokens up to which the frequencies of short rows hold
+LENGTHS = {  # to 8 tokens the frequencies of short rows hold
+    "short": [(2, 6), (1, 4)],
+    "long": [(1, 30), (2, 40)],
+    "both in turn": [(2, 8), (1, 9), (3, 4), (1, 64), (1, 5)],
+}
 
 
-def longrope():
-    torch.manual_seed(0)
-    frequencies = SIZES["hidden_size"] // SIZES["num_attention_heads"] // 2
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 1.0,
-        "short_factor": [1.0 + i / 10 for i in range(frequencies)],
-        "long_factor": [2.0 + i for i in range(frequencies)],
-        "original_max_position_embeddings": SHORT,
-    }
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = Phi3Config(
-        **SIZES, **tokens, original_max_position_embeddings=SHORT, rope_parameters=rope
-    )
-    return noisy(Phi3ForCausalLM(config))
-
-
-LENGTHS = [
-    pytest.param([(2, 12), (1, 9)], id="short"),
-    pytest.param([(1, 30), (2, 40)], id="long"),
-    pytest.param([(2, SHORT), (1, SHORT + 1), (3, 8), (1, 64), (1, 5)], id="both in turn"),
-]
-
-
-@pytest.mark.parametrize("shapes", LENGTHS)
+@pytest.mark.parametrize("shapes", LENGTHS.values(), ids=LENGTHS)
 def test_frequencies_follow_the_length_of_each_row(shapes):
-    model, steps = longrope(), make_batches(2, shapes)
+    model, steps = noisy(long_rotary()), make_batches(2, shapes)
     with make_engine(model) as engine:
         losses = [engine.step(step).loss for step in steps]
         trained = masters(engine)

@@ -6,7 +6,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -112,11 +111,3 @@ def spoken(tokenizer: Any, row: dict[str, Any]) -> tuple[str, list[str]]:
     ids, targets = encode_row(tokenizer, row)
     runs = groupby(zip(ids.tolist(), targets.tolist(), strict=True), key=lambda t: t[1])
     return tokenizer.decode(ids), [tokenizer.decode([i for i, _ in r]) for on, r in runs if on]
-
-
-def same_batches(first, second):
-    """Whether two lists of named tensors are the same bit for bit."""
-    return all(
-        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-        for a, b in zip(first, second, strict=True)
-    )

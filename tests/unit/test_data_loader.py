@@ -8,7 +8,7 @@ import pytest
 from megatrain.data import StepLoader, open_dataset
 from megatrain.errors import InputError
 from tests.refusals import refused
-from tests.unit.data_cases import make_tokenizer, same_batches, write_jsonl
+from tests.unit.data_cases import make_tokenizer, write_jsonl
 
 ROWS = 23
 
@@ -92,33 +92,16 @@ def test_a_step_is_cut_into_micro_batches_of_rows_of_like_length(datasets):
     assert take(one, 2) == take(other, 2)  # packed rows keep their order
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("done", [0, 1, 4, 7])
-def test_a_resumed_loader_goes_on_exactly(data, done, workers):
-    whole = loader(data)
-    expected = [next(whole) for _ in range(done + 6)]
-    first = loader(data, workers=workers)
-    for _ in range(done):
-        next(first)
-    state = json.loads(json.dumps(first.state_dict()))
-    first.close()
-    second = loader(data, workers=workers)
-    next(second)  # what it did before does not matter, nor what it prepared ahead
-    second.load_state_dict(state)
-    for step in expected[done:]:
-        assert same_batches(next(second), step)
-    assert second.epoch == whole.epoch
-    second.close()
-
-
 def test_a_resume_may_change_rows_per_step(data):
     rows = [row for step in take(loader(data, rows_per_step=1), 40) for row in step]
     first = loader(data, rows_per_step=4)
     take(first, 3)
-    second = loader(data, rows_per_step=7)
-    second.load_state_dict(first.state_dict())
+    second = loader(data, rows_per_step=7, workers=2)
+    next(second)  # what it did before does not matter, nor what it prepared ahead
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     (found,) = take(second, 1)
-    assert sorted(found) == sorted(rows[12:19])
+    assert sorted(found) == sorted(rows[12:19]) and second.epoch == 19 / ROWS
+    second.close()
     third = loader(data, rows_per_step=2)
     third.load_state_dict(second.state_dict())
     assert sorted(take(third, 1)[0]) == sorted(rows[19:21])

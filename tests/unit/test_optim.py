@@ -8,7 +8,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
-from transformers import Trainer
 
 from megatrain import SGD, AdamW, InputError
 from megatrain.device import CpuDevice
@@ -77,19 +76,6 @@ def test_impossible_settings_are_refused_in_one_line(message, rule):
     if REFUSED[message].keys() <= rule.__dataclass_fields__.keys():
         with refused(f"^{rule.__name__} {message}"):
             rule(**REFUSED[message])
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "mixtral", "bloom", "mamba"])
-def test_groups_are_those_of_transformers_trainer(family):
-    model = tiny_model(family)
-    decaying = set(Trainer.get_decay_parameter_names(None, model))
-    optimizer = StreamedOptimizer(AdamW(weight_decay=0.3), model)
-    named = {name for name, _ in model.named_parameters()}
-    first, second = optimizer.param_groups
-    assert set(first["param_names"]) == named & decaying
-    assert set(second["param_names"]) == named - decaying
-    assert (first["weight_decay"], second["weight_decay"]) == (0.3, 0.0)
-    assert optimizer.group_of() == {name: int(name not in decaying) for name in named}
 
 
 def moved():
