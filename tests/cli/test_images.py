@@ -473,7 +473,7 @@ def test_replies_about_pictures_are_preferred_as_by_trl(megatrain, ended, tmp_pa
 
 
 def test_a_teacher_sees_the_pictures(megatrain, model, tmp_path):
-    """A model learns nothing of itself: each label gets what is said of it, not of its neighbour."""
+    """A model learns nothing of itself: each label gets what is said of it, and no other."""
     file = write_run(tmp_path, model, "vision_tower", steps=1)
     keys = {"loss__name": "distill", "loss__teacher": str(model), "data__eval_fraction": 0.3}
     keys |= {"loss__beta": 0.4, "loss__temperature": 0.7, "optimizer__lr": 1e-12}

@@ -1,6 +1,5 @@
 """Adapters of PEFT, trained as plain torch trains a PeftModel, and written as PEFT writes them."""
 
-import copy
 import json
 from collections import Counter
 from typing import Any
@@ -143,32 +142,6 @@ def test_a_fresh_adapter_changes_nothing_at_first_and_is_drawn_as_peft_does():
     assert same(masters(make_engine(model, adapter=keys)), got)
 
 
-@pytest.mark.parametrize("case", ["DoRA, rsLoRA", "a whole head", "Conv1D"])
-def test_the_adapter_and_the_merged_model_are_loaded_by_their_libraries(case, tmp_path):
-    family, keys = CASES[case]
-    model, [step] = adapted(family, **keys), make_batches(1)
-    with make_engine(model) as engine:
-        engine.step(step)
-        engine.save_pretrained(tmp_path / "adapter")
-        engine.save_pretrained(tmp_path / "merged", merged=True)
-        wanted, loss = masters(engine), engine.evaluate(step)
-    loaded = PeftModel.from_pretrained(model_of(family), tmp_path / "adapter").get_base_model()
-    got = dict(loaded.named_parameters())
-    for name, parameter in wanted.items():
-        if "lora_" in name or "modules_to_save" in name:
-            assert torch.equal(got[name], parameter)
-    assert loss_of(loaded, step) == pytest.approx(loss, rel=1e-5)
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    assert loss_of(whole, step) == pytest.approx(loss, rel=1e-4)
-    reference = copy.deepcopy(loaded)
-    for module in reference.modules():
-        if hasattr(module, "lora_A"):
-            module.merge()
-    q_proj = next(n for n, m in reference.named_modules() if hasattr(m, "lora_A"))
-    merged = reference.get_submodule(q_proj).get_base_layer().weight
-    assert torch.equal(whole.get_submodule(q_proj).weight, merged)
-
-
 @pytest.mark.parametrize("held", [(), ("embed_tokens", "lm_head")])
 def test_tokens_that_were_added_to_the_base_are_not_lost(tmp_path, held):
     llama().save_pretrained(tmp_path / "base")
@@ -231,10 +204,13 @@ def drawn_resumed_and_saved(folder, keys, **options):
     return loaded
 
 
-@pytest.mark.parametrize("family", few(["mixtral", "gpt_oss"]))
-def test_adapters_of_experts_are_drawn_resumed_and_merged(family, tmp_path):
-    tiny_model(family).save_pretrained(tmp_path / "base")
-    keys = {"target_modules": ["q_proj"], "target_parameters": EXPERTS, "r": 2}
+MERGED = ("experts", "DoRA, rsLoRA", "a whole head", "Conv1D", "experts with biases")
+
+
+@pytest.mark.parametrize("case", few(MERGED, *range(4)))
+def test_adapters_are_drawn_resumed_merged_and_loaded_by_their_libraries(case, tmp_path):
+    family, keys = CASES[case]
+    model_of(family).save_pretrained(tmp_path / "base")
     loaded = drawn_resumed_and_saved(tmp_path, keys)
     reference = dict(loaded.merge_and_unload().named_parameters())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)

@@ -20,10 +20,11 @@ from tests.parity.cases import (
 )
 from tests.sweeps import few, placements
 
-FAMILIES = ["llama", "gpt2", "phi3", "mixtral", "gemma2"]
+# The gradient of the last one, which norms its embedding, depends on rows that come again.
+FAMILIES = ["llama", "gpt2", "phi3", "mixtral", "gemma2", "bloom"]
 
 
-@pytest.mark.parametrize("family", few(FAMILIES, 3))
+@pytest.mark.parametrize("family", few(FAMILIES, 3, 5))
 def test_no_policy_changes_a_bit(family):
     steps = make_batches(2)
     wanted = make_engine(model_of(family), placement=Placement(slots=2))
@@ -51,18 +52,6 @@ def test_states_wait_but_for_rounding():
     plain, kept, offloaded = map(gradients, engines)
     assert same(kept, offloaded)
     assert relative_error(kept, plain) < 1e-5
-
-
-def test_rows_come_again_where_their_values_are_needed():
-    """BLOOM norms its embedding: the gradient depends on the rows themselves."""
-    [step] = make_batches(1)
-    engines = [
-        make_engine(tiny_model("bloom"), placement=Placement(keep_rows=kept, slots=1))
-        for kept in (True, False)
-    ]
-    for engine in engines:
-        engine.step(step)
-    assert same(*map(gradients, engines))
 
 
 @pytest.mark.parametrize("where", ["device", "host"])

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -19,7 +19,7 @@ from megatrain.forecast.measure import acts_alone, fakes
 from megatrain.forecast.op_counter import OpCounter
 from megatrain.forecast.profile import Profile
 from megatrain.forecast.workload import Workload
-from megatrain.loss import CROSS_ENTROPY, DPO, JointLoss
+from megatrain.loss import CROSS_ENTROPY, DPO
 from megatrain.model import token_chunks
 from megatrain.model.capture import Ref, Rows
 from megatrain.model.micro_batch import MicroBatch
@@ -28,6 +28,7 @@ from megatrain.source.source import open_source
 from tests.families.tiny import decoder_sizes
 from tests.parity.cases import Noting
 from tests.parity.test_tiles import TAKEN, model_of
+from tests.race.schedule import Together
 from tests.sweeps import few
 from tests.unit.forecast_cases import (
     experts_config,
@@ -84,14 +85,6 @@ def test_attention_that_waits_is_not_computed_again():
 # What is foretold of a large head, against the engine's own.
 
 HEAD_ROWS, HEAD_TOKENS = 6, 32
-
-
-@dataclass(frozen=True)
-class Together(JointLoss):
-    """Cross entropy, found in two visits of the head."""
-
-    def joint(self, log_prob_N, targets_N, *given):
-        return -log_prob_N.sum()
 
 
 class Keeping(Noting):
