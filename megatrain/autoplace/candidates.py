@@ -76,8 +76,9 @@ def families(workload: Workload, spilled: Mapping[str, Any], rows: int) -> list[
     """
     least = -(-rows * workload.sequence_length // _CHUNKS)
     long, whole = workload.sequence_length >= _LONG, list[Placement]()
+    owned = spilled.get("own_experts", False)  # such layers are whole and eager
     for choices in _CANDIDATES:
-        base = Placement(**choices, **spilled, compile=workload.compile)
+        base = Placement(**choices, **spilled, compile=workload.compile and not owned)
         lanes = base.layer_input_lanes // (2 if long and base.slots < MOST_SLOTS else 1)
         whole.append(
             replace(base, head_tokens=max(least, base.head_tokens), layer_input_lanes=lanes)
@@ -85,7 +86,7 @@ def families(workload: Workload, spilled: Mapping[str, Any], rows: int) -> list[
     tiled = [
         [replace(candidate, chunk_tokens=_TILE, save_attention=where) for candidate in whole]
         for where in _ATTENTION
-        if long
+        if long and not owned
     ]
     return [whole, *tiled]
 
@@ -127,7 +128,7 @@ class FirstTiles:
     def sums_bytes(self) -> int:
         """Bytes of fp32 sums that all stay, beyond the room of the largest (a table has rows)."""
         tiles = [tile for tile in self.tiles if tile.kind is not TileKind.EMBEDDING]
-        summed = [tile.trainable_numel for tile in tiles]
+        summed = [tile.local.trainable_numel for tile in tiles]
         return 4 * (sum(summed) - max(summed))
 
     def rest(self, count: int) -> list[TileLayout]:
@@ -161,10 +162,10 @@ class FirstTiles:
 
 def first_tiles(forecasts: ForecastCache, workload: Workload, placement: Placement) -> FirstTiles:
     """`FirstTiles` for what a placement says of the disk and of passes; the rest is no matter."""
-    names = ("disk_moments", "disk_remainder", "disk_weights", "passes")
+    names = ("disk_moments", "disk_remainder", "disk_weights", "passes", "own_experts")
     alike = Placement(**{name: getattr(placement, name) for name in names})
     key = "tiles", workload.rule, workload.ranks, workload.dtype, workload.clip, alike
-    layouts = forecasts.model(workload).layouts
+    layouts = forecasts.model(workload).placed(alike).layouts
     return forecasts.once(key, lambda: FirstTiles(layouts, workload, alike))
 
 
@@ -183,7 +184,7 @@ def disk_bytes(
 
 def streamed_numel(layouts: Sequence[TileLayout]) -> int:
     """Elements of these tiles that cross the bus as a whole; of the embedding only rows do."""
-    return sum(tile.numel for tile in layouts if tile.kind is not TileKind.EMBEDDING)
+    return sum(tile.local.numel for tile in layouts if tile.kind is not TileKind.EMBEDDING)
 
 
 class Budget:
@@ -257,10 +258,10 @@ class Spending:
         self._layers = len(forecasts.spec.layers)
         self._micro = -(-workload.rows // frame.micro_batch)
         at_once = -(-self._micro // passes)
-        measured = forecasts.measured(workload, frame.placement.chunk_tokens)
+        measured = forecasts.measured(workload, frame.placement)
         self._work = measured.layer(0, frame.micro_batch)
         self._first = first_tiles(forecasts, workload, replace(frame.placement, passes=passes))
-        self._costs = CostModel(budget.machine, workload.rule)
+        self._costs = CostModel(budget.machine, workload.rule, workload.ranks)
         # Bytes of a layer's graph, and what a whole one takes beyond the half that is usually kept.
         self._graph = self._work.keeping.kept_bytes * at_once
         self._rest = self._work.again.kept_bytes * at_once - self._graph

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from operator import le
 from typing import Any
 
@@ -53,19 +54,20 @@ def fastest(
     If not `thorough`, the first candidate and way are enough. Raises DoesNotFit: nothing fits.
     """
     first, *others = machine.splits()
-    fitting = []
-    for split in (*others, first):
+    fitting, owning = [], workload.may_own and forecasts.can_own(workload)
+    for split, owned in product((*others, first), (True, False) if owning else (False,)):
         try:
-            fitting.append(_fastest(forecasts, split, workload, thorough=thorough))
+            own = {"own_experts": True} if owned else {}
+            fitting.append(_fastest(forecasts, split, workload, own, thorough=thorough))
         except DoesNotFit:
-            if not machine.one_memory:
+            if not (machine.one_memory or owned or fitting):
                 raise
     if not fitting:  # unless it fits with a part of the memory between these
         needed = least(forecasts, machine, workload)
         if needed.machine.both_bytes > machine.both_bytes:
             raise DoesNotFit(lacking(machine, needed.machine))
         fitting = [needed]
-    best = min(fitting, key=lambda frame: frame.seconds)
+    best = min(fitting, key=lambda frame: (frame.seconds, frame.placement.own_experts))
     if not thorough or workload.ranks > 1:
         return best
     in_place = replace(best.placement, slots=0, prefetch=None)  # which takes no more memory
@@ -74,10 +76,15 @@ def fastest(
 
 
 def _fastest(
-    forecasts: ForecastCache, machine: Machine, workload: Workload, *, thorough: bool
+    forecasts: ForecastCache,
+    machine: Machine,
+    workload: Workload,
+    own: dict[str, bool],
+    *,
+    thorough: bool,
 ) -> Forecast:
     search = partial(Search, forecasts, machine, workload, thorough=thorough)
-    spills = _spills(forecasts, machine, workload)
+    spills = [spill | own for spill in _spills(forecasts, machine, workload)]
     if len(spills) == 1:
         return search(spills[0]).best()
     first = bisect_left(spills, True, key=lambda spilled: search(spilled).could_fit())
@@ -291,7 +298,8 @@ class Search:
         needs = self._forecasts.needs(self._workload, placement)
         device = self._machine.device_context_bytes + mapping_bytes(sum(needs.host.values()))
         if rows is not None and placement.chunk_tokens is None:
-            works = self._forecasts.measured(self._workload).layer(0, rows).computed_twice
+            measured = self._forecasts.measured(self._workload, placement)
+            works = measured.layer(0, rows).computed_twice
             device += max(0, max(work.peak_bytes for work in works) - needs.device[UNSUMMED])
         host = self._forecasts.least_host_bytes(self._machine, self._workload, placement)
         return device + sum(needs.device.values()), host

@@ -32,7 +32,7 @@ from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss, as_numbers
 from megatrain.model.adapters import Values, require_held
 from megatrain.model.micro_batch import Batch
-from megatrain.model.owned_experts import ExpertOwners, owned_names
+from megatrain.model.owned_experts import ExpertOwners
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer, is_number
 from megatrain.parallel.distributed import ALONE, Ranks, exchanging
@@ -104,10 +104,7 @@ class PlacedEngine:
             raise
 
     def _build(self, opened: EngineSetup, placement: Placement) -> None:
-        owned = set[str]()
-        if placement.own_experts and self.ranks.together:
-            owned = owned_names(self._spec, self.ranks.shards.size)
-        layouts = opened.model.layouts_with(owned)
+        layouts = opened.model.placed(placement).layouts
         self._store = Store(
             self.device,
             layouts,
@@ -143,8 +140,9 @@ class PlacedEngine:
             self._spec, self.device.torch_device, self._dtype, float8=opened.precision == "fp8"
         )
         self._program.tile_epilogue(placement.head_tokens)
-        exchanges = exchanging(self.ranks, self.device.torch_device) if owned else None
-        self._program.set_owners(None if exchanges is None else ExpertOwners(exchanges))
+        if placement.own_experts and self.ranks.together:
+            exchanges = exchanging(self.ranks, self.device.torch_device)
+            self._program.set_owners(ExpertOwners(exchanges))
         assembly = Assembly(
             self.device,
             self._program,

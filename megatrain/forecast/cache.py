@@ -4,6 +4,7 @@ A reference or a teacher is an engine of its own, whose forward alone runs.
 """
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -13,12 +14,14 @@ from megatrain.device import Buffer
 from megatrain.device.base import Memory, kind_of
 from megatrain.device.trace import MetaDevice
 from megatrain.engine.step import Parts, TrainingParts
+from megatrain.errors import InputError
 from megatrain.forecast.notes import Notes, Once
 from megatrain.forecast.op_counter import Place
 from megatrain.forecast.profile import Profile
 from megatrain.forecast.simulate import STEADY, Forecast, assembled, forecast, process_bytes
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
+from megatrain.model.owned_experts import owned_names
 from megatrain.model.spec import PROBE_SHAPE, ModelSpec
 from megatrain.optim import PlaneKind
 from megatrain.placement import Placement, Precision
@@ -66,7 +69,7 @@ def needs_of(
 
     Of a step's `tokens`, if they are known, `distinct` ones differ; None: they may all.
     """
-    device, dtype = _Counting(), DTYPES[model.precision]
+    device, dtype, model = _Counting(), DTYPES[model.precision], model.placed(placement)
     assembly = assembled(device, model, placement)
     parts: Parts
     if model.optimizer is None:
@@ -81,7 +84,7 @@ def needs_of(
     if isinstance(parts, TrainingParts):
         unsummed = [0]  # the largest gradient of one backward; of a whole head, one parameter's
         for tile in assembly.visited:
-            copies, trained = tile.layout.copies, tile.layout.trainable
+            copies, trained = tile.layout.copies, tile.layout.local.trainable
             each = [e.numel * (4 if e.name in copies else dtype.itemsize) for e in trained]
             unsummed += each if tile.layout.kind is TileKind.HEAD else [sum(each)]
         device.needs.device[UNSUMMED] += max(unsummed)
@@ -104,6 +107,12 @@ class ForecastCache(Once):
     def model(self, workload: Workload) -> Model:
         key = workload.rule, workload.ranks, workload.hosts, workload.precision
         return self.once(key, lambda: Model(self.spec, *key))
+
+    def can_own(self, workload: Workload) -> bool:
+        """True if the ranks of a workload can own the model's experts."""
+        with suppress(InputError):
+            return bool(owned_names(self.spec, workload.ranks))
+        return False
 
     def needs(self, workload: Workload, placement: Placement) -> Needs:
         """The memory that lives as long as an engine for the workload."""
@@ -133,10 +142,14 @@ class ForecastCache(Once):
         process = process_bytes(self.model(workload), machine, placement, measured, later)
         return planes + later + process
 
-    def measured(self, workload: Workload, chunk_tokens: int | None = None) -> Profile:
+    def measured(self, workload: Workload, placement: Placement | None = None) -> Profile:
+        """The works of the model's parts, in a placement that is not the simplest."""
         shape = workload.precision, workload.sequence_length, workload.compile, workload.media
-        key = *shape, chunk_tokens
-        return self.once(key, lambda: Profile(self.spec, workload, chunk_tokens, self._notes))
+        chunk_tokens = None if placement is None else placement.chunk_tokens
+        owners = workload.ranks if placement is not None and placement.own_experts else 1
+        workload = replace(workload, compile=workload.compile and owners == 1)
+        how = chunk_tokens, self._notes, owners
+        return self.once((*shape, chunk_tokens, owners), lambda: Profile(self.spec, workload, *how))
 
     def of(
         self,
@@ -151,7 +164,7 @@ class ForecastCache(Once):
         key = (rates, placement, replace(workload, micro_batch=micro_batch), steps)
 
         def make() -> Forecast:
-            measured = self.measured(workload, placement.chunk_tokens)
+            measured = self.measured(workload, placement)
             model = self.model(workload)
             step = forecast(model, machine, placement, measured, workload, micro_batch, steps)
             if workload.generation is not None:

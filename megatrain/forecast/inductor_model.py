@@ -40,7 +40,7 @@ _SMALL = 16
 # an H200 they take that much longer than a copy of what they touch (benchmarks/results).
 _BACKWARD_TOUCHES = 1.5
 
-_FLOPS = 4  # fields of a work, the first ones
+_FLOPS = 5  # fields of a work, the first ones: flops, and what is exchanged
 
 _UNITS = 10_000  # of memory, in torch's choice of what a graph keeps
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from megatrain.compat.torch import TorchDispatchMode, current_mode, without_modes
-from megatrain.compat.transformers import unpacked
+from megatrain.compat.transformers import takes_grouped_products, unpacked
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.head import Head, Summed
 from megatrain.engine.sink import GradAccumulator
@@ -47,10 +47,12 @@ from megatrain.forecast.workload import Workload
 from megatrain.loss import Loss, Sloped
 from megatrain.model.capture import Call, Ref, Rows, last_hidden
 from megatrain.model.micro_batch import Activations, Batch, MicroBatch
+from megatrain.model.owned_experts import ExpertOwners
 from megatrain.model.program import ModelProgram
 from megatrain.model.spec import ModelSpec
 from megatrain.model.token_chunks import ChunkedOverTokens, acts_on_tokens_alone, parts
 from megatrain.optim import AdamW, tile_planes
+from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Precision
 from megatrain.source.tiles import Model
 from megatrain.store.store import Tile
@@ -178,12 +180,16 @@ class _AnyRows(Rows):
 class Measurer:
     """Runs a model's parts in rows of `tokens`; see `Profile` for the arguments."""
 
-    def __init__(self, spec: ModelSpec, workload: Workload, chunk_tokens: int | None) -> None:
+    def __init__(
+        self, spec: ModelSpec, workload: Workload, chunk_tokens: int | None, owners: int = 1
+    ) -> None:
         self.spec, self.tokens, self._media = spec, workload.sequence_length, workload.media
         self._compiled, self._chunk_tokens = workload.compile, chunk_tokens
         self.program = ModelProgram(spec, _CPU, workload.dtype)
         self.program.train(True)
         self._calls: dict[int, list[Call]] = {}  # of the layers, by rows
+        self._size = owners
+        self._owners = ExpertOwners(Ranks(0, owners)) if owners > 1 else None
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -240,8 +246,16 @@ class Measurer:
     @contextmanager
     def _running(self, visit: int) -> Iterator[None]:
         named = foreseeing(self.spec.layers[visit].name)
-        with named, fakes(), torch.enable_grad(), self.program.eager():
-            yield
+        modules = self.spec.layers[visit].kind.module.modules()
+        experts = [part for part in modules if takes_grouped_products(part, [])]
+        for part in experts:
+            vars(part)["owners"] = self._owners
+        try:
+            with named, fakes(), torch.enable_grad(), self.program.eager():
+                yield
+        finally:
+            for part in experts:
+                del vars(part)["owners"]
 
     def head(self, losses: bool, loss: Loss, sizes: tuple[int, int], chunk: int, h: Shapes) -> Work:
         """The work of a head for rows and tokens of `sizes`, `chunk` tokens at a time.
@@ -313,7 +327,10 @@ class Measurer:
         weights = {}
         for name in names:
             parameter = self.parameters[prefix + name]
-            weight = torch.empty(parameter.shape, dtype=self.program.type_of(prefix + name))
+            shape = [*parameter.shape]
+            if prefix + name in self.spec.stacks:
+                shape[0] //= self._size
+            weight = torch.empty(shape, dtype=self.program.type_of(prefix + name))
             weights[name] = weight.requires_grad_(all_trained or parameter.requires_grad)
         return weights
 

@@ -32,6 +32,7 @@ from megatrain.errors import MegatrainError, first_line
 from megatrain.model.attention_chunks import cost_of_chunks
 from megatrain.model.capture import Call, Ref
 from megatrain.model.micro_batch import Activations
+from megatrain.model.owned_experts import EXCHANGES
 
 # A layer has some hundred; a recurrence that goes token by token would take minutes to count.
 MOST_OPERATIONS = 10_000
@@ -45,8 +46,8 @@ Value = TypeVar("Value")
 # if there are no more, 128 (aten/src/ATen/native/cuda/GroupMM.cu). A launch before it counts its
 # groups, and it sets itself up; a sort of 64-bit numbers goes over their bytes one by one.
 _TILE_ROWS, _TILE_COLUMNS, _NARROW = 256, 256, 128
-_LAUNCHES = {"aten::sort": 15, "aten::topk": 3}
-_GROUPED_LAUNCHES = 3
+_GROUPED_LAUNCHES, _SORTING = 3, 15
+_LAUNCHES = {"aten::sort": _SORTING, "aten::topk": 3}
 
 _STEP = 256  # bytes: tensors begin at multiples, on the device and where they wait on the host
 
@@ -84,6 +85,7 @@ class Work(NamedTuple):
     Attributes:
         expert_flops: of grouped products of experts, in whole tiles.
         attention_flops, attention_backward_flops: causal attention counted at half.
+        exchanged_bytes: of rows that go to the ranks of their experts.
         touched_bytes: of device memory, but for attention and dense products.
         attention_bytes: results of attention, which may wait for its backward.
         peak_bytes: that exist at once, besides the work's arguments; results count.
@@ -96,6 +98,7 @@ class Work(NamedTuple):
     expert_flops: int = 0
     attention_flops: int = 0
     attention_backward_flops: int = 0
+    exchanged_bytes: int = 0
     touched_bytes: int = 0
     kernels: int = 0
     attention_bytes: int = 0
@@ -114,7 +117,7 @@ class Work(NamedTuple):
 
 def added(one: Work, other: Work) -> Work:
     """The work of both, one after the other; memory is left out (0)."""
-    return Work._make((*map(add, one[:7], other[:7]), 0, 0, 0, max(one.calls, other.calls)))
+    return Work._make((*map(add, one[:8], other[:8]), 0, 0, 0, max(one.calls, other.calls)))
 
 
 class Shape(NamedTuple):
@@ -470,16 +473,17 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
         return _causal_attention(func, args, sum(tensor.nbytes for tensor in tensors(out)))
     if func in (EXPERTS, _EXPERTS_BACKWARD):
         return _grouped_product(args[0], args[1], out), 0
-    count = flop_registry.get(packet_of(func))
-    if count is not None:
+    if func.name() in EXCHANGES:
+        rows = tensors(out)[0].nbytes  # as they are received, and then in order
+        return Work(exchanged_bytes=rows, touched_bytes=4 * rows, kernels=_SORTING), rows
+    if (count := flop_registry.get(packet_of(func))) is not None:
         return Work(product_flops=int(count(*args, **kwargs, out_val=out)), kernels=1), 0
     scratch = out.nbytes if func is SOFTMAX_BACKWARD else 0  # kernels write a product out
     read = tensors((args[1:] if func in _OVERWRITES else args, kwargs))
     if not read and func not in _OVERWRITES:
         return Work(), 0  # an allocation
     touched = sum(tensor.nbytes for tensor in (*read, *tensors(out)))
-    kernels = _LAUNCHES.get(schema_of(func).name, 1)
-    return Work(touched_bytes=touched, kernels=kernels), scratch
+    return Work(touched_bytes=touched, kernels=_LAUNCHES.get(schema_of(func).name, 1)), scratch
 
 
 def _grouped_product(left: Tensor, right: Tensor, out: Tensor) -> Work:

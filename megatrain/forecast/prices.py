@@ -266,7 +266,14 @@ class CostModel:
             + work.attention_flops / (machine.attention_forward_tflops * 1e12)
             + work.attention_backward_flops / (machine.attention_backward_tflops * 1e12)
             + work.touched_bytes / (machine.device_gbps * 1e9)
+            + self._exchanging(work)
         )
+
+    def _exchanging(self, work: Work) -> float:
+        """Seconds of exchanges; the host waits for counts of rows before it launches the rest."""
+        launches = work.kernels * _PER_KERNEL / 2 * self._machine.launch_seconds
+        sent = work.exchanged_bytes * (1 - 1 / self._ranks[base.GATHER])
+        return sent / self._link[base.GATHER] + launches * (work.exchanged_bytes > 0)
 
     def _launching(self, work: Work, calls: int) -> float:
         puts = max(0, calls - 1) * self.puts * _PER_PUT  # of all but the one that is put there
@@ -332,7 +339,7 @@ class _Visit:
         self.work, self.input_grads = work, input_grads
         self.produced = {ref: work.outputs[ref.leaf].num_bytes for ref in layer.outputs}
         self.produced_bytes = sum(self.produced.values())
-        layout = layer.tile.layout
+        layout = layer.tile.layout.local
         self.gradient_bytes = layout.trainable_numel * itemsize
         # Sums are read and written, in bf16 by a kernel for each parameter.
         kernels = len(layout.trainable) if itemsize < 4 else min(len(layout.trainable), 1)

@@ -83,8 +83,12 @@ class Profile(Once):
         workload: Workload,
         chunk_tokens: int | None = None,
         notes: Notes | None = None,
+        owners: int = 1,
     ) -> None:
-        """Args: with `chunk_tokens`, layers are eager but for the parts that run in tiles."""
+        """Args: with `chunk_tokens`, layers are eager but for the parts that run in tiles.
+
+        `owners`: ranks that own the experts.
+        """
         super().__init__()
         self.spec, self.dtype, self.tokens = spec, workload.dtype, workload.sequence_length
         self.compiled, self._chunk_tokens = workload.compile, chunk_tokens
@@ -92,7 +96,8 @@ class Profile(Once):
         self.media, self._float8 = workload.media, workload.precision == "fp8"
         self._notes = notes or Notes(lambda: spec)
         of_media = self.media and self.media.digest
-        self._key = self.dtype, self.tokens, self.compiled, chunk_tokens, of_media
+        self._key = self.dtype, self.tokens, self.compiled, chunk_tokens, owners, of_media
+        self._owners = owners
         kinds = [id(layer.kind) for layer in spec.layers]
         self._first = [kinds.index(kind) for kind in kinds]  # visit of a layer's kind
 
@@ -100,7 +105,8 @@ class Profile(Once):
     def _measurer(self) -> "Measurer":
         from megatrain.forecast.measure import Measurer
 
-        return Measurer(self._notes.opened(), self._workload, self._chunk_tokens)
+        how = self._workload, self._chunk_tokens, self._owners
+        return Measurer(self._notes.opened(), *how)
 
     def distinct(self, rows: int) -> Tensor:
         """The tokens that occur in a step of random ones, `[U]`: as many as on average."""

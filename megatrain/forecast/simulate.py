@@ -240,6 +240,7 @@ def forecast(
 
     Raises NotForeseeable: what the model computes depends on its values.
     """
+    model = model.placed(placement)
     loss, rows, joint = workload.loss, workload.rows, isinstance(workload.loss, JointLoss)
     declared = Declared(measured, placement.head_tokens, machine.device_gbps)
     costs = CostModel(machine, model.rule, model.ranks, model.hosts, declared)

@@ -106,6 +106,7 @@ class Workload:
         disk_space: bytes that planes may take on a disk; None: what is free in `disk`.
         ranks: cards that keep the model together, each with a step of this size.
         hosts: times so many, each of which keeps the whole model.
+        may_own: these ranks may own experts.
         sequence_ranks: cards that share every row; 1: each has rows of its own.
         generation: of replies between steps.
         media: what every row has of images or sounds; None: nothing.
@@ -128,6 +129,7 @@ class Workload:
     loss: Loss = CROSS_ENTROPY
     ranks: int = 1
     hosts: int = 1
+    may_own: bool = False
     sequence_ranks: int = 1
     generation: Generation | None = None
     media: MediaRow | None = None
@@ -204,6 +206,9 @@ class Workload:
             generation = replace(generation, rows=-(-generation.rows // every))
         sizes: dict[str, Any] = {"tokens_per_step": tokens, "micro_batch": most}
         sizes |= {"sequence_length": length, "sequence_ranks": 1}
+        sizes["may_own"] = (
+            ranks > 1 == hosts == self.sequence_ranks and not self.rule.needs_matrices
+        )
         return replace(self, **sizes, ranks=ranks, hosts=hosts, generation=generation)
 
     @property

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from transformers import Cache, PreTrainedModel
 
 from megatrain.compat.torch import has_gradient_hooks, pytree
-from megatrain.compat.transformers import without_atomic_sums
+from megatrain.compat.transformers import takes_grouped_products, without_atomic_sums
 from megatrain.errors import Unsupported, explained
 from megatrain.model import unsupported
 from megatrain.model.capture import (
@@ -53,6 +53,13 @@ def spec(model: PreTrainedModel, *, trained: bool = True) -> ModelSpec:
     try:
         structure = _spec(model, router_loss(model) if trained else None)
         structure.label_shift = label_shift(structure)
+        structure.stacks = [
+            f"{layer.name}.{path}.{name}"
+            for layer in structure.layers
+            for path, module in layer.module.named_modules()
+            if takes_grouped_products(module, [])
+            for name, _ in module.named_parameters(recurse=False)
+        ]
         return structure
     except Unsupported:
         raise

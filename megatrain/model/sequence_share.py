@@ -38,7 +38,7 @@ from megatrain.model.capture import Call
 from megatrain.model.document_check import TOLERANCE, at_least_two, change_of, limits_of
 from megatrain.model.documents import OURS, set_to
 from megatrain.model.program import ModelProgram
-from megatrain.parallel.distributed import ALONE, ProcessGroups, Ranks
+from megatrain.parallel.distributed import ALONE, ProcessGroups, Ranks, numbered
 
 _TOKENS = 8  # of a share that is tried
 _TAKEN = ("input_ids", "labels", "position_ids", "attention_mask")
@@ -275,15 +275,12 @@ def _same(every: Sequence[Call], alone: Sequence[Call], share: int) -> bool:
 
 # In a trial: the tokens of a row; masks that change anything in rows of this length are refused.
 _tried: ContextVar[int | None] = ContextVar("_tried", default=None)
-_ranks: list[ProcessGroups | None] = []  # by the number that a compiled graph knows them by
 
 
 @torch.library.custom_op("megatrain::exchange", mutates_args=())
 def exchange(blocks: Tensor, ranks: int) -> Tensor:
     """Send block n of `[N, ...]` to rank n; returns the received blocks in the ranks' order."""
-    of_number = _ranks[ranks]
-    assert of_number is not None
-    return of_number.exchange(blocks)
+    return numbered[ranks].exchange(blocks)
 
 
 @exchange.register_fake
@@ -324,8 +321,8 @@ def attention_of(size: int, ranks: ProcessGroups | None = None) -> str:
 
     Args: `ranks`: None: in a trial by one process, a micro-batch's rows are the shares of one row.
     """
-    number = len(_ranks)
-    _ranks.append(ranks)
+    number = len(numbered)
+    numbered.append(ranks)
 
     def attend(
         module: nn.Module,

@@ -49,6 +49,7 @@ class Structure:
         unused: parameters that no training touches; they stay as they are.
         media: parameters that text alone never touches, of a model that encodes images or sounds.
         wide: parameters whose source has bits that bf16 does not hold.
+        stacks: names of stacks of layers' experts.
         router_loss: what the configuration asks of the routers; None: nothing is trained.
     """
 
@@ -64,6 +65,7 @@ class Structure:
     media: list[str] = field(default_factory=list)
     label_shift: int = 1
     wide: set[str] = field(default_factory=set)
+    stacks: list[str] = field(default_factory=list)
     router_loss: RouterLoss | None = None
 
 

@@ -195,6 +195,7 @@ def require_same(values: Sequence[Mapping[str, str]]) -> None:
 
 
 ALONE = Ranks()
+numbered: list[Any] = []  # ranks, by the number that a compiled graph knows them by
 
 
 @dataclass(frozen=True)

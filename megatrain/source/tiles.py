@@ -6,10 +6,11 @@ from math import lcm, prod
 
 import torch
 
+from megatrain.model.owned_experts import owned_names
 from megatrain.model.sizes import share_of_a_token
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import Rule, StreamedOptimizer
-from megatrain.placement import Precision
+from megatrain.placement import Placement, Precision
 from megatrain.tile import TileKind, TileLayout
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
@@ -72,15 +73,22 @@ class Model:
     ) -> None:
         self.spec, self.rule, self.precision = spec, rule, precision
         self.ranks, self.hosts = ranks, hosts
+        self._owned: Collection[str] = ()  # stacks of experts
         self.optimizer = None if rule is None else StreamedOptimizer(rule, spec.capture.model)
+
+    def placed(self, placement: Placement) -> "Model":
+        """This model, with a placement's tiles. Raises InputError: ranks cannot own experts."""
+        return self._owning if placement.own_experts and self.ranks > 1 else self
+
+    @cached_property
+    def _owning(self) -> "Model":
+        owning = Model(self.spec, self.rule, self.ranks, self.hosts, self.precision)
+        owning.optimizer, owning._owned = self.optimizer, owned_names(self.spec, self.ranks)
+        return owning
 
     @cached_property
     def layouts(self) -> list[TileLayout]:
         """The model's tiles, in the order in which a forward needs them."""
-        return self.layouts_with(())
-
-    def layouts_with(self, owned: Collection[str]) -> list[TileLayout]:
-        """As `layouts`, where ranks own these stacks of experts."""
         groups = {} if self.optimizer is None else self.optimizer.group_of()
         operands: Collection[str] = ()
         if self.precision == "fp8":
@@ -88,7 +96,7 @@ class Model:
 
             operands = multiplied(self.spec)
         dtype = DTYPES[self.precision]
-        return tile_layouts(self.spec, groups, self.ranks, dtype, operands, owned)
+        return tile_layouts(self.spec, groups, self.ranks, dtype, operands, self._owned)
 
     @cached_property
     def computing(self) -> tuple[int, int]:

@@ -1,19 +1,23 @@
 """What is foretold of a step of ranks, beside what two of them really keep and exchange."""
 
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatrain import Placement
-from megatrain.device.base import GATHER, HOSTS, REDUCE
+from megatrain.device.base import COMPUTE, GATHER, HOSTS, REDUCE
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.workload import Workload
 from megatrain.model.probe import spec
 from megatrain.parallel.distributed import ProcessGroups
 from megatrain.source.source import open_source
+from tests.families.tiny import tiny_model
 from tests.parity.cases import llama, make_engine
 from tests.parity.ranks import run_ranks
 from tests.sweeps import swept
@@ -57,40 +61,83 @@ def foretold(found):
     ])  # fmt: skip
 
 
+def of_two_ranks(folder, model, mesh, placement, streams):
+    """Of each rank the engine's memory, the collectives of a step, and the rows it exchanges."""
+
+    def work(group):
+        mesh_of_ranks = init_device_mesh("cpu", mesh)
+        engine = make_engine(model(), group=mesh_of_ranks, placement=placement)
+        ids_BT = torch.arange(WHOLE.rows * WHOLE.sequence_length).view(WHOLE.rows, -1) % 128
+        micro_batches = ids_BT.split(ROWS)[dist.get_rank() :: 2]
+        step = [{"input_ids": ids, "labels": ids} for ids in micro_batches]
+        engine.step(step)
+        calls: list[tuple[str, float]] = []
+        rows: list[int] = []
+
+        def noted(name, note):
+            collective = getattr(ProcessGroups, name)
+
+            def call(ranks, values, *sizes):
+                note(name, values)
+                return collective(ranks, values, *sizes)
+
+            return mock.patch.object(ProcessGroups, name, call)
+
+        def collective(name, values):
+            calls.append((streams[name], values.nbytes))
+
+        def exchange(name, values):
+            rows.append(values.nbytes * values.is_floating_point())
+
+        with ExitStack() as notes:
+            for name in ("all_gather", "reduce_scatter", "all_reduce"):
+                notes.enter_context(noted(name, collective))
+            notes.enter_context(noted("exchange", exchange))
+            engine.step(step)
+        return engine.memory(), calls, sum(rows)
+
+    return run_ranks(2, folder, work)
+
+
 @swept(together=0, layout=[*LAYOUTS], placed=[*PLACEMENTS])
 def test_two_ranks_keep_and_exchange_what_is_foretold(layout, placed, tmp_path):
     each, hosts, streams = LAYOUTS[layout]
     placement, workload = PLACEMENTS[placed], WHOLE.shared(each, hosts)
     forecasts = ForecastCache(spec(open_source(llama()).model))
-    ids_BT = torch.arange(WHOLE.rows * WHOLE.sequence_length).view(WHOLE.rows, -1) % 128
     distinct_U = forecasts.measured(workload).distinct(WHOLE.rows)
     assert len(distinct_U) == 128  # all: each rank keeps as many of the rows that are needed
     machine = replace(small_machine().shared(each, SLOW, SLOW), launch_seconds=0.0)
     found = forecasts.of(machine, placement, workload, ROWS)
 
-    def work(group):
-        mesh = init_device_mesh("cpu", (hosts, each))
-        engine = make_engine(llama(), group=mesh, placement=placement)
-        micro_batches = ids_BT.split(ROWS)[dist.get_rank() :: 2]
-        step = [{"input_ids": ids, "labels": ids} for ids in micro_batches]
-        engine.step(step)
-        calls: list[tuple[str, float]] = []
+    for memory, calls, rows in of_two_ranks(tmp_path, llama, (hosts, each), placement, streams):
+        assert of_streams(calls) == foretold(found) and not rows
+        for name, num_bytes in found.host_bytes.items():
+            if name != "host_process_bytes":
+                assert memory[name] == num_bytes, name
 
-        def noted(name):
-            collective = getattr(ProcessGroups, name)
 
-            def call(ranks, values):
-                calls.append((streams[name], values.nbytes))
-                collective(ranks, values)
-
-            return mock.patch.object(ProcessGroups, name, call)
-
-        with noted("all_gather"), noted("reduce_scatter"), noted("all_reduce"):
-            engine.step(step)
-        return engine.memory(), calls
-
-    for memory, calls in run_ranks(2, tmp_path, work):
+def test_ranks_that_own_experts_keep_and_exchange_what_is_foretold(tmp_path):
+    """Of experts nothing is gathered; as many rows are exchanged as go to all experts."""
+    placement, workload = Placement(slots=2, own_experts=True), WHOLE.shared(2)
+    model = partial(tiny_model, "qwen3_moe", changes={"num_experts": 6, "vocab_size": 128})
+    forecasts = ForecastCache(spec(open_source(model()).model))
+    fast = replace(small_machine().shared(2, 1e9), launch_seconds=0.0)
+    found, quick = (
+        forecasts.of(machine, placement, workload, ROWS)
+        for machine in (replace(fast, link_gbps=SLOW), fast)
+    )
+    streams = LAYOUTS["two ranks"][2]
+    ranks = of_two_ranks(tmp_path, model, (1, 2), placement, streams)
+    for memory, calls, _ in ranks:
         assert of_streams(calls) == foretold(found)
         for name, num_bytes in found.host_bytes.items():
             if name != "host_process_bytes":
                 assert memory[name] == num_bytes, name
+    cut = forecasts.of(replace(fast, link_gbps=SLOW), Placement(slots=2), workload, ROWS)
+    experts = sum(e.numel for t in forecasts.model(workload).layouts for e in t.entries
+                  if ".experts." in e.name)  # fmt: skip
+    less = cut.bounds[GATHER] - found.bounds[GATHER]
+    assert less * SLOW * 1e9 == pytest.approx(2 * 4 * experts / 2, rel=0.2)
+    exchanging = found.bounds[COMPUTE] - quick.bounds[COMPUTE]
+    rows = sum(exchanged for *_, exchanged in ranks)
+    assert exchanging * SLOW * 1e9 == pytest.approx(rows / 2 / 2, rel=1e-3)

@@ -7,7 +7,7 @@ from itertools import pairwise, product
 import pytest
 from transformers import GPT2Config, PreTrainedConfig
 
-from megatrain import DoesNotFit, Placement
+from megatrain import DoesNotFit, Muon, Placement
 from megatrain.autoplace import candidates, search
 from megatrain.autoplace.search import could_fit, fastest, least
 from megatrain.base.units import GIB
@@ -27,6 +27,7 @@ from tests.inside import answering, sized
 from tests.sweeps import few
 from tests.unit.forecast_cases import (
     experts_config,
+    experts_spec,
     small_machine,
     tiny_config,
     tiny_spec,
@@ -391,3 +392,21 @@ def test_a_refusal_and_its_remedies_follow_few_steps(monkeypatch):
     assert not plan.fits and len(plan.remedies) == 3
     assert followed.calls <= 23 and passed.calls <= 4600
     assert counted.calls <= 52
+
+
+def test_ranks_own_experts_where_their_link_is_slow_and_tokens_are_few():
+    """Nothing of experts is gathered then; tokens take the link instead."""
+    cache, whole = ForecastCache(experts_spec()), Workload(128, 64, compile=False)
+    slow = small_machine().shared(2, 1e-3)
+    many = replace(whole, tokens_per_step=1 << 16)
+    for workload, owned in (
+        (whole.shared(2), True),
+        (many.shared(2), False),
+        (whole.shared(2, 2), False),
+        (replace(whole, sequence_ranks=2).shared(2), False),
+        (replace(whole, rule=Muon()).shared(2), False),
+    ):
+        best = fastest(cache, slow, workload, thorough=False)
+        assert best.placement.own_experts is owned
+    dense = fastest(ForecastCache(tiny_spec()), slow, whole.shared(2), thorough=False)
+    assert not dense.placement.own_experts
