@@ -72,7 +72,7 @@ def drawn(seed, layers):
 
 
 def foretold_and_taken(model, seed, row=None):
-    """Of three steps, with media of two, without those of a driver, an allocator and a process.
+    """Of two steps, without those of a driver, an allocator and a process.
 
     Args: `row`: with images or sounds, which all rows are like.
 
@@ -105,7 +105,7 @@ def foretold_and_taken(model, seed, row=None):
         shape = workload.rows, workload.sequence_length
         generator = torch.Generator().manual_seed(0)  # the tokens that forecasts count with
         ids = torch.randint(engine.vocab_size, shape, generator=generator)
-        for _ in range(3 if row is None else 2):
+        for _ in range(2):  # a third takes as much as the second
             engine.step([_micro_batch(part, workload.media) for part in ids.split(rows)])
         taken = Taken(device.peak_bytes, engine.memory()["host_bytes"])
     beside = sum(told.device_bytes.get(name, 0) for name in _BESIDE)
