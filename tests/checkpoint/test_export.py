@@ -40,17 +40,21 @@ def test_float32_gives_the_exact_masters(precision, tied, tmp_path):
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_the_files_are_those_that_the_engine_writes(dtype, tmp_path):
     """Down to the byte, and in the dtype of the model that the run began with by default."""
-    engine = trained(
-        tmp_path / "saved",
-        model=in_dtype(tiny_model("deepseek_v3"), torch.bfloat16),
-        precision="bf16",
-    )
+    model = in_dtype(tiny_model("deepseek_v3"), torch.bfloat16)
+    model.generation_config = GenerationConfig(eos_token_id=[5, 6], temperature=0.5, do_sample=True)
+    engine = trained(tmp_path / "saved", model=model, precision="bf16")
     engine.save_pretrained(tmp_path / "wanted", dtype=dtype)
     export(str(tmp_path / "saved"), tmp_path / "out", dtype)
+    with Engine.load(tmp_path / "saved", device="cpu") as again:
+        again.save_pretrained(tmp_path / "resumed", dtype=dtype)
     names = sorted(path.name for path in (tmp_path / "wanted").iterdir())
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     for name in names:
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "wanted" / name).read_bytes()
+        wanted = (tmp_path / "wanted" / name).read_bytes()
+        assert (tmp_path / "out" / name).read_bytes() == wanted
+        assert (tmp_path / "resumed" / name).read_bytes() == wanted
+    told = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (told.eos_token_id, told.temperature, told.do_sample) == ([5, 6], 0.5, True)
 
 
 def test_what_was_attached_comes_along(tmp_path):
@@ -166,20 +170,6 @@ def test_exports_of_every_kind_have_them(tmp_path):
         assert files_beside(tmp_path / name) == ALONG, name
     wanted = GenerationConfig.from_pretrained(tmp_path / "trained")
     assert (wanted.eos_token_id, wanted.temperature) == ([96, 97, 98], 0.6)
-
-
-def test_the_generation_config_of_a_module_is_exported(tmp_path):
-    model = llama()
-    model.generation_config = GenerationConfig(eos_token_id=[5, 6], temperature=0.5, do_sample=True)
-    with Engine(model, optimizer=AdamW(), precision="fp32", device="cpu") as engine:
-        engine.save_pretrained(tmp_path / "exported")
-        engine.save(tmp_path / "saved")
-    with Engine.load(tmp_path / "saved", device="cpu") as again:
-        again.save_pretrained(tmp_path / "resumed")
-    export(str(tmp_path / "saved"), tmp_path / "out")
-    for name in ("exported", "resumed", "out"):
-        got = GenerationConfig.from_pretrained(tmp_path / name)
-        assert (got.eos_token_id, got.temperature, got.do_sample) == ([5, 6], 0.5, True)
 
 
 def test_what_the_folder_has_already_stays(tmp_path):

@@ -91,12 +91,17 @@ def test_groups_that_were_split_come_back_and_go_on(tmp_path):
 
 
 def test_an_engine_without_optimizer(tmp_path):
+    """It holds weights alone."""
     engine = Engine(llama(), device="cpu", precision="bf16")
     engine.save(tmp_path / "saved")
-    again = Engine.load(tmp_path / "saved", device="cpu")
-    batch = batches(1)[0][0]
+    again, [batch] = Engine.load(tmp_path / "saved", device="cpu"), batches(1)
+    for each in (engine, again):
+        memory = each.memory()
+        assert memory["host_remainder_bytes"] == memory["host_moments_bytes"] == 0
+        with pytest.raises(InputError, match="has no optimizer"):
+            each.step(batch)
     assert again.optimizer is None
-    assert torch.equal(again.logits(batch), engine.logits(batch))
+    assert torch.equal(again.logits(batch[0]), engine.logits(batch[0]))
 
 
 def test_the_extra_state_comes_back(tmp_path):

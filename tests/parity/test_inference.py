@@ -63,15 +63,6 @@ def test_a_mask_reaches_layers_that_follow_the_stack():
     torch.testing.assert_close(engine.logits(inputs)[seen], wanted[seen], rtol=1e-5, atol=1e-5)
 
 
-def test_an_engine_without_optimizer_holds_weights_only():
-    engine = Engine(llama(), device="cpu")
-    memory = engine.memory()
-    assert memory["host_remainder_bytes"] == memory["host_moments_bytes"] == 0
-    assert engine.optimizer is None
-    with pytest.raises(InputError, match="has no optimizer"):
-        engine.step(make_batches(1)[0])
-
-
 def test_the_model_given_stays_as_it_is():
     model = llama().eval()
     model.model.norm.weight.requires_grad_(False)

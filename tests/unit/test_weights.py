@@ -246,15 +246,6 @@ def test_equals_save_pretrained(family, max_shard_bytes, tmp_path):
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in loaded.state_dict().items())
 
 
-def test_parameters_of_float32_classes_keep_their_precision(tmp_path):
-    model = saved_model("zamba", tmp_path / "wanted")  # its decay rates are float32 in any model
-    name = next(name for name in kept_tensors(model) if name.endswith("A_log"))
-    write(tmp_path / "a", model, torch.bfloat16)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype="auto").state_dict()
-    assert torch.equal(loaded[name], model.state_dict()[name])
-    assert loaded["model.embed_tokens.weight"].dtype == torch.bfloat16
-
-
 def test_gives_back_the_layout_that_was_read(tmp_path):
     model = saved_model("mixtral", tmp_path / "hub")
     model.save_pretrained(tmp_path / "fused", save_original_format=False)
