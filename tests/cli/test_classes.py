@@ -72,8 +72,10 @@ def test_classes_are_learnt_exactly_and_transformers_loads_them(
 def test_a_head_of_classes_may_be_trained_beside_an_adapter(megatrain, class_file, tmp_path):
     file = class_file("token_classification")
     adapter = sets(adapter__method="lora", adapter__target_modules="all-linear")
-    megatrain.done("train", file, *adapter)
-    keys = load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
+    name = "adapter_model.safetensors"
+    megatrain.resumed(file, 12, 2, *adapter, name=name)
+    megatrain.done("plan", file, *adapter, "--gpu", "4090")
+    keys = load_file(tmp_path / "run" / "model" / name)
     assert {name for name in keys if ".score." in name or ".classifier." in name}
     settings = json.loads((tmp_path / "run" / "model" / "adapter_config.json").read_text())
     assert settings["task_type"] == "TOKEN_CLS"

@@ -6,10 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megatrain.config.learning import LossSection
@@ -71,39 +68,6 @@ def test_a_reward_model_is_made_of_a_language_model(megatrain, preference_file, 
     assert good > bad
     megatrain.done("plan", file, "--gpu", "4090")
     megatrain.refused("scores of rows", "generate", tmp_path / "run", "--prompt", "a cat")
-
-
-@pytest.mark.exhaustive
-def test_a_reward_model_may_be_an_adapter(megatrain, preference_file, tmp_path):
-    """Its head is trained and goes with it, as PEFT has it; checkpoints leave the base out."""
-    rows = [pair(number) for number in range(20)]
-    file = preference_file(rows, name="reward")
-    adapter, name = {"adapter__method": "lora", "adapter__r": 8}, "adapter_model.safetensors"
-    length = sets(training__steps=6, optimizer__lr=0.01, **adapter)
-    megatrain.resumed(file, 6, 2, *length, name=name)
-    assert "base_model.model.score.weight" in load_file(tmp_path / "run" / "model" / name)
-    evaluated = records(tmp_path / "run", "eval_loss")
-    assert evaluated[-1]["eval_rewards/accuracies"] == 1.0
-    [saved] = sorted((tmp_path / "run" / "checkpoints").glob("step-*6"))
-    manifest = json.loads((saved / "manifest.json").read_text())
-    assert manifest["settings"]["left_out"]["path"].endswith("model")
-
-    megatrain.done("export", tmp_path / "run", tmp_path / "out")
-    base = AutoModelForSequenceClassification.from_pretrained(
-        manifest["settings"]["left_out"]["path"], num_labels=1
-    )
-    adapted = PeftModel.from_pretrained(base, tmp_path / "out").eval()
-    megatrain.done("export", tmp_path / "run", tmp_path / "merged", "--merged")
-    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
-    ids = torch.arange(3, 11)[None]
-    expected = adapted(input_ids=ids).logits.item()
-    assert merged(input_ids=ids).logits.item() == pytest.approx(expected, abs=1e-4)
-
-    again = sets(model__path=str(tmp_path / "out"), output__folder="again", training__steps=1)
-    megatrain.done("train", file, *again)
-    [first] = records(tmp_path / "again", "grad_norm")
-    assert first["rewards/accuracies"] == 1.0  # it goes on with what it has learnt
-    megatrain.done("plan", file, *length, "--gpu", "4090")
 
 
 def test_margins_of_the_data_are_taken_off(megatrain, preference_file, tmp_path):
