@@ -37,7 +37,7 @@ from megatrain.errors import MegatrainError
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.workload import SEQUENCE_LENGTH, Workload
 from megatrain.machine import Machine, machine_for
-from megatrain.model.causal_attention import attend_by_kernel
+from megatrain.model.attention import attend_by_kernel
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import AdamW
 from megatrain.plan.remedies import Planner

@@ -29,7 +29,7 @@ from megatrain.loss import (
     TopTokens,
     given_loss,
 )
-from megatrain.model.causal_attention import attend_by_kernel
+from megatrain.model.attention import attend_by_kernel
 from megatrain.model.micro_batch import Batch
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, is_number

@@ -284,7 +284,7 @@ def _notes(named: NamedModel, workload: Workload) -> Notes:
     """Notes about the model; kept unless its code is not transformers' own, or it is in fp8."""
 
     def opened() -> "ModelSpec":
-        from megatrain.model.causal_attention import attend_by_kernel
+        from megatrain.model.attention import attend_by_kernel
 
         spec = named.spec()
         attend_by_kernel(spec, workload.precision)

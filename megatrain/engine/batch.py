@@ -21,7 +21,7 @@ from megatrain.model.micro_batch import Batch, MicroBatch
 from megatrain.model.program import ModelProgram
 from megatrain.model.sequence_share import WHOLE, Judged, RowTrial, SequenceShare
 from megatrain.model.sizes import most_tokens
-from megatrain.parallel.distributed import Ranks, require_same
+from megatrain.parallel.distributed import ProcessGroups, Ranks, require_same
 from megatrain.source.source import EngineSetup
 
 MicroBatches = Sequence[Mapping[str, Tensor]]
@@ -55,15 +55,17 @@ class Intake:
         self._labels = min(self._vocab_size, program.spec.num_logits)
         self._max_tokens = most_tokens(config)
         self.share = SequenceShare(setup.sequence_ranks)
-        self._documents = DocumentCheck(config, program, self._run_trial, self._check_masks)
-        self._row_trial = RowTrial(self.share, config, program, self._run_trial)
+        self._documents = DocumentCheck(program, self._run_trial, self._check_masks)
+        shares = isinstance(setup.sequence_ranks, ProcessGroups)  # those of a forecast only count
+        self._row_trial = RowTrial(self.share, program, self._run_trial) if shares else None
 
     def batch(self, micro_batches: MicroBatches, loss: Loss | None, steps: int) -> Batch:
         """The batch of the step that follows `steps` steps; see `prepared`."""
         self._steps, micro_batches = steps, _as_int64(micro_batches)
         batch = self.prepared(micro_batches, loss, self.share)
         self._documents.check(micro_batches, self._setup.ranks)
-        self._row_trial.check(micro_batches)
+        if self._row_trial is not None:
+            self._row_trial.check(micro_batches)
         return batch
 
     def prepared(

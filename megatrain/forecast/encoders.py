@@ -16,8 +16,8 @@ from transformers import AttentionInterface
 from megatrain.compat.torch import TorchDispatchMode, pytree, without_modes
 from megatrain.compat.transformers import sdpa_attention_forward
 from megatrain.forecast.op_counter import MediaWork, Prologue, Work, counted, on_line, tensors
+from megatrain.model.attention import BY_IMAGES, attention_within_images
 from megatrain.model.capture import Call
-from megatrain.model.documents import BY_IMAGES, attention_within_images
 from megatrain.model.media import FrozenParts, as_computed
 from megatrain.model.micro_batch import MicroBatch
 from megatrain.model.program import ModelProgram

@@ -402,7 +402,7 @@ _experts_product.register_autograd(
 
 _ATTENTION = torch.ops.megatrain.attention.default
 _ATTENTION_BACKWARD = torch.ops.megatrain.attention_backward.default
-_CAUSAL = "megatrain::causal_attention"  # model/causal_attention.py
+_CAUSAL = "megatrain::causal_attention"  # model/attention.py
 EXPERTS = torch.ops.megatrain.experts_product.default
 _EXPERTS_BACKWARD = torch.ops.megatrain.experts_product_backward.default
 _OVERWRITES = (

@@ -1,7 +1,7 @@
 """Packed rows: documents one after the other in a row, told apart by positions that start anew.
 
 transformers hides one document from the next by the attention mask that it makes of the positions.
-Where attention can be told the documents' lengths instead, no mask is made (model/documents.py).
+Where attention can be told the documents' lengths instead, no mask is made (model/attention.py).
 Not every model has such a mask: states, convolutions and some attention run on across documents,
 and some only in rows longer than a window, or in micro-batches of several rows. So it is tried on
 rows like those that come: if what comes out for a document changes with the document before it,
@@ -25,12 +25,9 @@ from megatrain.base.units import gib
 from megatrain.compat.transformers import attention_of
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.loss import IGNORED
+from megatrain.model.attention import BY_EAGER, BY_LENGTHS, BY_MASKS, BY_WINDOWS
 from megatrain.model.capture import Rows
 from megatrain.model.documents import (
-    BY_EAGER,
-    BY_LENGTHS,
-    BY_MASKS,
-    BY_WINDOWS,
     document_edges,
     document_starts,
     is_packed,
@@ -72,7 +69,6 @@ class DocumentCheck:
 
     def __init__(
         self,
-        config: PreTrainedConfig,
         program: ModelProgram,
         tried: Callable[[list[Micro]], tuple[Any, list[Tensor]]],
         check_masks: Callable[[Sequence[Micro]], None],
@@ -80,6 +76,7 @@ class DocumentCheck:
         """Args: `tried` computes calls and losses `[B, T]` of micro-batches;
         `check_masks` raises DoesNotFit if the attention in use needs masks that do not fit.
         """
+        config = program.spec.capture.model.config
         self._model_type, self._dtype, self._tried = config.model_type, program.dtype, tried
         self._program, self._check_masks = program, check_masks
         self._limits = limits_of(config)

@@ -17,6 +17,14 @@ from megatrain.compat.torch import pytree, without_torch_function
 from megatrain.compat.transformers import finding_once, set_owners
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.adapters import adapted
+from megatrain.model.attention import (
+    BY_LENGTHS,
+    TOLD,
+    attend,
+    attend_by_images,
+    set_to,
+    takes_lengths,
+)
 from megatrain.model.build import loaded_types
 from megatrain.model.capture import (
     ADDED,
@@ -31,8 +39,6 @@ from megatrain.model.capture import (
     stand_in,
     stop,
 )
-from megatrain.model.causal_attention import takes_lengths
-from megatrain.model.documents import BY_LENGTHS, TOLD, attend, attend_by_images, set_to
 from megatrain.model.float8 import convert, multiplied, multiply, require_float8
 from megatrain.model.layer_template import move_buffers
 from megatrain.model.media import FrozenParts, Recorder, calls_of, in_one_row, replaced, replayed

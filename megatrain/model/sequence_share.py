@@ -29,14 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from megatrain.compat.transformers import sdpa_attention_forward, unpacked
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED, JointLoss, Loss
+from megatrain.model.attention import OURS, set_to
 from megatrain.model.capture import Call
 from megatrain.model.document_check import TOLERANCE, at_least_two, change_of, limits_of
-from megatrain.model.documents import OURS, set_to
 from megatrain.model.program import ModelProgram
 from megatrain.parallel.distributed import ALONE, ProcessGroups, Ranks, numbered
 
@@ -168,7 +168,6 @@ class RowTrial:
     def __init__(
         self,
         share: SequenceShare,
-        config: PreTrainedConfig,
         program: ModelProgram,
         losses: Callable[[list[Micro]], tuple[list[Sequence[Call]], list[Tensor]]],
     ) -> None:
@@ -176,12 +175,10 @@ class RowTrial:
 
         Raises InputError: the model is one that ranks cannot share the rows of.
         """
-        self._share, self._program = share, program
-        self._losses, self._limits = losses, limits_of(config)
-        self._equal: set[tuple[int, int]] = set()
-        if not isinstance(share.ranks, ProcessGroups):
-            return
         spec = program.spec
+        self._share, self._program = share, program
+        self._losses, self._limits = losses, limits_of(spec.capture.model.config)
+        self._equal: set[tuple[int, int]] = set()
         for reason, applies in {
             "it gives scores of rows": spec.capture.scores_rows,
             "it has a loss of its routers (output_router_logits)": spec.balances,
@@ -191,6 +188,7 @@ class RowTrial:
             if applies:
                 raise _refused(reason)
         program.may_attend_by_lengths = False  # packed rows are refused
+        assert isinstance(share.ranks, ProcessGroups)
         self._of_ranks = attention_of(share.ranks.size, share.ranks)
         self._of_shares = attention_of(share.ranks.size)
         program.attend(self._of_ranks)
@@ -200,8 +198,6 @@ class RowTrial:
 
         Raises InputError: the model does not compute the same with rows cut between the ranks.
         """
-        if not isinstance(self._share.ranks, ProcessGroups):
-            return
         size = self._share.ranks.size
         for micro in micro_batches:
             tokens = micro["input_ids"].shape[1]
@@ -372,19 +368,12 @@ def _repeated(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[Ten
     return key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
 
 
-def _mask(
-    *args: Any,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    use_vmap: bool = False,
-    **kwargs: Any,
-) -> None:
+def _mask(*args: Any, **kwargs: Any) -> None:
     """No mask: attention is causal. Raises InputError where the mask would say more."""
-    tokens = _tried.get()
-    if tokens is not None and local_size is not None and local_size < tokens:
-        raise _refused(f"its attention reaches {local_size} tokens, rows have {tokens}")
-    plain = allow_is_causal_skip and not allow_is_bidirectional_skip and not use_vmap
-    if attention_mask is not None or not plain:
+    tokens, reach = _tried.get(), kwargs.get("local_size")
+    if tokens is not None and reach is not None and reach < tokens:
+        raise _refused(f"its attention reaches {reach} tokens, rows have {tokens}")
+    more = kwargs.get("allow_is_bidirectional_skip") or kwargs.get("use_vmap")
+    more = more or not kwargs.get("allow_is_causal_skip", True)
+    if more or kwargs.get("attention_mask") is not None:
         raise _refused("its attention has a mask of its own")

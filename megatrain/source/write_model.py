@@ -18,8 +18,8 @@ from megatrain.compat import peft
 from megatrain.compat.transformers import attention_of, configs, experts_of
 from megatrain.errors import InputError
 from megatrain.model.adapters import Values, adapted, merged_into_base, plain, require_held
+from megatrain.model.attention import chosen_attention
 from megatrain.model.companions import write_companions
-from megatrain.model.documents import chosen_attention
 from megatrain.model.export import write_adapter, write_configs, write_weights
 from megatrain.model.safetensors_io import write_shard
 from megatrain.model.weights import WeightPlan

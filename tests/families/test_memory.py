@@ -16,7 +16,7 @@ from megatrain.compat.transformers import encoders
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.workload import MediaRow, Workload
-from megatrain.model.causal_attention import attend_by_kernel
+from megatrain.model.attention import attend_by_kernel
 from megatrain.source.source import open_source, structure
 from tests.counted import CountedDevice
 from tests.families.media import FORMATS, image_format, micro_batch

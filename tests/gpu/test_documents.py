@@ -15,8 +15,7 @@ from transformers import (
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.compat.transformers import attention_of
-from megatrain.model.causal_attention import causal_attention
-from megatrain.model.documents import BY_IMAGES, BY_SINKS, BY_WINDOWS
+from megatrain.model.attention import BY_IMAGES, BY_SINKS, BY_WINDOWS, causal_attention
 from tests.families.tiny import decoder_sizes
 from tests.inside import program_of
 from tests.parity.cases import relative_error

@@ -11,10 +11,15 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.compat.transformers import attention_of
-from megatrain.model import attention_chunks
-from megatrain.model import causal_attention as causal
-from megatrain.model.causal_attention import attend_by_kernel, causal_attention
-from megatrain.model.documents import BY_EAGER, BY_MASKS, BY_SINKS, BY_WINDOWS
+from megatrain.model import attention, attention_chunks
+from megatrain.model.attention import (
+    BY_EAGER,
+    BY_MASKS,
+    BY_SINKS,
+    BY_WINDOWS,
+    attend_by_kernel,
+    causal_attention,
+)
 from tests.families.plain import make_steps
 from tests.families.tiny import tiny_model
 from tests.inside import program_of
@@ -171,7 +176,7 @@ def test_values_may_be_narrower_than_keys(monkeypatch):
 
 
 def test_rows_that_are_filled_up_at_their_end_take_no_mask(monkeypatch):
-    monkeypatch.setattr(causal, "eager_mask", None)
+    monkeypatch.setattr(attention, "eager_mask", None)
     mask = torch.ones(3, 24, dtype=torch.long)
     mask[1, 20:] = 0
     losses("fp32", rows(attention_mask=mask), "gemma2")

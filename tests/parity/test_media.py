@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from megatrain import AdamW, Engine, InputError, Placement
 from megatrain.compat.transformers import attention_of
 from megatrain.integrations import StreamedTrainer
-from megatrain.model.documents import BY_IMAGES
+from megatrain.model.attention import BY_IMAGES
 from megatrain.model.trained import Trained
 from tests.cli.test_images import llava, write_model
 from tests.families.media import media_steps, micro_batch, omni

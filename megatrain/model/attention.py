@@ -1,27 +1,40 @@
-"""Causal attention with windows, sinks and soft caps in memory that grows with the row.
+"""Attention in transformers' models without masks `[B, 1, T, T]`, in memory linear in the row.
 
-It stands in transformers' models for attention by masks `[B, 1, T, T]`. torch's flash kernel takes
-a window as a number, and computes nothing beyond it.
+These forms stand beside transformers' own "sdpa" and "eager". **Documents** of packed rows, and
+images of a batch: where they end is told as transformers tells it to flash attention, by arguments
+that a model hands on to its layers (`cu_seq_lens_q`). On a GPU the variable-length kernel takes
+them, elsewhere each call makes the mask that "sdpa" would be given. **Windows**: torch's flash
+kernel takes one as a number, and computes nothing beyond it.
 
-A sink (gpt-oss) is a logit of a head that takes a share of each token's softmax and has no value.
-The eager form makes logits `[B, H, T, T]` several times over. Here a kernel for plain attention
-gives the result `out` and the logarithm `l` of each token's sum; with `m = logaddexp(l, sink)` the
-result with the sink is `out * exp(l - m)`, and the same kernel's backward, given that and `m`,
-gives the gradients: it needs the two only for probabilities `exp(logit - m)` and for
-`sum(gradient * out)`. Soft caps are beyond that kernel (model/attention_chunks.py).
+A **sink** (gpt-oss) is a logit of a head that takes a share of each token's softmax and has no
+value. The eager form makes logits `[B, H, T, T]` several times over. Here a kernel for plain
+attention gives the result `out` and the logarithm `l` of each token's sum; with
+`m = logaddexp(l, sink)` the result with the sink is `out * exp(l - m)`, and the same kernel's
+backward, given that and `m`, gives the gradients: it needs the two only for probabilities
+`exp(logit - m)` and for `sum(gradient * out)`. Soft caps are beyond that kernel
+(model/attention_chunks.py).
 
 Where the layers' own mask says more than order, window and documents (padding), it is kept.
 Legend: B rows, T tokens of a row, H heads, D width of a head.
 """
 
+import copy
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from megatrain.compat.torch import flash_attention, flash_attention_backward
 from megatrain.compat.transformers import (
@@ -34,21 +47,84 @@ from megatrain.compat.transformers import (
     takes_flash_attention,
 )
 from megatrain.model.attention_chunks import Seen, attend_in_chunks, gradients_in_chunks
-from megatrain.model.documents import (
-    BY_EAGER,
-    BY_MASKS,
-    BY_SINKS,
-    BY_WINDOWS,
-    MOST_WIDTH,
-    are_told,
-    chosen_attention,
-    document_mask,
-    has_kernel,
-    has_sinks,
-    row_edges,
-)
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import Precision
+
+Value = TypeVar("Value")
+
+OURS = "megatrain_"
+"""Prefix of the names of implementations that stand for the one by masks."""
+
+BY_LENGTHS, BY_MASKS, BY_IMAGES = f"{OURS}documents", "sdpa", f"{OURS}flash"
+"""Names of implementations; encoders tell lengths to those with "flash" in their names."""
+
+BY_SINKS, BY_EAGER, BY_WINDOWS = f"{OURS}sinks", f"{OURS}eager", f"{OURS}windows"
+"""For layers with sinks or soft caps in the place of "eager", also of rows that are told documents
+alone; for layers with windows in the place of "sdpa"."""
+
+MOST_WIDTH = 256
+"""Of a head, in torch's flash kernels."""
+
+TOLD: ContextVar[bool] = ContextVar("TOLD", default=False)
+"""True while a forward runs that attends by lengths, and makes no masks of positions."""
+
+
+def chosen_attention(name: str | None) -> str | None:
+    """The attention that a model was opened with, for the one that replaces it in training.
+
+    Checkpoints name the former: no other program knows the latter.
+    """
+    if name is None or not name.startswith(OURS):
+        return name
+    return "eager" if name in (BY_SINKS, BY_EAGER) else BY_MASKS
+
+
+def attend(modules: list[nn.Module], name: str) -> None:
+    """Have modules attend by another implementation of ours, or by masks, in place."""
+    parts = [m for root in modules for m in root.modules()]
+    with_sinks = any(map(has_sinks, parts))
+    configs = (getattr(m, "config", None) for m in parts)
+    for config in {id(c): c for c in configs if isinstance(c, PreTrainedConfig)}.values():
+        current = attention_of(config)
+        if current != BY_IMAGES and chosen_attention(current) == BY_MASKS:
+            set_attention(config, name)
+        elif with_sinks and current in ("eager", BY_EAGER):
+            set_attention(config, BY_EAGER if name == BY_LENGTHS else "eager")
+
+
+def attend_by_images(model: nn.Module) -> None:
+    """Have encoders that else attend to each image alone attend to all in one call, in place.
+
+    Their attention gets a configuration of its own: no other may name what code looks for a kernel.
+    """
+    ours: dict[int, PreTrainedConfig] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        takes_edges = "cu_seqlens" in inspect.signature(type(module).forward).parameters
+        if takes_edges and config is not None and attention_of(config) == BY_MASKS:
+            module.config = ours.setdefault(id(config), copy.deepcopy(config))
+            set_attention(module.config, BY_IMAGES)
+
+
+def has_sinks(module: nn.Module) -> bool:
+    """True for attention with a learnt logit of each head."""
+    return isinstance(getattr(module, "sinks", None), Tensor)
+
+
+@contextmanager
+def set_to(value: Value, variable: ContextVar[Value]) -> Iterator[None]:
+    """Within this context a variable has this value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def are_told(arguments: Mapping[str, Any]) -> bool:
+    """True if layers are told documents by lengths, in place of a mask of these arguments."""
+    # An extra mask, beside order, window and documents, comes with use_vmap.
+    return TOLD.get() and not arguments.get("use_vmap")
 
 
 def attend_by_kernel(spec: ModelSpec, precision: Precision) -> None:
@@ -96,7 +172,78 @@ def _is_plain(module: nn.Module) -> bool:
     return fits and plain and _eager(module) is not None
 
 
-def _attention(
+def _mask_if_untold(make: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
+    return None if are_told(kwargs) else make(*args, **kwargs)
+
+
+def _attention_in_documents(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    within_images: bool = False,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention over `[B, H, T, D]`; fewer heads of keys and values are shared.
+
+    Args: `within_images`: over patches `[1, H, N, D]`, of which those of an image see each other.
+    """
+    edges, window = cu_seq_lens_q, None if within_images else options.get("sliding_window")
+    if edges is not None and (within_images or attention_mask is None):
+        if query.is_cuda and has_kernel(query, value, options):
+            causal, scale = not within_images, options.get("scaling")
+            return _varlen(query, key, value, edges, max_length_q, window or 0, scale, causal), None
+        if within_images:
+            lengths = edges.diff().tolist()
+            images = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+            each = (sdpa_attention_forward(module, *image, None, **options)[0] for image in images)
+            return torch.cat([*each], dim=1), None
+        attention_mask = document_mask(edges, query.shape[0], query.shape[2], window)
+    out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return out, None
+
+
+attention_within_images = partial(_attention_in_documents, within_images=True)
+
+
+def has_kernel(query: Tensor, value: Tensor, options: Mapping[str, Any]) -> bool:
+    """True if torch's flash kernel attends so, with keys as wide as queries `[B, H, T, D]`."""
+    plain = not options.get("dropout") and options.get("position_bias") is None
+    width, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
+    fits = width % 8 == 0 and value.shape[-1] <= width <= MOST_WIDTH
+    return plain and fits and half
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
+    """`[B, T, H, D of values]`; further arguments as of `flash_attention`."""
+    rows, heads, tokens, width = query.shape
+    short = width - value.shape[-1]
+    padded = F.pad(value, (0, short)) if short else value
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, padded))
+    out, _ = flash_attention(q, k, v, *how)
+    return out.view(rows, tokens, heads, width)[..., : width - short]
+
+
+def row_edges(rows: int, tokens: int, device: torch.device) -> Tensor:
+    """`document_edges` of rows that are one document each."""
+    return torch.arange(rows + 1, device=device, dtype=torch.int32) * tokens
+
+
+def document_mask(edges: Tensor, rows: int, tokens: int, window: int | None) -> Tensor:
+    """`[B, 1, T, T]` bools: the tokens that each token sees."""
+    at = torch.arange(rows * tokens, device=edges.device, dtype=edges.dtype)
+    document_BT = torch.searchsorted(edges, at, right=True).view(rows, 1, tokens)
+    place_T = at[:tokens]
+    back_TT = place_T[:, None] - place_T[None]
+    near_TT = (back_TT >= 0) & (back_TT < window) if window else back_TT >= 0
+    return (document_BT[..., :, None] == document_BT[..., None, :]) & near_TT
+
+
+def _attention_with_sinks(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -127,7 +274,7 @@ def _attention(
     return out[..., :width], None
 
 
-def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+def _lengths_or_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """`eager_mask`'s mask; None where only order, window and documents hide tokens. For rows with
     padding at their end their lengths `[B, 1, 1, 1]`, int32, if each token sees one that counts."""
     if are_told(kwargs) or is_causal_alone(kwargs):
@@ -176,9 +323,14 @@ def _window_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return sdpa_mask(*args, **kwargs)
 
 
-AttentionInterface.register(BY_SINKS, _attention)
-AttentionMaskInterface.register(BY_SINKS, _mask)
-AttentionInterface.register(BY_EAGER, _attention)
+AttentionInterface.register(BY_LENGTHS, _attention_in_documents)
+AttentionMaskInterface.register(BY_LENGTHS, partial(_mask_if_untold, sdpa_mask))
+AttentionInterface.register(BY_IMAGES, attention_within_images)
+AttentionMaskInterface.register(BY_IMAGES, sdpa_mask)
+AttentionInterface.register(BY_SINKS, _attention_with_sinks)
+AttentionMaskInterface.register(BY_SINKS, _lengths_or_mask)
+AttentionInterface.register(BY_EAGER, _attention_with_sinks)
+AttentionMaskInterface.register(BY_EAGER, partial(_mask_if_untold, eager_mask))
 AttentionInterface.register(BY_WINDOWS, _attention_in_windows)
 AttentionMaskInterface.register(BY_WINDOWS, _window_mask)
 
