@@ -48,7 +48,7 @@ def summary(data: PackedDataset) -> list[str]:
         f"tokens of {what}: {lengths.min():,} to {lengths.max():,}, half of them at most "
         f"{int(np.median(lengths)):,}",
         *_of_media(data),
-        *_warnings(data, what, is_chat=data.kind != "text"),
+        *_repeated(data, what),
         *_by_source(data, what),
     ]
 
@@ -64,23 +64,11 @@ def _of_media(data: PackedDataset) -> Iterator[str]:
         )
 
 
-def _warnings(data: PackedDataset, what: str, *, is_chat: bool) -> Iterator[str]:
-    store, documents = data.store, data.documents
-    records, folder = store.documents(), folder_of(store.names)
-    full_lengths = (records["end"] - records["begin"])[documents.document]
-    cut = (full_lengths - documents.lengths) * is_chat  # a text is continued in another row
-    if cut.any():
-        number, tokens = int((cut > 0).sum()), int(cut.sum())
-        yield f"{number:,} {what} are longer than a row: {tokens:,} tokens are cut off them"
-    firsts = records["first_target"]
-    useless = (firsts < 0) | (is_chat & (firsts >= data.sequence_length))
-    if useless.any():
-        yield f"{useless.sum():,} {what} have nothing to learn in a row"
-    if num_bad := store.notes["num_bad"]:
-        yield f"{num_bad:,} bad rows are left out"
+def _repeated(data: PackedDataset, what: str) -> Iterator[str]:
+    store, folder = data.store, folder_of(data.store.names)
     seen: dict[bytes, int] = {}
     repeated: list[tuple[int, int]] = []
-    for segment in documents:
+    for segment in data.documents:
         ids, _ = store.read(*segment)
         digest = hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
         if (first_seen := seen.setdefault(digest, segment[0])) != segment[0]:

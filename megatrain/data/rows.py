@@ -207,26 +207,14 @@ def _completed(row: DataRow, prompt: Any, completion: Any, where: str) -> Conver
 def of_question(row: DataRow, where: str) -> Conversation:
     """A question, or an instruction with its input, and the answer."""
     asked = (row.get(name) for name in ("question", "instruction", "input"))
-    question, answer = "\n".join(filter(None, asked)), row.get("answer", row.get("output"))
-    turns = [*_history(row, where), question, answer]
+    question = "\n".join(filter(None, asked))
     if not question:
         raise InputError(f"{where}: it asks nothing: fill its question in, or leave the row out")
-    roles = ("user", "assistant")
-    spoken: list[Message] = [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]
+    reply = {"role": "assistant", "content": row.get("answer", row.get("output"))}
     if reasoning := row.get("reasoning"):
-        spoken[-1]["reasoning_content"] = reasoning
-    return _conversation(spoken, [m["role"] == "assistant" for m in spoken], row, where)
-
-
-def _history(row: DataRow, where: str) -> list[str]:
-    history = from_json(row.get("history"), "history", where)
-    if empty(history):
-        return []
-    if not isinstance(history, list) or not all(
-        isinstance(pair, list) and [type(text) for text in pair] == [str, str] for pair in history
-    ):
-        raise InputError(f"{where}: 'history' must be a list of pairs of question and answer")
-    return [text for pair in history for text in pair]
+        reply["reasoning_content"] = reasoning
+    turns: list[Message] = [{"role": "user", "content": question}, reply]
+    return _conversation(turns, [False, True], row, where)
 
 
 def _conversation(
@@ -309,14 +297,12 @@ FORMATS = (
     Format(
         "instructions", "chat",
         {"instruction": ("instruction",), "output": ("output", "response")},
-        {"input": ("input", "context"), "history": ("history",),
-         **_SYSTEM, **_REASONING, **_OF_MEDIA},
-        of_question,
+        {"input": ("input", "context"), **_SYSTEM, **_REASONING, **_OF_MEDIA}, of_question,
     ),
     Format(
         "questions and answers", "chat",
         {"question": _QUESTIONS, "answer": _ANSWERS},
-        {"history": ("history",), **_SYSTEM, **_REASONING, **_OF_MEDIA}, of_question,
+        {**_SYSTEM, **_REASONING, **_OF_MEDIA}, of_question,
     ),
     TEXT,
     Format("text of the field content", "text", {"text": ("content",)}, {}, of_text),

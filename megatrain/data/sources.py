@@ -24,12 +24,6 @@ _SUFFIXES: dict[str, FileFormat] = {
     ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
 _PACKED = (".gz", ".bz2", ".xz", ".zst")
-# Endings of files that are never read as documents.
-_NOT_TEXT = {
-    ".7z", ".avro", ".db", ".doc", ".docx", ".epub", ".feather", ".h5", ".lz4", ".npy", ".npz",
-    ".ods", ".odt", ".orc", ".pdf", ".pkl", ".pt", ".rar", ".safetensors", ".sqlite", ".tar",
-    ".tgz", ".xls", ".xlsx", ".zip", *_PACKED,
-}  # fmt: skip
 # Files of `datasets` beside the saved rows: their description, and caches of `map`.
 _NOT_SAVED = re.compile(
     r"dataset_infos?\.json|dataset_dict\.json|state\.json|cache-[0-9a-f]{8,}(_\d+_of_\d+)?\.arrow"
@@ -168,14 +162,8 @@ def _describe(path: Path, *, named: bool) -> DataSource:
     if not stat.S_ISREG(status.st_mode):
         raise InputError(f"{path}: not a plain file (a device or a pipe?): copy its data to a file")
     name = Path(path.name.lower())
-    packed = name.suffix in _PACKED
-    suffix = name.with_suffix("").suffix if packed else name.suffix
-    form = _SUFFIXES.get(suffix, None if suffix in _NOT_TEXT else "text")
-    if form is None or (packed and form in ("parquet", "arrow")):
-        raise InputError(
-            f"{path}: {path.suffix} files are not read: make .jsonl of its rows, or leave it out "
-            "(a folder's text files alone: folder/**/*.txt)"
-        )
+    suffix = name.with_suffix("").suffix if name.suffix in _PACKED else name.suffix
+    form = _SUFFIXES.get(suffix, "text")
     identity = str(path.absolute()), status.st_size, status.st_mtime_ns
     return DataSource(str(path), form, str(path.resolve()), identity, named, path, status.st_size)
 

@@ -67,7 +67,7 @@ def test_reasoning_beside_an_answer_is_that_of_the_reply():
     reading = Reading("auto", {})
     for row in (
         {"question": ASK, "reasoning": "12 and 30", "answer": TELL},
-        {"instruction": ASK, "thinking": "12 and 30", "output": TELL, "history": [["a", "b"]]},
+        {"instruction": ASK, "thinking": "12 and 30", "output": TELL, "history": []},
     ):
         example, unread = reading.example(reading.find(row, "r:1"), row, "r:1")
         assert not unread and example.messages[-1]["reasoning_content"] == "12 and 30"

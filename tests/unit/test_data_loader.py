@@ -7,7 +7,6 @@ import pytest
 
 from megatrain.data import StepLoader, open_dataset
 from megatrain.errors import InputError
-from tests.refusals import refused
 from tests.unit.data_cases import make_tokenizer, write_jsonl
 
 ROWS = 23
@@ -114,12 +113,6 @@ def test_other_data_settings_or_seed_are_refused_on_resume(datasets):
         loader(datasets[True]).load_state_dict(state)
     with pytest.raises(InputError, match="with seed 1, this one with 2"):
         loader(datasets[False], seed=2).load_state_dict(state)
-    for name, value in {"fingerprint": "\n", "steps": True, "rows": -1, "seed": 2**53}.items():
-        steps = loader(datasets[False])
-        good = steps.state_dict()
-        with refused(rf"{name}|fingerprint"):
-            steps.load_state_dict({**good, name: value})
-        assert steps.state_dict() == good
 
 
 def test_threads_end_with_close(data):

@@ -6,7 +6,6 @@ import logging
 import pytest
 
 from megatrain.data import open_dataset
-from megatrain.data.sources import find_files
 from megatrain.errors import InputError
 from tests.refusals import refused
 from tests.unit.data_cases import (
@@ -35,14 +34,19 @@ def learnt(tmp_path, row, tokenizer="qwen"):
     return made.decode(ids[batch["labels"][0] != -100]), made.decode(ids)
 
 
-@pytest.mark.parametrize("name", ["a.feather", "a.parquet.gz", "a.xlsx", "a.pdf", "a.json.zip"])
+@pytest.mark.parametrize(
+    ("name", "begins"),
+    [("a.feather", b"ARROW1\0\0"), ("a.xlsx", b"PK\3\4"), ("a.pdf", b"%PDF-"), ("a.tar", b"a\0"),
+     ("a.pkl", b"\x80\4"), ("a.parquet.gz", b"\x1f\x8b")],
+)  # fmt: skip
 @pytest.mark.parametrize("inside", ["file", "folder"])
-def test_files_of_rows_are_never_read_as_the_text_of_a_document(tmp_path, name, inside):
+def test_files_of_rows_are_never_read_as_the_text_of_a_document(tmp_path, name, begins, inside):
     path = tmp_path / "corpus" / name
     path.parent.mkdir()
-    path.write_text(json.dumps([{"text": "The sea was calm."}]))
-    with refused(rf"{name}: .*\.jsonl"):
-        find_files(path if inside == "file" else path.parent, "text")
+    path.write_bytes(begins + b"The sea was calm.")
+    with refused(rf"{name}: "):
+        open_dataset(path if inside == "file" else path.parent, tokenizer=make_tokenizer(),
+                     kind="text", sequence_length=64, cache_dir=tmp_path / "cache")  # fmt: skip
 
 
 OBJECT = {"id": 1, "instruction": "Where?", "output": "There.\n"}
