@@ -14,5 +14,5 @@ from megatrain.checkpoint.manifest import (
     verify,
     whole_checkpoints,
 )
-from megatrain.checkpoint.read import masters, read_tiles
+from megatrain.checkpoint.read import masters
 from megatrain.checkpoint.saver import Contents, Saver, Saving

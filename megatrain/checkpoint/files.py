@@ -139,31 +139,23 @@ def settle(path: Path) -> tuple[int, tuple[tuple[int, str], ...]]:
     return sum(size for size, _ in pieces), tuple(pieces)
 
 
-class OldFile:
-    """A regular file of a checkpoint, read piece by piece; symbolic links are refused."""
+def read_piece(path: Path, room: memoryview, offset: int, algorithm: str, checksum: str) -> None:
+    """Fill `room` from `offset` of a file, no link. Raises InputError: unreadable, or damaged."""
+    with (
+        explained(f"{path}: cannot read it", of=(OSError, EOFError)),
+        open(path, "rb", buffering=0, opener=_not_through_links) as file,
+    ):
+        fill(room, file.fileno(), offset)
+        forget_pages(file.fileno(), offset, len(room))
+    if ALGORITHMS[algorithm](room) != checksum:
+        raise InputError(
+            f"{path}: bytes {offset} to {offset + len(room)} are not those that were saved (their "
+            "checksum differs); the file is damaged or another one"
+        )
 
-    def __init__(self, path: Path, algorithm: str) -> None:
-        """Raises InputError: it cannot be opened."""
-        self.path, self._algorithm = path, algorithm
-        with explained(f"{path}: cannot read it", of=OSError):
-            self._handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
 
-    def read(self, room: memoryview, offset: int, checksum: str) -> None:
-        """Fill `room` from `offset`; several threads may call this. Raises InputError: damaged."""
-        with explained(f"{self.path}: cannot read it", of=(OSError, EOFError)):
-            fill(room, self._handle, offset)
-            forget_pages(self._handle, offset, len(room))
-        if ALGORITHMS[self._algorithm](room) != checksum:
-            raise InputError(
-                f"{self.path}: bytes {offset} to {offset + len(room)} are not those that were "
-                "saved (their checksum differs); the file is damaged or another one"
-            )
-
-    def __enter__(self) -> "OldFile":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        os.close(self._handle)
+def _not_through_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW)
 
 
 def regular_size(folder: Path, name: str) -> int:

@@ -218,18 +218,17 @@ class Checkpoint:
         """The folder with the model's configuration and the caller's attached files; no weights."""
         return self.folder / MODEL
 
-    def open(self, name: str) -> files.OldFile:
-        """A file of the checkpoint, opened."""
-        return files.OldFile(self.folder / name, self.manifest.algorithm)
+    def read(self, name: str, room: memoryview, offset: int, checksum: str) -> None:
+        """Fill `room` from `offset` of a file. Raises InputError: the checksum differs."""
+        files.read_piece(self.folder / name, room, offset, self.manifest.algorithm, checksum)
 
     def check_file(self, name: str, start: int = 0, stop: int = _LARGEST) -> None:
         """Compare a file's pieces between bytes `start` and `stop` with their checksums."""
         record = self.manifest.files[name]
         room = memoryview(bytearray(max((size for size, _ in record.pieces), default=0)))
-        with self.open(name) as file:
-            for offset, num_bytes, checksum in record.spans():
-                if start < offset + num_bytes and offset < stop:
-                    file.read(room[:num_bytes], offset, checksum)
+        for offset, num_bytes, checksum in record.spans():
+            if start < offset + num_bytes and offset < stop:
+                self.read(name, room[:num_bytes], offset, checksum)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -272,8 +271,8 @@ def _believed(content: dict[str, Any], path: Path) -> Manifest:
         manifest: Manifest = _adapter().validate_json(json.dumps(content))
         if manifest.checksum != signed(content)["checksum"]:
             raise ValueError("its text was changed after it was saved (its own checksum differs)")
-        for contradiction in _contradictions(manifest):
-            raise ValueError(contradiction)
+        if _is_torn(manifest):
+            raise ValueError("its tiles are of different versions, or of more updates than steps")
         return manifest
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -284,38 +283,12 @@ def _believed(content: dict[str, Any], path: Path) -> Manifest:
     raise InputError(f"{path}: {in_one_line(problem, 400)}; damaged, or of another version")
 
 
-def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """Yield a message for each contradiction between two places of the manifest."""
-    for name, record in manifest.files.items():
-        if sum(size for size, _ in record.pieces) != record.num_bytes:
-            yield f"{name!r}: its pieces do not make up its size"
-    if len({parameter.name for parameter in manifest.parameters}) != len(manifest.parameters):
-        yield "a parameter is in two places"
-    if len({tile.file for tile in manifest.tiles} & manifest.files.keys()) != len(manifest.tiles):
-        yield "a tile has no file, or that of another one"
-    for tile in manifest.tiles:
-        if "weights" not in tile.planes:
-            yield f"tile {tile.name[:80]!r} has no weights"
-            return
-        end, weights, groups = 0, tile.planes["weights"].numel, len(manifest.settings.groups)
-        for parameter in sorted(tile.parameters, key=lambda p: (p.offset, p.entry.stored)):
-            begin, end = end, parameter.offset + parameter.entry.stored
-            unknown = parameter.group is not None and parameter.group >= groups
-            unknown |= parameter.skipped > tile.version
-            if parameter.offset < begin or end > weights or unknown:
-                yield (
-                    f"parameter {parameter.name[:80]!r} overlaps another one, does not fit its "
-                    "tile, is of no optimizer group, or skipped more updates than there were"
-                )
-    # Steps on text alone do not update the encoders of images and sounds.
+def _is_torn(manifest: Manifest) -> bool:
+    """True if tiles are not all of the same step; those of images and sounds may lag behind."""
     always = [t for t in manifest.tiles if t.name != TileKind.MEDIA.value]
     trained = [t for t in always if any(p.group is not None for p in t.parameters)]
-    versions = {tile.version for tile in manifest.tiles}
-    if (
-        len({tile.version for tile in trained}) > 1
-        or max(versions, default=0) > manifest.settings.steps
-    ):
-        yield "its tiles are of different versions, or of more updates than there were steps"
+    newest = max((tile.version for tile in manifest.tiles), default=0)
+    return len({tile.version for tile in trained}) > 1 or newest > manifest.settings.steps
 
 
 def is_checkpoint(folder: str | Path) -> bool:

@@ -105,8 +105,7 @@ def tile_planes(checkpoint: Checkpoint, record: TileRecord) -> dict[str, Stored]
     """The places of planes in a tile's file. Raises InputError: the manifest says others."""
     path = checkpoint.folder / record.file
     _, first, checksum = next(checkpoint.manifest.files[record.file].spans(), (0, 0, ""))
-    with checkpoint.open(record.file) as file:
-        file.read(memoryview(bytearray(first)), 0, checksum)
+    checkpoint.read(record.file, memoryview(bytearray(first)), 0, checksum)
     stored = {tensor.name: tensor for tensor in read_header(path)}
     planes = {n: (DTYPES[plane.dtype], (plane.numel,)) for n, plane in record.planes.items()}
     if {n: (tensor.dtype, tensor.shape) for n, tensor in stored.items()} != planes:
@@ -151,15 +150,14 @@ def _read_piece(
 ) -> None:
     """Read a piece of a file into the `ranges` in it; directly, if one on the host takes it all."""
     offset, num_bytes, checksum = span
-    with checkpoint.open(name) as file:
-        if len(ranges) == 1:
-            at = offset - ranges[0].start
-            target = ranges[0].target.data[max(at, 0) :][:num_bytes]
-            if at >= 0 and len(target) == num_bytes and target.is_cpu:
-                file.read(target.numpy().data, offset, checksum)
-                return
-        data = torch.empty(num_bytes, dtype=torch.uint8)
-        file.read(data.numpy().data, offset, checksum)
+    if len(ranges) == 1:
+        at = offset - ranges[0].start
+        target = ranges[0].target.data[max(at, 0) :][:num_bytes]
+        if at >= 0 and len(target) == num_bytes and target.is_cpu:
+            checkpoint.read(name, target.numpy().data, offset, checksum)
+            return
+    data = torch.empty(num_bytes, dtype=torch.uint8)
+    checkpoint.read(name, data.numpy().data, offset, checksum)
     for part in ranges:
         start, stop = max(part.start, offset), min(part.stop, offset + num_bytes)
         with part.target.writing(slice(start - part.start, stop - part.start)) as place:

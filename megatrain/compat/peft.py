@@ -64,8 +64,8 @@ def without_wrapper(model: Any) -> Any:
     return model.get_base_model() if is_peft_model(model) else model
 
 
-def unwrapped(model: Any) -> tuple[nn.Module, dict[str, Any], str]:
-    """The model inside a PeftModel, its adapters' configurations and the active one's name."""
+def unwrapped(model: Any) -> tuple[nn.Module, Any, str]:
+    """The model inside a PeftModel, its adapter's configuration and name."""
     active = model.active_adapters if hasattr(model, "active_adapters") else []
     if isinstance(model, _library().PeftMixedModel) or len(active) != 1:
         raise InputError(
@@ -78,13 +78,12 @@ def unwrapped(model: Any) -> tuple[nn.Module, dict[str, Any], str]:
         )
     inner = model.get_base_model()
     drawn = any(parameter.is_meta for parameter in inner.parameters())
-    configs = {name: copy.copy(config) for name, config in model.peft_config.items()}
-    for config in configs.values():
-        vars(config).update({} if drawn else _of_existing(vars(config)))
-        check(config)
+    config = copy.copy(model.peft_config[active[0]])
+    vars(config).update({} if drawn else _of_existing(vars(config)))
+    check(config)
     if any(module.merged for _, module in wrappers(inner) if hasattr(module, "merged")):
         raise InputError("an adapter of the PeftModel is merged; call unmerge_adapter()")
-    return inner, configs, active[0]
+    return inner, config, active[0]
 
 
 def lora_config(keys: Mapping[str, Any]) -> Any:
@@ -191,20 +190,19 @@ def heads_named(config: Any) -> set[str]:
     return _HEADS if config.task_type in (_ROWS, _TOKENS) else set()
 
 
-def inject(model: nn.Module, configs: Mapping[str, Any], active: str) -> None:
-    """Put adapters into a model without weights, in place. Raises InputError: PEFT refuses."""
+def inject(model: nn.Module, config: Any, name: str) -> None:
+    """Put an adapter into a model without weights, in place. Raises InputError: PEFT refuses."""
     refusals = ValueError, TypeError, RuntimeError, NotImplementedError
     try:
         with explained("adapter", of=refusals), warnings.catch_warnings():
             # PEFT misses patterns of parameters; callers check them.
             warnings.filterwarnings("ignore", ".*_pattern keys did not match", RuntimeWarning)
-            for name, config in configs.items():
-                _library().inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
+            _library().inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
     except re.error as error:
         message = f"adapter: {error.pattern!r} is not a regular expression: {error}"
         raise InputError(message) from error
     for _, module in wrappers(model):
-        module.set_adapter(active)
+        module.set_adapter(name)
     tidy(model)
 
 

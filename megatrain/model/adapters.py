@@ -26,21 +26,21 @@ Values = Mapping[str, Callable[[], Tensor]]
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model with adapters, taken apart.
+    """A model with an adapter, taken apart.
 
     Attributes:
-        base: the model without them and without weights.
+        base: the model without it and without weights.
         held: for names of parameters and buffers in the model, their names in the base.
         copies: the same for copies of modules that are trained in place of the base's.
-        configs: PEFT's, by the adapters' names.
-        active: the adapter that is computed with; all others are frozen.
+        config: PEFT's.
+        name: by which PEFT knows the adapter.
     """
 
     base: PreTrainedModel
     held: Mapping[str, str]
     copies: Mapping[str, str]
-    configs: Mapping[str, Any]
-    active: str
+    config: Any
+    name: str
 
     @property
     def names(self) -> dict[str, str]:
@@ -49,21 +49,19 @@ class Adapted:
 
     @property
     def replaced(self) -> set[str]:
-        """Names in the base of unused tensors: the active adapter computes with a copy."""
-        of_active = f".modules_to_save.{self.active}."
-        return {base_name for name, base_name in self.copies.items() if of_active in name}
+        """Names in the base of unused tensors: the adapter computes with a copy."""
+        return {*self.copies.values()}
 
     def as_json(self) -> dict[str, Any]:
-        """The adapters as JSON for checkpoints; `restored` reads it."""
-        configs = {name: peft.as_json(config) for name, config in self.configs.items()}
-        return {"active": self.active, "configs": configs}
+        """The adapter as JSON for checkpoints; `restored` reads it."""
+        return {"active": self.name, "configs": {self.name: peft.as_json(self.config)}}
 
 
 _adapted: WeakKeyDictionary[nn.Module, Adapted] = WeakKeyDictionary()
 
 
 def adapted(model: nn.Module) -> Adapted | None:
-    """The adapters in a model; None: there are none."""
+    """The adapter in a model; None: there is none."""
     return _adapted.get(model)
 
 
@@ -73,7 +71,7 @@ def require_held(model: PreTrainedModel) -> None:
     if adapters is None:
         return
     _check_added_tokens(adapters)
-    in_file = {*peft.file_names(model, adapters.active).values()}
+    in_file = {*peft.file_names(model, adapters.name).values()}
     beside = [n for n, p in model.named_parameters() if p.requires_grad and n not in in_file]
     if beside:
         more = f" and {len(beside) - 1} more" if len(beside) > 1 else ""
@@ -86,7 +84,7 @@ def require_held(model: PreTrainedModel) -> None:
 
 def _check_added_tokens(adapters: Adapted) -> None:
     """Raises InputError: the base has rows of added tokens that its saved folder lacks."""
-    config, base = adapters.configs[adapters.active], adapters.base
+    config, base = adapters.config, adapters.base
     if not config.base_model_name_or_path:
         return
     try:
@@ -116,22 +114,20 @@ def plain(model: PreTrainedModel) -> PreTrainedModel:
     return model if adapters is None else adapters.base
 
 
-def with_adapters(
-    base: PreTrainedModel, configs: Mapping[str, Any], active: str = "default"
-) -> PreTrainedModel:
-    """A copy of a model without weights, with adapters, which have no weights either.
+def with_adapter(base: PreTrainedModel, config: Any, name: str = "default") -> PreTrainedModel:
+    """A copy of a model without weights, with an adapter, which has no weights either.
 
-    Raises InputError: PEFT cannot put them there.
+    Raises InputError: PEFT cannot put it there.
     """
     model = peft.with_its_config(base)
-    configs = copy.deepcopy(configs)  # PEFT fills in this model's values
-    peft.inject(model, configs, active)
-    _adapted[model] = Adapted(base, *peft.base_names(model), configs, active)
+    config = copy.deepcopy(config)  # PEFT fills in this model's values
+    peft.inject(model, config, name)
+    _adapted[model] = Adapted(base, *peft.base_names(model), config, name)
     return model
 
 
 def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
-    """`with_adapters` for one new adapter, whose configuration is checked further.
+    """`with_adapter` for a new adapter, whose configuration is checked further.
 
     Raises InputError: also for names that match nothing in the model, which PEFT ignores.
     """
@@ -149,7 +145,7 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
             if not any(path.endswith(f"{dot}{name}") for path in modules):
                 leaves = dict.fromkeys(name.split(".")[-2] for name, _ in base.named_parameters())
                 raise _unmatched(f"the model has no module {name!r} ({key})", leaves)
-    model = with_adapters(base, {"default": config})
+    model = with_adapter(base, config)
     taken = set()
     for path, module in peft.wrappers(model):
         if not peft.is_copy(module):
@@ -177,29 +173,27 @@ def _listed(value: Any) -> list[Any]:
     return [value] if isinstance(value, int) else sorted(value)
 
 
-def noted(model: PreTrainedModel, configs: Mapping[str, Any], active: str) -> PreTrainedModel:
-    """The model inside a PeftModel, without its weights, registered as one with adapters."""
+def note_adapter(model: PreTrainedModel, config: Any, name: str) -> None:
+    """Register the model inside a PeftModel, which has no weights, as one with an adapter."""
     peft.tidy(model)
-    base = peft.stripped(model)
-    _adapted[model] = Adapted(base, *peft.base_names(model), configs, active)
-    return model
+    _adapted[model] = Adapted(peft.stripped(model), *peft.base_names(model), config, name)
 
 
 def restored(base: PreTrainedModel, saved: Mapping[str, Any]) -> PreTrainedModel:
-    """The model with the adapters that `as_json` described.
+    """The model with the adapter that `as_json` described.
 
-    Raises InputError: this version of PEFT does not know them.
+    Raises InputError: this version of PEFT does not know it.
     """
     problem = "the checkpoint's adapter cannot be made again"
-    with explained(problem, of=(AttributeError, LookupError, TypeError)):
-        configs = {name: peft.from_json(config) for name, config in saved["configs"].items()}
-        return with_adapters(base, configs, saved["active"])
+    with explained(problem, of=(AttributeError, LookupError, TypeError, ValueError)):
+        [(name, config)] = saved["configs"].items()
+        return with_adapter(base, peft.from_json(config), name)
 
 
 def draw_adapters(
     model: PreTrainedModel, read: Values, write: Callable[[str, Tensor], None], seed: int
 ) -> None:
-    """Hand the adapters' initial values to `write`; the base's weights are in place.
+    """Hand an adapter's initial values to `write`; the base's weights are in place.
 
     Args:
         read: functions that give the base's parameters and buffers, by their names in the model.
@@ -213,19 +207,18 @@ def draw_adapters(
     for number, (path, module) in enumerate(peft.wrappers(model)):
         within = peft.inner(module).state_dict(keep_vars=True)
         base = {name: read[first[id(tensor)]] for name, tensor in within.items()}
-        for adapter, config in adapters.configs.items():
-            if peft.is_copy(module):
-                for name, original in base.items() if adapter in module.modules_to_save else ():
-                    write(f"{path}.modules_to_save.{adapter}.{name}", original())
-            elif adapter in module.r:
-                torch.default_generator.manual_seed(derived_seed(seed, number, num_parameters))
-                weights = {name: value() for name, value in base.items()} if config.use_dora else {}
-                for name, value in peft.drawn(module, config, adapter, weights).items():
-                    write(f"{path}.{name}", value)
+        if peft.is_copy(module):
+            for name, original in base.items():
+                write(f"{path}.modules_to_save.{adapters.name}.{name}", original())
+            continue
+        torch.default_generator.manual_seed(derived_seed(seed, number, num_parameters))
+        weights = {n: value() for n, value in base.items()} if adapters.config.use_dora else {}
+        for name, value in peft.drawn(module, adapters.config, adapters.name, weights).items():
+            write(f"{path}.{name}", value)
 
 
 def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callable[[], Tensor]]:
-    """The base's parameters, the active adapter merged into them, by their names in the base.
+    """The base's parameters, the adapter merged into them, by their names in the base.
 
     Raises InputError: a parameter that an adapter changes is tied to another use, or is not there.
     """
@@ -238,10 +231,8 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
         is_copy, inner = peft.is_copy(module), peft.inner(module)
         # Of a copy also buffers.
         within = inner.state_dict(keep_vars=True) if is_copy else dict(inner.named_parameters())
-        if adapters.active not in (module.modules_to_save if is_copy else module.r):
-            continue
         only, base_path = peft.parameter_of(module), peft.base_path(path)
-        if not is_copy and module.lora_bias[adapters.active] and "bias" not in within:
+        if not is_copy and module.lora_bias[adapters.name] and "bias" not in within:
             raise InputError(
                 f"{path} has no bias that the adapter's (lora_bias) could be merged into; export "
                 "the adapter instead"
@@ -255,11 +246,11 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
                     "adapter instead"
                 )
             if is_copy:
-                mine = f"{path}.modules_to_save.{adapters.active}.{name}"
+                mine = f"{path}.modules_to_save.{adapters.name}.{name}"
                 out[f"{base_path}.{name}"] = values[mine]
             else:
                 own_values = {n: values[first[id(p)]] for n, p in module.named_parameters()}
                 out[f"{base_path}.{name}"] = partial(
-                    peft.merged, module, adapters.active, own_values, name
+                    peft.merged, module, adapters.name, own_values, name
                 )
     return out

@@ -119,7 +119,7 @@ def write_adapter(
     """
     adapter = adapted(model)
     assert adapter is not None
-    names, every = peft.file_names(model, adapter.active), model.state_dict()
+    names, every = peft.file_names(model, adapter.name), model.state_dict()
     parameters, described = dict(model.named_parameters()), dict[str, Tensor]()
     for name, mine in names.items():
         kept = dtype if mine in parameters else tensors[mine]().dtype  # buffers keep their own
@@ -128,7 +128,7 @@ def write_adapter(
     with _exported(folder, described, beside) as new:
         values = (tensors[mine]().to(described[name].dtype) for name, mine in names.items())
         write_shard(new / peft.WEIGHTS_FILE, described, values)
-        peft.write_config(adapter.configs[adapter.active], new, model)
+        peft.write_config(adapter.config, new, model)
         if adapter.base.can_generate():  # a merged model has the ends that its run has added there
             adapter.base.generation_config.to_json_file(new / GENERATION)
 

@@ -106,49 +106,6 @@ def find_stacks(model: PreTrainedModel) -> list[tuple[str, nn.ModuleList]]:
     return sorted(stacks, key=lambda s: -sum(p.numel() for p in s[1].parameters()))
 
 
-def forget(model: PreTrainedModel, fresh: PreTrainedModel) -> None:
-    """Set attributes of `model` to None that a run of its forward has left, as in a `fresh` one.
-
-    Only if the model computes the same of text with other values there.
-    """
-    modules = dict(fresh.named_modules())
-    left = [
-        (module, name, value)
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, Tensor) and vars(modules.get(path, module)).get(name, 0) is None
-    ]
-    for module, name, value in left:
-        runs = list[list[Tensor]]()
-        with suppress(Exception):  # a forward may fail in any way on other values
-            for other in (torch.zeros_like(value), value + 1000, None):
-                setattr(module, name, other)
-                runs.append(_first_arguments(model))
-            pairs = zip(runs[0] + runs[1], 2 * runs[2], strict=True)
-            if all(torch.equal(*pair) for pair in pairs):
-                continue
-        setattr(module, name, value)
-
-
-def _first_arguments(model: PreTrainedModel) -> list[Tensor]:
-    """The tensors that a run on text gives the first layer, where all weights are ones."""
-
-    def first(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
-        raise Reached([leaf for leaf in leaves if isinstance(leaf, Tensor)])
-
-    weights = {name: torch.ones(()).expand(p.shape) for name, p in model.named_parameters()}
-    for _, stack in find_stacks(model):
-        capture = Capture(model, stack)
-        try:
-            reached = capture.forward(first, weights, capture.inputs({"input_ids": PROBE_IDS}))
-        finally:
-            capture.restore()
-        if isinstance(reached, list):
-            return reached
-    raise NotCalled
-
-
 class NotCalled(Exception):
     """The probe ran the model and none of the stack's layers was called."""
 

@@ -6,7 +6,7 @@ them are frozen, and buffers are saved; other changes to the object would be los
 
 import copy
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
@@ -27,12 +27,11 @@ from megatrain.compat.transformers import (
     set_experts,
     without_checkpointing,
 )
-from megatrain.errors import InputError, Unsupported, explained, first_line
-from megatrain.model.adapters import adapted, with_adapters
-from megatrain.model.build import build, loaded_types, model_class, weightless
+from megatrain.errors import InputError, explained, first_line
+from megatrain.model.adapters import adapted, with_adapter
+from megatrain.model.build import build, loaded_types, model_class
 from megatrain.model.export import saved_config
 from megatrain.model.fingerprint import Reader
-from megatrain.model.probe import forget
 from megatrain.model.unsupported import refuse_hooks, refuse_weights
 
 # Attributes that do not affect a forward's numbers, or are compared elsewhere.
@@ -45,13 +44,13 @@ _LEFT_OUT = {
 _OF_CONFIG_LEFT_OUT = {
     "_name_or_path", "architectures", "dtype", "transformers_version", "use_cache",
 }  # fmt: skip
+# What a run leaves in modules of transformers, and the next one on a text's tokens computes anew.
+_LEFT_BY_RUNS = ("rope_deltas", "recurrent_states", "conv1d_state")
 _BUILT_IN = torch.float32
 _UNDO = (
     "set it in the model's configuration, or undo it (of a model that was cast, `.to(dtype)` has "
     "rounded buffers: make or load it with `dtype=`; with PEFT's modules, give the PeftModel)"
 )
-_Words = Callable[[], str]
-_ABSENT: tuple[Any, _Words] = None, lambda: "not there"
 
 
 def difference(
@@ -60,8 +59,7 @@ def difference(
     """How `model` differs from the one that its saved configuration makes, and what to do about it.
 
     Args:
-        model: without its weights; its buffers are real. What an earlier run of its forward has
-            left there, and another one computes anew, goes.
+        model: without its weights; its buffers are real. What an earlier run has left goes.
         dtype: that of its source, in which exports are written.
         computed: dtype in which its class has computed its buffers.
         with_code: the code of its class is saved with the model.
@@ -79,11 +77,12 @@ def difference(
             "model of transformers, or the folder that has its code"
         )
 
-    forget(model, again)
+    for module in model.modules():
+        vars(module).update((name, None) for name in _LEFT_BY_RUNS if name in vars(module))
     built = again if computed == _BUILT_IN else None
     every = [_unlike(model, again), _buffers(model, again, loaded_types(model, computed, built))]
     if adapters is not None:
-        put_there = with_adapters(model, adapters.configs, adapters.active)
+        put_there = with_adapter(model, adapters.config, adapters.name)
         every.append(_unlike(peft_model, put_there))
     words = next(chain.from_iterable(every), None)
     return words and (
@@ -132,49 +131,52 @@ def _unlike(model: nn.Module, again: nn.Module) -> Iterator[str]:
 
     The values of weights and of buffers are not compared.
     """
-    for describe in (_parts, _attributes):
-        mine, others = describe(model), describe(again)
-        for name in mine | others:
-            (one, shown), (other, made) = (d.get(name, _ABSENT) for d in (mine, others))
-            if one != other:
-                yield f"{name or 'the model'} is {shown()} in the model given, and {made()}"
+    mine, others = _parts(model), _parts(again)
+    for name in mine | others:
+        one, other = (parts.get(name, "not there") for parts in (mine, others))
+        if one != other:
+            yield f"{name or 'the model'} is {one} in the model given, and {other}"
+    held, made = _attributes(model), _attributes(again)
+    for name in held | made:
+        (one, module), (other, twin) = (d.get(name, (None, None)) for d in (held, made))
+        if one != other:
+            yield f"{name} is {_shown(module, name)} in the model given, and {_shown(twin, name)}"
 
 
-def _parts(model: nn.Module) -> dict[str, tuple[Any, _Words]]:
-    """Modules and tensors by name, with words: classes; kinds and shapes, or what it is tied to."""
-    parts: dict[str, tuple[Any, _Words]] = {}
+def _parts(model: nn.Module) -> dict[str, str]:
+    """Modules and tensors by name, in words: classes; kinds and shapes, or what it is tied to."""
+    parts: dict[str, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        kind = type(module)
-        parts[path] = kind, partial(str, f"a {kind.__module__}.{kind.__qualname__}")
+        parts[path] = f"a {type(module).__module__}.{type(module).__qualname__}"
     kept, first = model.state_dict(keep_vars=True).keys(), dict[int, str]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied = first.setdefault(id(parameter), name)
-        words = f"a parameter of shape {list(parameter.shape)}"
-        words += "" if tied == name else f" tied to {tied}"
-        parts[name] = words, partial(str, words)
+        parts[name] = f"a parameter of shape {list(parameter.shape)}"
+        parts[name] += "" if tied == name else f" tied to {tied}"
     for name, buffer in model.named_buffers():
-        words = "a buffer" if name in kept else "a buffer that is not saved"
-        words += f" of shape {list(buffer.shape)}"
-        parts[name] = words, partial(str, words)
+        kind = "a buffer" if name in kept else "a buffer that is not saved"
+        parts[name] = f"{kind} of shape {list(buffer.shape)}"
     return parts
 
 
-def _attributes(model: nn.Module) -> dict[str, tuple[Any, _Words]]:
-    """The plain attributes of all modules by name, with words."""
-    reader, attributes = _Compared(model, left_out=_LEFT_OUT), dict[str, tuple[Any, _Words]]()
+def _attributes(model: nn.Module) -> dict[str, tuple[Any, nn.Module | None]]:
+    """The plain attributes of all modules by name, each with its module."""
+    reader, attributes = _Compared(model, left_out=_LEFT_OUT), {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, value in reader.attributes(module):
             if name == "vocab_size" and isinstance(module, PreTrainedModel):
                 continue  # `resize_token_embeddings` changes it
-            shown = partial(_attribute, vars(module), name)
-            attributes[f"{path}.{name}".lstrip(".")] = value, shown
+            attributes[f"{path}.{name}".lstrip(".")] = value, module
     return attributes
 
 
-def _attribute(attributes: dict[str, Any], name: str) -> str:
+def _shown(module: nn.Module | None, name: str) -> str:
     """An attribute in a few words."""
-    text = " ".join(repr(attributes.get(name, "kept by its class")).split())
-    return text if len(text) <= 60 else f"another {type(attributes.get(name)).__name__}"
+    if module is None:
+        return "not there"
+    value = vars(module).get(name.rpartition(".")[2], "kept by its class")
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"another {type(value).__name__}"
 
 
 def _buffers(model: nn.Module, again: nn.Module, dtypes: dict[str, torch.dtype]) -> Iterator[str]:
@@ -250,29 +252,20 @@ def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -
             "of it, or give its folder"
         )
     if any(buffer.is_meta for buffer in model.buffers()):
-        with weightless():
-            copied = type(model)(copy.deepcopy(model.config))
-        copied.tie_weights()
-        if (unlike := next(_unlike(model, copied), None)) is not None:
-            raise Unsupported(
-                f"the model is not as {type(model).__name__} makes it of its configuration, of "
-                f"which a model with buffers on the meta device is made anew ({unlike}); change "
-                "it after it has been given memory (to_empty)"
-            )
-        copied.generation_config = copy.deepcopy(model.generation_config)
-        for name, parameter in copied.named_parameters():
-            parameter.requires_grad_(parameters[name].requires_grad)
-    else:
-        refuse_weights(model)
-        memo: dict[int, Any] = {
-            id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-            for p in model.parameters()
-        }
-        for value in (v for module in model.modules() for v in vars(module).values()):
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
-        with explained("the model given cannot be copied"):  # a user's attributes may fail
-            copied = copy.deepcopy(model, memo)
+        raise InputError(
+            "buffers of the model given are on the meta device, and have no values; give its "
+            "configuration (model.config), from which the same model is made, or its folder"
+        )
+    refuse_weights(model)
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
+    for value in (v for module in model.modules() for v in vars(module).values()):
+        if isinstance(value, Tensor) and not value.is_leaf:
+            memo[id(value)] = value.detach().clone()
+    with explained("the model given cannot be copied"):  # a user's attributes may fail
+        copied = copy.deepcopy(model, memo)
     without_checkpointing(copied)
     if attn_implementation is not None:
         with explained("attn_implementation", of=(ValueError, ImportError, KeyError)):

@@ -170,7 +170,7 @@ def read_adapter(source: Source, write: Write) -> None:
     path, prefix = source.adapter_folder / peft.WEIGHTS_FILE, peft.FILE_PREFIX
     if not path.is_file():
         raise InputError(f"{path}: no such file; save a .bin again with PEFT, as safetensors")
-    names = peft.file_names(source.model, adapters.active)
+    names = peft.file_names(source.model, adapters.name)
     shapes = {n: tuple(tensor.shape) for n, tensor in source.model.state_dict().items()}
     stored = {tensor.name: tensor for tensor in read_header(path)}
     of_base = {n: n.removeprefix(prefix) for n in stored if ".base_layer." in n and n not in names}

@@ -30,7 +30,7 @@ from megatrain.device.disk import PlaneFile, disk_bytes
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.loss import ClassHead
 from megatrain.model import build
-from megatrain.model.adapters import adapted, noted, plain, with_new_adapter
+from megatrain.model.adapters import adapted, note_adapter, plain, with_new_adapter
 from megatrain.model.companions import Companions, companions, sentence_files, set_generation
 from megatrain.model.float8 import ROUTERS, require_torchao
 from megatrain.model.probe import spec
@@ -159,9 +159,9 @@ def open_source(
         return model
     model = _resolved(model)
     if peft.is_peft_model(model):
-        inner, configs, active = peft.unwrapped(model)
+        inner, config, name = peft.unwrapped(model)
         source = _open_plain(inner, **code)
-        noted(source.model, configs, active)
+        note_adapter(source.model, config, name)
     elif (folder := adapter_folder(model)) is not None:
         config, base_path = folder_adapter(folder)
         source = _open_plain(base_path, head=head or _head_of(folder, config), **code)
@@ -519,7 +519,7 @@ def choose_trained(
         if precision == "fp8":
             require_torchao()
         return
-    if precision == "fp8" and any(config.use_dora for config in adapters.configs.values()):
+    if precision == "fp8" and adapters.config.use_dora:
         raise InputError("precision is 'fp8', and use_dora needs the base's weights; take bf16")
     if optimizer is not None and not any(p.requires_grad for p in source.model.parameters()):
         raise InputError(

@@ -106,7 +106,7 @@ def write_model(
     adapters = adapted(model)
     if adapters is None and merged:
         raise InputError("the model has no adapter that could be merged; leave merged out")
-    if adapters is not None and peft.is_base(folder, adapters.configs[adapters.active]):
+    if adapters is not None and peft.is_base(folder, adapters.config):
         raise InputError(
             f"{folder}: is the base of the adapter, which would be lost; give another folder"
         )

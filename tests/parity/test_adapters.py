@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from megatrain import Engine, InputError, Placement
-from megatrain.model.adapters import with_adapters
+from megatrain.model.adapters import with_adapter
 from megatrain.model.trained import Trained
 from megatrain.source.write_model import write_saved
 from tests.families.plain import shares
@@ -110,7 +110,7 @@ class Largest(TorchDispatchMode):
 
 def test_an_adapter_of_experts_makes_nothing_of_the_size_of_their_weights():
     config = LoraConfig(r=2, target_parameters=EXPERTS)
-    model = with_adapters(tiny_model("mixtral").to("meta"), {"default": config})
+    model = with_adapter(tiny_model("mixtral").to("meta"), config)
     experts = model.model.layers[1].mlp.experts.to_empty(device="cpu")
     for name, parameter in experts.named_parameters():
         torch.nn.init.normal_(parameter.requires_grad_("lora_" in name))

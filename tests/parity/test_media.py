@@ -128,29 +128,12 @@ def test_features_that_the_forward_changes_in_place_are_refused(monkeypatch):
         engine.evaluate([batch])
 
 
-@pytest.fixture
-def has_run():
-    """A model that has kept state of its run; and steps."""
+def test_a_model_that_has_run_before_trains_as_in_plain_torch():
     model, steps = tiny()
     model(**{name: value for name, value in steps[2][1].items() if name != "labels"})
     assert model.model.rope_deltas is not None
-    return model, steps
-
-
-def test_a_model_that_has_run_before_trains_as_in_plain_torch(has_run):
-    model, steps = has_run
     assert not compare(model, Placement(), steps=steps, chosen=ALL).failures
     assert model.model.rope_deltas is not None  # the caller's
-
-
-def test_state_that_a_run_on_text_would_read_is_refused(has_run, monkeypatch):
-    def positions(self, input_ids, inputs_embeds, **kwargs):
-        deltas = 0 if self.rope_deltas is None else self.rope_deltas[0, 0]
-        return (deltas + torch.arange(input_ids.shape[1])).expand(3, *input_ids.shape)
-
-    monkeypatch.setattr(transformers.Qwen3VLModel, "compute_3d_position_ids", positions)
-    with pytest.raises(InputError, match=r"model\.rope_deltas is tensor"):
-        engine_of(has_run[0])
 
 
 def test_a_frozen_tower_runs_once_for_each_micro_batch(monkeypatch):
