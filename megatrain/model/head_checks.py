@@ -6,9 +6,8 @@ code, is tried at the model's head on a few random hidden states: anything it ad
 would be lost otherwise. A user's code can do what no trial shows, so its loss must be
 the very tensor that transformers' loss function computed from the labels and the logits.
 
-A language-model head multiplies hidden states with a table that has a row for each token of the
-vocabulary. Further steps of models (scaling, capping) act on each logit alone. So the model's own
-forward with a shorter table gives the logits of some tokens, by which the head is tried.
+Random weights are random in their first values and zero elsewhere, where they take no memory: they
+give the logits of some tokens, by which the head is tried.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.base.changed import changed
-from megatrain.compat.torch import without_modes
 from megatrain.compat.transformers import CAUSAL_LM_CLASSES
 from megatrain.errors import Unsupported, in_one_line
 from megatrain.loss import IGNORED, targets_of
@@ -34,8 +32,7 @@ _UNLABELLED = [(0, 2), (1, 3), (1, 5)]  # row and token; the rows have different
 _SPECIAL = [(0, 1), (0, 3), (0, 4), (0, 5), (1, 1), (1, 2), (1, 4)]  # of the labelled ones
 _RANDOM = 1 << 18  # of a parameter's values that are not zero: tables may be larger than memory
 _TOLERANCE = 1e-6  # of the loss, in fp32
-_TOKENS, _ROWS = 3, 6  # of a trial of mixed tokens
-_MOST = 1 << 24  # values that it is made with
+_TOKENS = 2  # of each row in a trial of mixed tokens
 
 
 def label_shift(spec: ModelSpec) -> int:
@@ -240,48 +237,16 @@ def _same(one: float, other: float) -> bool:
 
 
 def refuse_mixing(spec: ModelSpec) -> None:
-    """Refuse a head by which a token's logits depend on other tokens, or on its place in the row.
-
-    Tried with one hidden state that is NaN, then with random weights, of few rows of the table if
-    the head can be computed with them.
-    """
-    model, head = spec.capture.model, spec.logits
-    shapes = {name: p.shape for name, p in model.named_parameters() if name in spec.head}
-    table = max(shapes, key=lambda name: shapes[name].numel(), default=None)
-    few = dict(shapes)
-    if table is not None and len(shapes[table]) == 2 and shapes[table][0] == spec.num_logits:
-        names = [n for n, shape in shapes.items() if n == table or shape == (spec.num_logits,)]
-        few |= {name: torch.Size((_ROWS, *shapes[name][1:])) for name in names}
+    """Refuse a head whose logits of a token depend on other tokens, or on its place in the row."""
+    model = spec.capture.model
     model.eval()  # dropout is no mixing
-    with torch.no_grad(), without_modes():
-        tried = [_knows_the_place(spec, sizes) for sizes in (few, shapes)]
-        # A table of 152,064 x 8,192 takes half a second each time.
-        taken = shapes if tried[0] is None else few
-        zeros = {name: zero_pages(shape) for name, shape in taken.items()}
-        hidden = torch.zeros(2, _TOKENS, last_hidden(spec.trunk).shape[-1])
-        hidden[0, 1] = torch.nan
-        mixes = any(tried)
-        if not torch.equal(head(zeros, hidden).isnan().any(-1), hidden.isnan().any(-1)):
-            divides = bool(head(zeros, torch.zeros_like(hidden)).isnan().any())  # by a weight
-            mixes |= not divides or tried == [None, None]
+    with _on_random_states(spec) as (weights, output, _):
+        hidden_BTD = last_hidden(output)[:, :_TOKENS]
+        together = spec.logits(weights, hidden_BTD)
+        alone = [spec.logits(weights, token[None, None])[0] for token in hidden_BTD.flatten(0, 1)]
     model.train()
-    if mixes:
+    if not torch.allclose(together.flatten(0, 1), torch.cat(alone), 1e-4, 1e-5, equal_nan=True):
         raise Unsupported(
             "its head computes a token's logits from other tokens too, or from its place in the "
             "row; such a head is not supported"
         )
-
-
-def _knows_the_place(spec: ModelSpec, shapes: dict[str, torch.Size]) -> bool | None:
-    """True if logits depend on the place in a row; None: such weights cannot be tried."""
-    if sum(size.numel() for size in shapes.values()) > _MOST:
-        return None
-    width, generator = last_hidden(spec.trunk).shape[-1], torch.Generator().manual_seed(0)
-    weights = {n: torch.randn(s, generator=generator) / width**0.5 for n, s in shapes.items()}
-    hidden = torch.randn(1, 2 * _TOKENS, width, generator=generator)
-    try:
-        whole, alone = (spec.logits(weights, h) for h in (hidden, hidden[:, _TOKENS:]))
-        late = whole[:, _TOKENS:]
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
-        return None
-    return late.shape != alone.shape or not torch.allclose(late, alone, 1e-4, 1e-5, equal_nan=True)

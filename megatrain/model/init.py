@@ -1,7 +1,6 @@
 """Random initialisation as the model class defines it, one layer at a time."""
 
-import copy
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
@@ -9,16 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 
 from megatrain.base.seeds import derived_seed
 from megatrain.compat.torch import TorchDispatchMode, parameters_of, version_of
 from megatrain.compat.transformers import initialise as initialise_module
+from megatrain.errors import InputError
 from megatrain.model.spec import ModelSpec
 
 Owners = dict[int, PreTrainedModel]
-Place = tuple[type[nn.Module], str]  # a parameter by its module's class and its name there
 
 # Values that one generator draws: 32 MiB, 40 ms of a core.
 _PIECE = 1 << 23
@@ -43,8 +41,8 @@ def initialise(
 
     Values are drawn in fp32 in host memory, which holds one layer of them at a time: no device
     needs room for it. Values depend neither on the device nor on the number of `threads`. Normal
-    distribution, scaled projections and all else are the model class's choice; what `_init_weights`
-    leaves alone is as the constructor makes it. torch's default generator is seeded anew.
+    distribution, scaled projections and all else are the model class's choice. torch's default
+    generator is seeded anew.
 
     Args:
         write: takes each parameter's Hugging Face name and its values, once.
@@ -52,13 +50,14 @@ def initialise(
         kept: from a parameter's name and values, the value to pass to `write`.
         alike: layers with the same modules and shapes as an earlier one get its values and are not
             drawn: for measurements, where values do not matter.
+
+    Raises InputError: `_init_weights` leaves a parameter alone, which its constructor sets.
     """
     model = spec.capture.model
     paths = {id(module): path for path, module in model.named_modules()}
     wanted = {name for name, _ in model.named_parameters()}
     wanted &= wanted if only is None else set(only)
     owners, parts = _owners(model), list(_parts(model, spec))
-    unset: dict[str, Place] = {}
     made_of: list[Any] = []
     values: list[Tensor | None] = []
     for index, part in enumerate(parts):
@@ -76,18 +75,15 @@ def initialise(
             with _seeded(seed, index, threads):
                 _draw(part, owners)
             values += (_taken(module, name, p, full, kept) for module, name, p, full in shells)
-        for (module, name, _, full), drawn in zip(shells, values, strict=True):
+        for full, drawn in zip((full for *_, full in shells), values, strict=True):
+            if full in wanted and drawn is None:
+                raise InputError(
+                    f"the _init_weights of a {type(model).__name__} does not set {full}, so it is "
+                    "not drawn here; give a model in memory, as AutoModelForCausalLM.from_config "
+                    "makes it, or its folder"
+                )
             if full in wanted and drawn is not None:
                 write(full, drawn)
-            elif full in wanted:
-                unset[full] = (type(module), name)
-    if unset:
-        # A new model of the class; only parameters of this part have values.
-        places = set(unset.values())
-        with _seeded(seed, len(parts), threads), torch.device("cpu"), _without_values(places):
-            fresh = dict(type(model)(copy.deepcopy(model.config)).named_parameters())
-        for full in unset:
-            write(full, kept(full, fresh[full].detach()))
 
 
 def _taken(
@@ -193,19 +189,3 @@ def _draw(part: list[nn.Module], owners: Owners) -> None:
             parameters_of(module)[name] = nn.Parameter(values)
     for module in part:
         initialise_module(owners[id(module)], module)
-
-
-@contextmanager
-def _without_values(places: Collection[Place]) -> Iterator[None]:
-    """Within this context new parameters, except those at `places`, go to the meta device."""
-
-    def selective(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
-        if (type(module), name) in places:
-            return None
-        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-
-    hook = register_module_parameter_registration_hook(selective)
-    try:
-        yield
-    finally:
-        hook.remove()

@@ -29,18 +29,18 @@ _log = logging.getLogger(__name__)
 
 _numbers = count()  # of what is compiled in this process
 
-# Purposes of a call; each is compiled separately.
-PURPOSES = ("forward", "recompute", "repeat", "keep", "keep_all")
-FORWARD, RECOMPUTE, REPEAT, KEEP, KEEP_ALL = PURPOSES
-_NEWS = (
-    *("forward without a backward", "backward", "forward and backward", "kept graph"),
-    "graph kept whole",
-)
-
 # Share of a layer's activations that a compiled graph may hold; the rest is computed again. Half is
 # about the outputs of the matrix products and of attention.
 KEPT_SHARE = 0.5
-_SHARES = {REPEAT: 0.0, KEEP: KEPT_SHARE}
+
+# Purposes of a call, which are compiled separately: their names in news, and such shares.
+_PURPOSES = {
+    "forward": ("forward without a backward", None),
+    "recompute": ("backward", None),
+    "repeat": ("forward and backward", 0.0),
+    "keep": ("kept graph", KEPT_SHARE),
+    "keep_all": ("graph kept whole", None),
+}
 
 
 @dataclass
@@ -77,15 +77,15 @@ class LayerTemplate:
         After its return value come the values that it put into its arguments' containers, then
         the sums for its routers' loss, if wanted; `counted_N` says which tokens count in that.
         """
-        purpose = RECOMPUTE if torch.is_grad_enabled() else FORWARD
+        purpose = "recompute" if torch.is_grad_enabled() else "forward"
         if saves == "nothing":
-            purpose = REPEAT
+            purpose = "repeat"
         elif saves is not None:
             # Within a budget, torch's partitioner may compute any operation again in the backward
             # (torch/_functorch/partitioners.py, `choose_saved_values_set`), a random one with other
             # numbers than in the forward: GPT-2's gradient was off by 30 %. Without a budget it
             # never computes random operations or attention again.
-            purpose = KEEP_ALL if saves == "all" or self.random else KEEP
+            purpose = "keep_all" if saves == "all" or self.random else "keep"
         function = self.compiled.get(purpose, _apply)
         output = function(self.module, weights, args, kwargs, counted_N)
         leaves, self.output_spec = pytree.tree_flatten(output)
@@ -106,9 +106,8 @@ class LayerTemplate:
 
     def compile(self, name: str) -> None:
         """Compile the call separately for each purpose (torch.compile, at the first call)."""
-        for purpose, news in zip(PURPOSES, _NEWS, strict=True):
+        for purpose, (news, share) in _PURPOSES.items():
             function = compile_and_tell(_apply, f"{name} ({news})", purpose)
-            share = _SHARES.get(purpose)
             # The budget is read when a function is compiled, at the first call of a shape.
             self.compiled[purpose] = function if share is None else recomputing(share)(function)
 

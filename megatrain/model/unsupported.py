@@ -143,11 +143,6 @@ def refuse_behaviour(model: nn.Module) -> None:
     reader = Reader(model)
     for path, module in model.named_modules():
         where = path or type(model).__name__
-        for name, usual in _TABLE_SETTINGS.items() if isinstance(module, nn.Embedding) else ():
-            if (value := getattr(module, name, usual)) != usual:
-                raise Unsupported(
-                    f"{where} is an embedding with {name}={value}, which is not supported"
-                )
         for name, _ in reader.attributes(module):
             if reader.strays:
                 raise Unsupported(
@@ -179,7 +174,7 @@ def _is_of(function: Any, package: str) -> bool:
 
 
 def refuse_lookup(*args: Any, **kwargs: Any) -> None:
-    """Refuse a call of `F.embedding` with settings that are refused for `nn.Embedding`."""
+    """Refuse a call of `F.embedding`, as a table's module makes it, with such settings."""
     arguments = inspect.signature(torch.nn.functional.embedding).bind(*args, **kwargs).arguments
     for name, usual in _TABLE_SETTINGS.items():
         if arguments.get(name, usual) != usual:

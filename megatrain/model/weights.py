@@ -60,7 +60,7 @@ COMPARED_BYTES = 16 * MIB
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 HUB_FILES += ["*.bpe", "*.spm", "*.vocab", "LICENSE", "LICENSE.md", "NOTICE", "USE_POLICY.md"]
 HUB_EXTRAS = ["*/*", "consolidated*"]  # other formats of the same weights
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def resolve_model(
@@ -108,7 +108,10 @@ def source_dtype(folder: Path) -> torch.dtype:
         if name is not None:
             dtype = getattr(torch, str(name).removeprefix("torch."), None)
             if dtype not in FLOATS:
-                raise InputError(f"{folder / 'config.json'}: dtype {name!r} is no float to train")
+                raise InputError(
+                    f"{folder / 'config.json'}: dtype {name!r} is no float to train with (of 16 or "
+                    "32 bits); convert the weights"
+                )
             return dtype
     if not has_weights(folder):
         return torch.float32
@@ -405,8 +408,8 @@ def _check_tensor(
     if tensor.dtype not in FLOATS if floats else tensor.is_floating_point():
         raise InputError(
             f"{where} has dtype {str(tensor.dtype).removeprefix('torch.')}, and {name!r} holds "
-            f"{'floats' if floats else reference.dtype}; use the unquantised model, or one whose "
-            "config.json has the right quantization_config"
+            f"{'floats of at most 32 bits' if floats else reference.dtype}; use the unquantised "
+            "model, or one whose config.json has the right quantization_config; convert float64"
         )
 
 

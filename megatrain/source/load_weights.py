@@ -142,11 +142,6 @@ class _Loading:
             untrained.buffers[name] = values
             self._buffers[name].copy_(values)
             return
-        if values.dtype == torch.float64 and not torch.equal(values.float().double(), values):
-            raise InputError(
-                f"{name!r} has float64 values that a float32 master cannot hold; convert the "
-                "weights to float32 first"
-            )
         tile, entry = self._places[name]
         if entry.group is None:
             came = values.dtype if values.is_floating_point() else source.dtype

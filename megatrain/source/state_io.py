@@ -46,8 +46,7 @@ from megatrain.tile.formats import PACKINGS, WeightFormat
 
 Write = Callable[[str, Tensor], None]
 
-_EXPORTED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SOURCE_DTYPES = _EXPORTED | {"float64": torch.float64}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PUT_BACK = "put the base back as it was; of one that has moved a link in its old place will do"
 
 
@@ -84,8 +83,8 @@ class Untrained:
 
         Raises InputError: unknown dtype, or not bf16 where the tiles hold only bf16 bits.
         """
-        chosen = _EXPORTED.get(dtype) if isinstance(dtype, str) else dtype
-        if chosen not in _EXPORTED.values() and dtype is not None:
+        chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+        if chosen not in _DTYPES.values() and dtype is not None:
             raise InputError(f"dtype is {dtype!r}; it must be float32, bfloat16, float16 or None")
         if self.rounded and chosen != torch.bfloat16:
             raise InputError(
@@ -180,9 +179,9 @@ def saved_companions(checkpoint: Checkpoint) -> dict[str, bytes]:
 def saved_dtype(checkpoint: Checkpoint, name: str | None = None) -> torch.dtype:
     """The dtype of the model's source, or of this name. Raises InputError."""
     name = name or checkpoint.settings.dtype
-    if name not in SOURCE_DTYPES:
+    if name not in _DTYPES:
         raise InputError(f"{checkpoint.folder}: its dtype {name!r} is unknown")
-    return SOURCE_DTYPES[name]
+    return _DTYPES[name]
 
 
 def saved_optimizer(checkpoint: Checkpoint) -> Rule | None:

@@ -16,47 +16,6 @@ from megatrain.tile import TileKind, TileLayout
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
 
 
-def tile_layouts(
-    spec: ModelSpec,
-    groups: dict[str, int],
-    ranks: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-    operands: Collection[str] = (),
-    owned: Collection[str] = (),
-) -> list[TileLayout]:
-    """Tiles in the order in which a forward needs them; the head, then what nothing reads, last.
-
-    `groups` gives each trainable parameter's optimizer group; all others are frozen. Between
-    `ranks` no row of a table that is gathered is cut, and a head begins with one that it shares.
-    Layers are computed in `dtype`, but for what transformers keeps in fp32; they multiply by
-    `operands` in float8. Of the stacks of experts `owned` each rank has whole ones.
-    """
-    shapes = {name: p.shape for name, p in spec.capture.model.named_parameters()}
-    unmoved, wide = {*spec.unused, *spec.fixed}, spec.in_fp32(dtype)
-
-    def layout(kind: TileKind, names: list[str], visit: str = "") -> TileLayout:
-        parameters = [(n, shapes[n], None if n in unmoved else groups.get(n)) for n in names]
-        rows = lcm(*(prod(shapes[n][1:]) for n in names if n in spec.gathered))
-        name, how = kind.value + visit, (spec.wide, spec.packed, wide.intersection(names))
-        own = set(owned).intersection(names)
-        return TileLayout(name, parameters, kind, *how, operands, ranks=ranks, row=rows, owned=own)
-
-    tiles = [
-        layout(TileKind.EMBEDDING, [n for n in spec.gathered if n not in spec.epilogue]),
-        layout(TileKind.PROLOGUE, spec.prologue),
-    ]
-    for visit, layer in enumerate(spec.layers):
-        names = [f"{layer.name}.{n}" for n, _ in layer.module.named_parameters()]
-        tiles.append(layout(TileKind.LAYER, names, f" {visit}"))
-    head = spec.epilogue
-    if ranks > 1:
-        head = sorted(head, key=lambda name: name not in spec.gathered)
-    tiles.append(layout(TileKind.HEAD, head))
-    if spec.media:
-        tiles.append(layout(TileKind.MEDIA, spec.media))
-    return [*tiles, layout(TileKind.UNUSED, spec.unused)]
-
-
 class Model:
     """A model's structure, its optimizer of a rule (None: it is only run), and its tiles.
 
@@ -88,15 +47,44 @@ class Model:
 
     @cached_property
     def layouts(self) -> list[TileLayout]:
-        """The model's tiles, in the order in which a forward needs them."""
+        """Tiles in the order in which a forward needs them; the head, then what nothing reads.
+
+        Between ranks no row of a table that is gathered is cut, and a head begins with one that it
+        shares. Layers are computed in one type, but for what transformers keeps in fp32.
+        """
+        spec, ranks = self.spec, self.ranks
         groups = {} if self.optimizer is None else self.optimizer.group_of()
+        shapes = {name: p.shape for name, p in spec.capture.model.named_parameters()}
+        unmoved, wide = {*spec.unused, *spec.fixed}, spec.in_fp32(DTYPES[self.precision])
         operands: Collection[str] = ()
         if self.precision == "fp8":
             from megatrain.model.float8 import multiplied
 
-            operands = multiplied(self.spec)
-        dtype = DTYPES[self.precision]
-        return tile_layouts(self.spec, groups, self.ranks, dtype, operands, self._owned)
+            operands = multiplied(spec)
+
+        def layout(kind: TileKind, names: list[str], visit: str = "") -> TileLayout:
+            parameters = [(n, shapes[n], None if n in unmoved else groups.get(n)) for n in names]
+            rows = lcm(*(prod(shapes[n][1:]) for n in names if n in spec.gathered))
+            name, how = kind.value + visit, (spec.wide, spec.packed, wide.intersection(names))
+            own = set(self._owned).intersection(names)
+            return TileLayout(
+                name, parameters, kind, *how, operands, ranks=ranks, row=rows, owned=own
+            )
+
+        tiles = [
+            layout(TileKind.EMBEDDING, [n for n in spec.gathered if n not in spec.epilogue]),
+            layout(TileKind.PROLOGUE, spec.prologue),
+        ]
+        for visit, layer in enumerate(spec.layers):
+            names = [f"{layer.name}.{n}" for n, _ in layer.module.named_parameters()]
+            tiles.append(layout(TileKind.LAYER, names, f" {visit}"))
+        head = spec.epilogue
+        if ranks > 1:
+            head = sorted(head, key=lambda name: name not in spec.gathered)
+        tiles.append(layout(TileKind.HEAD, head))
+        if spec.media:
+            tiles.append(layout(TileKind.MEDIA, spec.media))
+        return [*tiles, layout(TileKind.UNUSED, spec.unused)]
 
     @cached_property
     def computing(self) -> tuple[int, int]:

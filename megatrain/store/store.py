@@ -468,7 +468,7 @@ class Lane:
 
 def own_numel(tile: Tile) -> int:
     """The number of a tile's trained elements in this rank's block."""
-    return tile.trained.stop - tile.trained.start
+    return tile.layout.trainable_numel // tile.layout.ranks
 
 
 class DiskStaging:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from megatrain import AdamW, Engine, InputError
 from megatrain.train.export import export
@@ -104,12 +104,7 @@ def test_rounded_weights_are_not_exported_as_the_source(tmp_path):
         assert config["dtype"] == "bfloat16"
 
 
-def test_float64_weights_that_no_master_can_hold_are_refused(tmp_path):
+def test_a_folder_in_float64_is_refused(tmp_path):
     tiny_model("llama").double().save_pretrained(tmp_path / "folder")
-    with Engine(tmp_path / "folder", precision="fp32", device="cpu"):
-        pass  # each is a float32 all the same
-    name, values = "model.norm.weight", stored(tmp_path / "folder")
-    values[name] += 1e-12
-    save_file(values, tmp_path / "folder" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=rf"'{name}' has float64 values.*float32"):
+    with pytest.raises(InputError, match="dtype 'float64' is no float to train with .*convert"):
         Engine(tmp_path / "folder", precision="fp32", device="cpu")

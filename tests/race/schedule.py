@@ -22,13 +22,12 @@ from megatrain.engine.batch import Intake
 from megatrain.engine.head import Head
 from megatrain.engine.step import forward_only, train_step
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
-from megatrain.model.owned_experts import owned_names
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
 from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.source.source import open_source, packed_weights
-from megatrain.source.tiles import tile_layouts
+from megatrain.source.tiles import Model
 from megatrain.store.store import Store
 from tests.families.tiny import decoder_sizes
 from tests.race.trace import TraceDevice
@@ -239,9 +238,8 @@ def trace(
         program, optimizer = tiny_program(tied, VOCAB, lowest, wide)
     if rule != optimizer.rule.name:
         optimizer = StreamedOptimizer(SWEPT[rule](), program.spec.capture.model)
-    size = ranks.shards.size
-    owned = owned_names(program.spec, size) if placement.own_experts else ()
-    layouts = tile_layouts(program.spec, optimizer.group_of(), size, dtype, owned=owned)
+    model = Model(program.spec, optimizer.rule, ranks.shards.size, precision=precision)
+    layouts = model.placed(placement).layouts
     with mock.patch.object(sink, "PIECE", PIECE), mock.patch.object(disk, "PIECE", 2 * PIECE):
         given = {"rule": optimizer.rule, "placement": placement, "rank": ranks.shards.rank}
         store = Store(device, layouts, dtype, **given)
@@ -278,7 +276,7 @@ def generating(base: Any, without: str = "") -> TraceDevice:
     device, (program, _) = TraceDevice(frozenset({without})), tiny_program_with_experts(False)
     packed = packed_weights(program.spec, base, frozen=True)
     with mock.patch.object(program.spec, "packed", packed):
-        layouts, placement = tile_layouts(program.spec, {}), Placement(slots=2, prefetch=1)
+        layouts, placement = Model(program.spec, None).layouts, Placement(slots=2, prefetch=1)
     store = Store(device, layouts, torch.bfloat16, rule=None, placement=placement)
     parts = Assembly(device, program, store, torch.bfloat16, placement, ALONE).inference()
     units = [*parts.trunk, parts.head]

@@ -14,13 +14,13 @@ from megatrain.loss import DPO
 from megatrain.machine import machine_for
 from megatrain.model.build import load_config
 from megatrain.model.probe import spec
-from megatrain.optim import Lion
+from megatrain.optim import AdamW, Lion
 from megatrain.placement import Placement
 from megatrain.plan import planner
 from megatrain.plan.planner import by_tier, tile_bytes
 from megatrain.plan.remedies import Planner, fits, remedies
 from megatrain.source.source import open_source
-from megatrain.source.tiles import tile_layouts
+from megatrain.source.tiles import Model
 from megatrain.telemetry.timeline import Span
 from tests.parity.cases import llama, qwen2
 
@@ -214,8 +214,7 @@ def test_bytes_by_tile_add_up(tied, precision):
     found = spec(open_source(llama(tie_word_embeddings=tied, num_hidden_layers=4)).model)
     placement = Placement(resident=("embedding", "layer 0"))
     tiles = tile_bytes(found, placement, Workload(precision=precision))
-    names = {layout.name: layout for layout in tile_layouts(found, dict.fromkeys(
-        (n for n, _ in found.capture.model.named_parameters()), 0))}  # fmt: skip
+    names = {layout.name: layout for layout in Model(found, AdamW()).layouts}
     assert [t.name for t in tiles] == [
         *([] if tied else ["embedding"]), "layer 0", "layer 1 ... layer 3", "head",
     ]  # fmt: skip
