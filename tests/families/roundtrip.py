@@ -1,7 +1,7 @@
 """Whether a run goes on from its checkpoint as if it had not ended, for one model at a time.
 
-A run is saved after a step and takes three more; a process that has never seen the model loads the
-checkpoint and takes the same three. Losses, norms and masters must be the same bits.
+A run is saved after a step and takes two more; a process that has never seen the model loads the
+checkpoint and takes the same two. Losses, norms and masters must be the same bits.
 """
 
 import copy
@@ -42,7 +42,7 @@ def summary(trips: dict[str, str]) -> str:
 
 def round_trip(model: PreTrainedModel, way: str, place: Path) -> str:
     """`exact`; `refused: ...` if the engine does not take the model; or what is wrong."""
-    steps = [[step[0]] for step in make_steps(model.config)]
+    first, *steps = [[step[0]] for step in make_steps(model.config)]
     try:
         engine = Engine(
             _given(model, way, place / "model"),
@@ -53,7 +53,7 @@ def round_trip(model: PreTrainedModel, way: str, place: Path) -> str:
     except InputError as refusal:
         return f"refused: {refusal}"
     with engine:
-        engine.step(steps[0])
+        engine.step(first)
         engine.save(place / "saved")
         wanted = go_on(engine, steps)
     try:
