@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain import kernels
 from megatrain.base.units import align
 from megatrain.base.whole_files import BLOCK
 from megatrain.checkpoint import files, manifest
@@ -30,7 +31,7 @@ from megatrain.device.disk import DiskBuffer
 from megatrain.errors import DoesNotFit, RunFailed
 from megatrain.model.safetensors_io import DTYPE_NAMES, header_bytes
 from megatrain.store.store import Reader, Tier, Tile
-from megatrain.telemetry.host import host_available_bytes
+from megatrain.telemetry.host import host_available_bytes, update_threads
 
 _log = logging.getLogger(__name__)
 
@@ -241,7 +242,7 @@ class Snapshot:
             if block is not None:
                 assert piece.memory is not None
                 spare = block[: piece.num_bytes]
-                spare.copy_(piece.memory)
+                kernels.copy(spare, piece.memory, threads=update_threads())
                 self.change(piece, Stage.READY, spare)
 
     def _block_for(self, piece: Piece, *, leaves: bool) -> Tensor | None:

@@ -257,7 +257,14 @@ class Embedding:
         stream = COMPUTE if tile.rests.local else ROWS
         host_grad: Lane = self.sink.claim(tile, stream)
         plane = in_place(self._device, tile, host_grad.buffer)
-        clear = plane.data[: own_numel(tile)].zero_
+
+        def clear() -> None:
+            values = plane.data[: own_numel(tile)]
+            if values.is_cpu:
+                kernels.fill_zero(values, threads=self._threads)
+            else:
+                values.zero_()
+
         self._device.run(stream, f"clear {plane.name}", clear, writes=[plane])
         return host_grad
 

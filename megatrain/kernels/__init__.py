@@ -83,4 +83,6 @@ join = _chosen.join
 gather_rows = _chosen.gather_rows
 scatter_rows = _chosen.scatter_rows
 first_touch = _chosen.first_touch
+fill_zero = _chosen.fill_zero
+copy = _chosen.copy
 move_file = _chosen.move_file

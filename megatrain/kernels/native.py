@@ -42,6 +42,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "gather_rows": (None, [_P, _P, _P, _N, _N, _T]),
     "scatter_rows": (None, [_P, _P, _P, _N, _N, _T]),
     "first_touch": (None, [_P, _N, _T]),
+    "fill_zero": (None, [_P, _N, _T]),
+    "copy": (None, [_P, _P, _N, _T]),
     "move_file": (c_int, [c_int, c_int, _N, _P, _N, _N, _T]),
 }
 
@@ -172,3 +174,15 @@ def move_file(
     data, size = bytes_uint8.data_ptr(), bytes_uint8.numel()
     if code := _call["move_file"](file, writes, offset, data, size, piece, threads):
         raise OSError(code, os.strerror(code))
+
+
+def fill_zero(tensor: Tensor, *, threads: int = 1) -> None:
+    """See `reference.fill_zero`."""
+    states.check_tensor("tensor", tensor, None)
+    _call["fill_zero"](tensor.data_ptr(), tensor.numel() * tensor.element_size(), threads)
+
+
+def copy(to_uint8: Tensor, from_uint8: Tensor, *, threads: int = 1) -> None:
+    """See `reference.copy`."""
+    states.check_copy(to_uint8, from_uint8)
+    _call["copy"](to_uint8.data_ptr(), from_uint8.data_ptr(), from_uint8.numel(), threads)

@@ -251,3 +251,15 @@ def move_file(
         if count == 0:
             raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
         data, offset = data[count:], offset + count
+
+
+def fill_zero(tensor: Tensor, *, threads: int = 1) -> None:
+    """Set every byte of a contiguous tensor of any shape and dtype to zero."""
+    states.check_tensor("tensor", tensor, None)
+    tensor.zero_()
+
+
+def copy(to_uint8: Tensor, from_uint8: Tensor, *, threads: int = 1) -> None:
+    """Copy [N] bytes to other memory."""
+    states.check_copy(to_uint8, from_uint8)
+    to_uint8.copy_(from_uint8)

@@ -282,6 +282,12 @@ def check_tensor(
         raise ValueError(f"{name} has {value.numel()} elements, expected {size}")
 
 
+def check_copy(to: Tensor, source: Tensor) -> None:
+    """Require two ranges of equally many bytes."""
+    check_tensor("from", source, (torch.uint8,))
+    check_tensor("to", to, (torch.uint8,), source.numel())
+
+
 def check_planes(*, master: Tensor, weights: Tensor, remainder: Tensor) -> None:
     """Require the three planes of a split master to agree."""
     check_tensor("master", master, (torch.float32,))

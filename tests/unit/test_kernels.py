@@ -69,10 +69,18 @@ def test_wrong_rows_are_named(kernels):
 
 @implementations
 @pytest.mark.parametrize("size", [0, 5, 3_000_001])
-def test_nothing_is_split_beside_the_range(kernels, size):
+def test_nothing_is_copied_filled_or_split_beside_the_range(kernels, size):
+    values = torch.randint(256, (size,), dtype=torch.uint8)
+    to = torch.full((size + 2,), 7, dtype=torch.uint8)
+    kernels.copy(to[1:-1], values, threads=3)
+    assert torch.equal(to[1:-1], values)
+    assert to[0] == to[-1] == 7
+    with pytest.raises(ValueError, match=f"to has {size + 2} elements, expected {size}"):
+        kernels.copy(to, values)
     planes = [torch.full((size + 2,), 5, dtype=each) for each in (torch.bfloat16, torch.int16)]
     kernels.split(randn(size, 0), *(plane[1:-1] for plane in planes))
-    assert all(plane[0] == plane[-1] == 5 for plane in planes)
+    kernels.fill_zero(planes[1][1:-1], threads=3)
+    assert all(plane[0] == plane[-1] == 5 for plane in planes) and not planes[1][1:-1].any()
 
 
 @needs_native
@@ -100,21 +108,21 @@ def test_calls_from_several_threads_do_not_mix():
 
 @needs_native
 def test_a_forked_child_has_a_pool_of_its_own():
-    table, ids = randn(1 << 20, 0).view(-1, 64), torch.arange(1 << 14)
+    values = torch.empty(1 << 20)
 
-    def gathered():
-        rows = torch.zeros_like(table)
-        native.gather_rows(table, ids, rows, threads=4)
-        assert torch.equal(rows, table)
+    def zeroed():
+        values.fill_(1)
+        native.fill_zero(values, threads=4)
+        assert not values.any()
 
     def child():
-        gathered()
+        zeroed()
         if os.path.exists("/proc/self/task"):
             assert len(os.listdir("/proc/self/task")) == 1 + 3
 
-    gathered()
+    zeroed()
     assert forked(child) == 0
-    gathered()
+    zeroed()
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")

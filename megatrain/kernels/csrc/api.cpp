@@ -210,5 +210,17 @@ void megatrain_first_touch(volatile char* bytes, int64_t size, int threads) {
     });
 }
 
+void megatrain_fill_zero(char* bytes, int64_t size, int threads) {
+    parallel_for(size, kGrainBytes, threads, [&](int64_t begin, int64_t end) {
+        std::memset(bytes + begin, 0, size_t(end - begin));
+    });
+}
+
+void megatrain_copy(char* to, const char* from, int64_t size, int threads) {
+    parallel_for(size, kGrainBytes, threads, [&](int64_t begin, int64_t end) {
+        std::memcpy(to + begin, from + begin, size_t(end - begin));
+    });
+}
+
 }  // extern "C"
 #pragma GCC visibility pop
