@@ -20,6 +20,8 @@ __all__ = [
 # Read when CUDA starts; whoever has set either name has chosen.
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+if "WORLD_SIZE" in os.environ:  # streams that share a connection hold each other up; 8 by default
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 __version__ = "0.1.0"  # the build reads it from here
 

@@ -32,6 +32,11 @@ _log = logging.getLogger(__name__)
 
 _FETCH = "fetch"  # the stream of copies that host streams make themselves
 
+_FEW_CONNECTIONS = (
+    "CUDA was in use before megatrain was imported, with 8 connections: streams of ranks hold "
+    "each other up; import megatrain first, or set CUDA_DEVICE_MAX_CONNECTIONS=32"
+)
+
 # 55.5 GB/s against 10 from pageable memory (H200, PCIe 5 x16).
 _UNPINNED_FACTOR = 5.5
 
@@ -58,8 +63,10 @@ class CudaDevice(Device):
 
     def __init__(self, index: int = 0, *, shared: bool = False) -> None:
         """Args: `shared`: one of several ranks, which need streams for collectives, too."""
-        if shared:  # what waits on one stream holds up those that have its connection
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        if shared and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
+            if torch.cuda.is_initialized():
+                _log.warning(_FEW_CONNECTIONS)
+            os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
         self.torch_device = torch.device("cuda", index)
         properties = torch.cuda.get_device_properties(self.torch_device)
         self.can = Abilities(

@@ -400,7 +400,6 @@ def launch(devices: int, arguments: Sequence[str]) -> int:
             f"needs one; set engine.devices to at most {cores}"
         )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // devices)))
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # device/cuda.py
     options = ["--standalone", "--nproc-per-node", str(devices), "-m", "megatrain", *arguments]
     try:
         run(parse_args(options))

@@ -7,6 +7,8 @@ import itertools
 import mmap
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -56,6 +58,30 @@ def opened(monkeypatch):
 def test_a_gpu_without_a_number_is_the_ranks_or_torchs_current_one(name, rank, number, opened):
     open_device(name, rank)
     assert opened == [(number, rank is not None)]
+
+
+@pytest.mark.parametrize("chosen", [None, "4"])
+def test_ranks_have_a_connection_for_each_stream_unless_cuda_was_in_use(
+    chosen, monkeypatch, caplog
+):
+    name, fresh = "CUDA_DEVICE_MAX_CONNECTIONS", "import os, megatrain; print(os.environ[{!r}])"
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    if chosen is not None:
+        monkeypatch.setenv(name, chosen)
+    said = subprocess.run(
+        [sys.executable, "-c", fresh.format(name)], capture_output=True, check=True
+    )
+    assert said.stdout.decode().strip() == (chosen or "32")
+    for used in (False, True):  # by a program that imported megatrain later
+        if chosen is None:
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda used=used: used)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", mock.Mock(side_effect=LookupError))
+        with pytest.raises(LookupError):
+            cuda.CudaDevice(shared=True)
+        assert os.environ[name] == (chosen or "32")
+        assert len(caplog.messages) == (used and chosen is None)
 
 
 def test_a_gpu_that_is_not_there_is_refused(opened):
