@@ -8,7 +8,7 @@ class MegatrainError(Exception):
     """Base of all errors that are reported as one line; `exit_code` is what the command returns.
 
     Attributes:
-        by_all: whether all of several ranks fail with it, at the same place.
+        by_all: True if every rank fails with this error, at the same place.
     """
 
     exit_code = 4
@@ -22,7 +22,7 @@ class InputError(MegatrainError):
 
 
 class DoesNotFit(MegatrainError):
-    """The work needs more device or host memory than there is or than was allowed."""
+    """The work needs more device or host memory than there is, or than the limits allow."""
 
     exit_code = 3
 
@@ -34,11 +34,11 @@ class RunFailed(MegatrainError):
 
 
 class StepRefused(RunFailed):
-    """Loss or gradient norm of a step is not finite, or above the limit given.
+    """The loss or gradient norm of a step is not finite, or the norm is above its limit.
 
     Attributes:
-        intact: whether weights and optimizer state are still those of the step before.
-        measured: the step's loss and gradient norm; None: they are not why it is refused.
+        intact: True if weights and optimizer state are still those of the step before.
+        measured: the step's loss and gradient norm; None if the step is refused for another reason.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ def first_line(error: BaseException) -> str:
 
 
 def in_one_line(said: object, most: int | None = None) -> str:
-    """A text, or all that an error says, without line breaks; `most` characters of it at most."""
+    """A text, or an error's message, without line breaks, cut to `most` characters."""
     text = " ".join(str(said).split())
     if not text and isinstance(said, BaseException):
         text = type(said).__name__

@@ -92,7 +92,7 @@ def settle(
     if settled.placement.compile and not opened.device.can.compiles:
         raise InputError(
             "placement.compile is true, but torch.compile does not work for this device (a GPU "
-            "needs gcc and triton, Apple's has none); set it to false"
+            "needs gcc and triton, Apple's has none); set placement.compile to false"
         )
     if trained and opened.disk is not None and not settled.placement.on_disk:
         _log.info(
@@ -199,12 +199,13 @@ def check_fits(
 
     Args:
         tokens: of a step, if they are known.
-        reference: of a second model that is run beside it.
+        reference: needs of a second model, such as DPO's reference.
     """
     device, host_memory, clip = opened.device, opened.host_limit, opened.max_grad_norm is not None
-    needs, more = needs_of(opened.model, placement, clip=clip, tokens=tokens), reference or Needs()
-    needs.device["reference model"] += sum(more.device.values())
-    needs.host["reference model"] += sum(more.host.values())
+    needs = needs_of(opened.model, placement, clip=clip, tokens=tokens)
+    if reference is not None:
+        needs.device["reference model"] = sum(reference.device.values())
+        needs.host["reference model"] = sum(reference.host.values())
     memory, has_memory = device.memory(), device.can.counts_memory
     if has_memory:
         mapping = mapping_bytes(sum(needs.host.values()))

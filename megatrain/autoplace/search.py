@@ -377,12 +377,15 @@ class Search:
         return frames
 
     def _first_of(self, family: list[Placement], rows: int) -> Forecast | None:
-        """Forecast the first candidate that fits; after one that does not, ask if any may."""
+        """The forecast of the first candidate that fits; None: none does.
+
+        If the first one does not fit, the others are tried only if one of them may.
+        """
         for number, candidate in enumerate(family):
             if number == 1 and not self._may_fit(family, rows):
                 break
             least_fits = self._holds(*self._least_bytes(candidate, rows))
-            if least_fits and self._holds(*self._peaks(candidate, rows, 1)):
+            if least_fits and self._holds(*self._peaks(candidate, rows, steps=1)):
                 frame = self._of(candidate, rows)
                 if self._fits_moved(frame):
                     return frame
@@ -400,19 +403,23 @@ class Search:
         return Spending(self._forecasts, self._workload, frame, self._budget, passes)
 
     def _in_passes(self, best: Forecast) -> list[Spending]:
-        """Ways with small micro-batches in passes; none for joint losses, tiles, or large sums."""
+        """Ways to take a step in several passes.
+
+        There are none if the loss needs all micro-batches at once, if layers run over chunks of
+        tokens, or if the device has no room for the fp32 sums of all gradients.
+        """
         if isinstance(self._workload.loss, JointLoss) or self._forecasts.spec.balances:
             return []
         if best.placement.chunk_tokens is not None or self._tiles.sums_bytes > self._budget.device:
             return []
         spending, sizes = [], self._sizes
-        if self._workload.micro_batch is None:  # few graphs wait at once
+        if self._workload.micro_batch is None:  # small ones: a pass is to keep few graphs at once
             sizes = [rows for rows in sizes if rows * self._workload.sequence_length <= _FEW][:2]
         for rows in sizes:
-            count = -(-self._workload.rows // rows)
-            if count > 1:
-                frame = self._of(self._families(rows)[0][0], rows)
-                passes = sorted({n for n in _PASSES if n < count} | {count})
+            micro_batches = -(-self._workload.rows // rows)
+            if micro_batches > 1:
+                frame = self._of(self._families(rows)[0][0], rows)  # usually the fastest
+                passes = sorted({n for n in _PASSES if n < micro_batches} | {micro_batches})
                 spending += [self._spending(frame, n) for n in passes]
         return spending
 

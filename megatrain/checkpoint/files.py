@@ -117,8 +117,8 @@ def joined_sums(tile: str, by_rank: Sequence[Sums]) -> tuple[tuple[int, str], ..
     every = sorted({piece for sums in by_rank for piece in sums})
     if len({offset for offset, *_ in every}) < len(every):
         raise RunFailed(
-            f"{tile} has other weights or states on one host than on another, which should be the "
-            "same to the bit: a fault of a machine; go on from an earlier checkpoint"
+            f"the weights or states of {tile} differ between hosts, but should be the same to the "
+            "bit: a machine has a fault; go on from an earlier checkpoint"
         )
     return tuple((size, checksum) for _, size, checksum in every)
 

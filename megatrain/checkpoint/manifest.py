@@ -242,7 +242,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         if actual != record.num_bytes:
             what = "truncated" if actual < record.num_bytes else "too long"
             raise InputError(
-                f"{folder / name}: {what}: it has {actual} bytes, {record.num_bytes} were saved"
+                f"{folder / name}: {what}: it has {actual} bytes, but {record.num_bytes} were saved"
             )
     for path in tokenizer_files(folder / MODEL) if (folder / MODEL).is_dir() else ():
         if path.relative_to(folder).as_posix() not in manifest.files:

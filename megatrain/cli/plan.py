@@ -122,7 +122,7 @@ def _of_one_memory(options: Options) -> Options:
         memory = None if memory is None else parse_bytes(memory)
     for name in ("device-memory", "host-memory"):
         if options[name.replace("-", "_")] is not None:
-            raise InputError(f"--{name}: {gpu.name} and the host have one memory; give --memory")
+            raise InputError(f"--{name}: {gpu.name} and the host share one memory; give --memory")
     return {**options, "device_memory": memory}
 
 
@@ -436,19 +436,19 @@ def _time(plan: Plan) -> list[str]:
         f"{forecast.model_tflops:.0f} model TFLOPS",
         f"binds    {binds} (busy: {busy})",
         f"         arithmetic binds from {plan.compute_bound_tokens:,} tokens a step on",
-        *([] if plan.several is None else [_split(plan.several)]),
+        *([] if plan.several is None else [_on_several_gpus(plan.several)]),
         f"run      {lasts} for {counted}",
     ]
 
 
-def _split(several: Mapping[str, Any]) -> str:
+def _on_several_gpus(several: Mapping[str, Any]) -> str:
     binds = _BINDS.get(several["binds"], several["binds"])
     return (
         f"{several['gpus']} GPUs   {several['seconds']:.2f} s, {several['tokens_per_second']:,.0f} "
         f"tokens/s; binds: {binds}; {gib(several['device_bytes'])} of each GPU, "
-        f"{gib(several['host_bytes'])} of the host. The same step split evenly, each GPU with its "
-        "own bus and its share of the host, and half a bus between them (two steps of two H200s "
-        "were within 3 %)"
+        f"{gib(several['host_bytes'])} of the host. Each GPU takes an equal part of the step. The "
+        "forecast gives it a bus, a share of the host, and half a bus to the others if no link "
+        "is known (it was within 3 % of two steps on two H200s)"
     )
 
 

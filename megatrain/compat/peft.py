@@ -317,9 +317,9 @@ def parameter_of(module: Any) -> str | None:
 
 
 def base_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """The base's names for names in the model: of its own tensors, and of trained copies."""
+    """Names in the base by names in the model: of the base's tensors, then of trained copies."""
     held: dict[str, str] = {}
-    copies: dict[str, str] = {}
+    copies: dict[str, str] = {}  # of modules_to_save
     paths = {path for path, _ in wrappers(model)}
     buffers = dict(model.named_buffers())
     for name in (*dict(model.named_parameters(remove_duplicate=False)), *buffers):

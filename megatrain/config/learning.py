@@ -130,8 +130,8 @@ class OptimizerSection(NamedSection):
 _RIGHT = ("loss", "accuracy")
 _REPLIES = ("loss", *(f"rewards/{k}" for k in ("chosen", "rejected", "margins", "accuracies")))
 _OF_ROWS = {"labels": None, "problem_type": None}
-# For each loss: its class, the data that it needs (None: texts or chats), the metrics of
-# evaluations, and keys of a run file that the class does not have.
+# For each loss: its class, the kind of data that it needs (None: texts or chats), the metrics of
+# its evaluations, and with their defaults the keys of a run file that the class does not have.
 _LOSSES: dict[str, tuple[str, Any, tuple[str, ...], dict[str, Any]]] = {
     "sft": ("CrossEntropy", None, ("loss", "perplexity", "accuracy"), {"label_smoothing": 0.0}),
     "distill": ("Distillation", None, ("loss",), {"teacher": None, "top_k": 64}),

@@ -131,7 +131,7 @@ def _learnt(message: Message, where: str) -> bool:
         if not isinstance(weight, (int, float)) or weight not in (0, 1):
             raise InputError(f"{where}: {name!r} must be 0 or 1: round it, or leave it out")
         if weight and not reply:
-            raise InputError(f"{where}: {name!r} is 1, but only replies are learnt: leave it out")
+            raise InputError(f"{where}: {name!r} is 1, but this is no reply: leave it out")
         reply = reply and weight == 1
     return reply
 

@@ -371,8 +371,8 @@ class Encoder:
         for name in self._names:
             if re.search("image|img|video|audio", name, re.IGNORECASE) and name in text:
                 raise InputError(
-                    f"{where}: its text has the token {name!r}, and the row has no images: name "
-                    "them in 'images', or write it otherwise"
+                    f"{where}: the text has the token {name!r}, but the row has no images: name "
+                    "images in 'images', or write the token in another way"
                 )
 
     def _unread(self, talk: Conversation) -> list[str]:

@@ -107,8 +107,8 @@ class Medium(NamedTuple):
             data = [self.data[start:end] for start, end in pairwise(ends)]
         if _digest(b"".join(data)) != self.digest:
             raise InputError(
-                f"{self.path or 'an image'}: not as it was when its row was made tokens: restore "
-                "it, or start a new run"
+                f"{self.path or 'an image'}: the file has changed since the row was tokenised: "
+                "restore the file, or start a new run"
             )
         return _decoded(self.kind, data, self.path, processor)
 

@@ -231,13 +231,13 @@ def _prompt_row(
     *,
     chat: bool,
 ) -> PromptRow:
-    theirs = {name for name in fields.values() if name is not None}
-    values = {n: v for n, v in row.items() if n not in theirs and n not in fields}
-    values |= {ours: row[name] for ours, name in fields.items() if name is not None and name in row}
+    renamed = {ours: theirs for ours, theirs in fields.items() if theirs is not None}
+    values = {n: v for n, v in row.items() if n not in renamed.values() and n not in fields}
+    values |= {ours: row[theirs] for ours, theirs in renamed.items() if theirs in row}
     if "prompt" not in values:
         names = ", ".join(map(repr, row))
         raise InputError(
-            f"{where}: no field 'prompt': its fields are {names}: name it with "
+            f"{where}: no field 'prompt' among {names}: name the field of prompts with "
             "data.fields: {prompt: ...}"
         )
     prompt = text_or_messages(values.pop("prompt"), "prompt", where)

@@ -74,9 +74,9 @@ class ReplySpans:
                     f"{turn + 1}: drop it, or give it a weight of 0"
                 )
             raise InputError(
-                f"{self._where}: the chat template writes the text up to message {turn + 1} "
-                "otherwise when more follows, so replies cannot be told apart: mark them in the "
-                "template with {% generation %}, or give each reply a row of its own"
+                f"{self._where}: the chat template changes the text up to message {turn + 1} when "
+                "more messages follow, so replies cannot be told apart: mark replies in the "
+                "template with {% generation %}, or give each reply a separate row"
             )
         text, words = self.text[slice(*span)], words_of_calls(self._talk.messages[turn])
         if any(word not in text for word in words):
@@ -92,24 +92,25 @@ class ReplySpans:
         return end if tokens is None else tokens.end()
 
     def _with_end_tokens(self, turn: int, begin: int, end: int) -> int:
-        """The end of a reply with its end tokens, which may follow text[begin:end].
+        """The end of the reply text[begin:end], moved behind the end tokens that follow.
 
-        Some templates write end tokens only before a question. These are the tokens between reply
-        and question but for the question's header. If nothing but a header ends replies (GLM), the
-        header's first token is the reply's.
+        Some templates have no end tokens (GLM): the first token of the next message's header ends
+        the reply. Others write end tokens only before a question: they are the tokens between the
+        reply and the question's header.
         """
-        following = [message["role"] for message in self._talk.messages[turn + 1 : turn + 2]]
-        num_opening, opening_ends = self._template.header(self._talk, self._token)
-        if opening_ends and following not in ([], ["assistant"]):
-            opening = self._token.match(self.text, self._past_space(end))
-            return end if opening is None else opening.end()
+        following = self._talk.messages[turn + 1 :]
+        next_role = following[0]["role"] if following else None
+        num_header_tokens, headers_end = self._template.header(self._talk, self._token)
+        if headers_end and next_role not in (None, "assistant"):
+            header = self._token.match(self.text, self._past_space(end))
+            return end if header is None else header.end()
         stop = begin + len(self.text[begin:end].rstrip())
         has_end = any(t.end() == stop for t in self._token.finditer(self.text, begin, stop))
-        question = None if has_end or following != ["user"] else self._start(turn + 1)
+        question = None if has_end or next_role != "user" else self._start(turn + 1)
         if question is None:
             return end
         between = self._token.findall(self.text, end, question)
-        return self._past(between[: len(between) - num_opening], end)
+        return self._past(between[: len(between) - num_header_tokens], end)
 
     def _start(self, turn: int) -> int | None:
         """The place where a message's content begins in the text, if it can be found."""
@@ -163,20 +164,23 @@ class ReplySpans:
         return len(asked), len(upto)
 
     def _opens_another(self, turn: int, asked: str, begin: int, end: int) -> bool:
-        """True if a turn's opening text is part of a reply without calls and reasoning."""
+        """True if text[begin:end], found for a reply, has the header of a further turn in it.
+
+        Replies with calls or reasoning are not checked: they have tokens of that kind themselves.
+        """
         message = self._talk.messages[turn]
         if any(message.get(name) for name in ("tool_calls", *REASONING)):
             return False
         content = self._said(turn, begin, end) if message["content"].strip() else None
         start, stop = content or (begin, begin)
-        introduction, conclusion = self.text[begin:start], self.text[stop:end]
-        closing = self._token.findall(conclusion)
-        if len(closing) < 2 and not self._token.search(introduction):
+        before, after = self.text[begin:start], self.text[stop:end]
+        tokens_after = self._token.findall(after)
+        if len(tokens_after) < 2 and not self._token.search(before):
             return False
-        header = self._token.findall(self._header(turn, asked))
-        if header:
-            return header[0] in introduction + conclusion
-        return len(closing) > 1 and closing[-1:] == self._token.findall(asked)[-1:]
+        header_tokens = self._token.findall(self._header(turn, asked))
+        if header_tokens:
+            return header_tokens[0] in before + after
+        return len(tokens_after) > 1 and tokens_after[-1:] == self._token.findall(asked)[-1:]
 
     def _unheaded(self, turn: int, asked: str, begin: int, end: int) -> int:
         """The beginning of a reply after a header that is written differently, or only once."""
@@ -328,8 +332,8 @@ class ReplySpans:
         text = self._template.render(talk, self._where, add_generation_prompt=False)[0]
         if any(name + ending not in text for name in names):
             raise InputError(
-                f"{self._where}: the chat template leaves out 'tools' in this conversation: give "
-                "it a system message, which some ask for, use another template, or drop them"
+                f"{self._where}: the chat template leaves out 'tools' in this conversation: add "
+                "a system message, which some templates need, use another template, or drop 'tools'"
             )
 
     def _refuse_left_out(self) -> None:
@@ -352,7 +356,7 @@ class ReplySpans:
     def _left_out(self, turn: int) -> InputError:
         return InputError(
             f"{self._where}: the chat template leaves out message {turn + 1}, or a part of it: use "
-            "one that has a place for it, or drop the message"
+            "a template that writes the whole message, or drop the message"
         )
 
 

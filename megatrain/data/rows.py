@@ -106,8 +106,8 @@ def of_completion(row: DataRow, where: str) -> Conversation | Completion:
     prompt, completion = (text_or_messages(row[n], n, where) for n in ("prompt", "completion"))
     if _repeats(prompt, completion, where):
         raise InputError(
-            f"{where}: 'completion' repeats the prompt, which would be there twice: leave what "
-            "'prompt' has out of it"
+            f"{where}: 'completion' repeats the prompt, which would be there twice: leave the text "
+            "of 'prompt' out of 'completion'"
         )
     return _completed(row, prompt, completion, where)
 
@@ -127,7 +127,7 @@ def of_pair(row: DataRow, where: str) -> Pair:
         if all(repeated) or (kind is list and any(repeated)):
             raise InputError(
                 f"{where}: 'chosen' and 'rejected' repeat the prompt, which would be there twice: "
-                "leave what 'prompt' has out of them"
+                "leave the text of 'prompt' out of both"
             )
     elif not empty(prompt) and (kind is str or not isinstance(prompt, str)):
         raise InputError(
@@ -164,8 +164,8 @@ def _taken_apart(replies: list[Any], prompt: Any, where: str) -> tuple[Any, list
     rest = [reply[len(shared) :] for reply in replies]
     if isinstance(shared, list) and not (all(rest) and (shared or prompt)):
         raise InputError(
-            f"{where}: 'chosen' and 'rejected' must begin with the same messages, and then "
-            "each have a reply of its own"
+            f"{where}: 'chosen' and 'rejected' must begin with the same messages, and "
+            "each must then have a reply"
         )
     if isinstance(prompt, str) and shared and prompt.strip() and not _is_said(prompt, shared):
         raise InputError(
@@ -370,7 +370,7 @@ class Reading:
             if mapped <= {*form.needs, *form.may} and form.names(row, self.fields, where):
                 if form.kind == "text" and "role" in row and "role" not in self.fields:
                     raise InputError(
-                        f"{where}: one message is no row: put those of a conversation into "
+                        f"{where}: one message is no row: put all messages of a conversation into "
                         "'messages' of one row (role: null in data.fields passes it over)"
                     )
                 return form

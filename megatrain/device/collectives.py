@@ -22,9 +22,9 @@ class Collectives:
         self._device, self.ranks = device, ranks
 
     def all_gather(self, parts: Sequence[Buffer], what: str, stream: str = COPY_IN) -> Any:
-        """Fill buffers of one equal block for each rank; `stream` writes this rank's block.
+        """Gather all ranks' blocks in each of these buffers; `stream` writes this rank's block.
 
-        Returns the event of their being whole.
+        Returns the event after which the buffers are whole.
         """
         device, shards = self._device, self.ranks.shards
         if not shards.together:

@@ -190,8 +190,8 @@ class Intake:
         if unknown := sorted(key for key in micro if key not in known and not accepts(key)):
             raise InputError(
                 f"{where} has {unknown[0]!r}, which neither the model's forward nor the loss "
-                f"takes of tokens; known: {', '.join(needed)} (labels say which tokens count, -100:"
-                " none), and what else the forward takes of each token"
+                f"takes for tokens; give {', '.join(needed)} (labels of -100 do not count), and "
+                "further values of each token that the forward takes"
             )
         for key, value in micro.items():
             if not isinstance(value, Tensor):
@@ -334,7 +334,7 @@ def _check_positions(where: str, micro: Mapping[str, Tensor], max_tokens: int | 
     for place in map(int, micro.get("position_ids", torch.zeros(1)).aminmax()):
         if place < 0 or place >= (max_tokens or inf):
             raise InputError(
-                f"{where}: position_ids holds {place}; positions are from 0 on, and the model has "
+                f"{where}: position_ids holds {place}; positions start at 0, and the model has "
                 f"{max_tokens or 'any number'} (max_position_embeddings)"
             )
 

@@ -63,9 +63,9 @@ class _Table:
         stops = dict(self.tile.layout.parts)
         if self.entry.offset not in stops:
             raise InputError(
-                f"{self.entry.name!r} does not come first of what is trained, or frozen, with it, "
-                "so several ranks cannot share its rows; put it into the first group of the "
-                "optimizer that decays"
+                f"several ranks cannot share the rows of {self.entry.name!r}, because it is not "
+                "the first of the trained (or of the frozen) parameters in its tile; put it into "
+                "the optimizer's first group with weight decay"
             )
         return (stops[self.entry.offset] - self.entry.offset) // ranks // self.width
 

@@ -216,10 +216,10 @@ class PlacedEngine:
                 any shape.
             loss: one of `megatrain.loss`.
             norm_limit: refuse the step if its gradient norm is above this; needs `max_grad_norm`.
-            router_shares: how much the loss of routers counts in each micro-batch, of which it is
-                then; None: it is of all tokens of the step together. Of one rank.
-            expected: loss and gradient norm of the same step, computed before from the same state
-                (`StepRefused.measured`): other ones are a fault of the hardware, and RunFailed.
+            router_shares: a factor for each micro-batch; the routers' loss of each is computed
+                alone, which one rank can do. None: it is computed over all tokens of the step.
+            expected: loss and gradient norm of this step when it was computed before, from the same
+                state (`StepRefused.measured`). RunFailed if they differ: the hardware has a fault.
 
         Raises:
             InputError: bad micro-batches or settings of the optimizer, or an engine without one.
@@ -231,8 +231,9 @@ class PlacedEngine:
             raise InputError("this engine has no optimizer; make it with optimizer=AdamW(...)")
         if has_saved_tensor_hooks():
             raise InputError(
-                "a step within torch.autograd.graph.saved_tensors_hooks or save_on_cpu: the engine "
-                "has its own, and computes layers again; leave them, placement says what is saved"
+                "a step runs within torch.autograd.graph.saved_tensors_hooks or save_on_cpu, but "
+                "the engine saves tensors itself; call step outside of them (the placement says "
+                "what is saved)"
             )
         start = time.perf_counter()
         if self._lean and router_shares is None:  # halves would have other losses of routers
@@ -273,7 +274,7 @@ class PlacedEngine:
             return train_step(replace(parts, passes=1) if joint else parts, batch)
 
     def _holds(self, batch: Batch) -> bool:
-        """True if the placement was chosen for steps as large; else layers save nothing."""
+        """True if a step is no larger than the placement was chosen for; else nothing is saved."""
         planned = self._planned
         largest = max(micro.inputs["input_ids"].numel() for micro in batch.micro)
         if planned is None or planned.holds(batch.num_tokens, largest):
@@ -281,9 +282,9 @@ class PlacedEngine:
         if not self._warned and any(policy != RECOMPUTE for policy in self._policies()):
             self._warned = True
             _log.warning(
-                "A step of %d tokens, at most %d at once, is larger than the placement was chosen "
-                "for (%d, %d), so layers are computed again in its backward; give the engine the "
-                "largest tokens_per_step (of all ranks) and micro_batch",
+                "A step of %d tokens, %d in its largest micro-batch, is larger than the placement "
+                "was chosen for (%d, %d), so layers are computed again in the backward; give the "
+                "engine the largest tokens_per_step (of all ranks) and micro_batch",
                 batch.num_tokens, largest, planned.tokens_per_step, planned.micro_batch_tokens,
             )  # fmt: skip
         return False

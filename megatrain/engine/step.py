@@ -90,7 +90,7 @@ def train_step(parts: TrainingParts, batch: Batch) -> tuple[float, float]:
             loss, dh = head.loss_and_vjp(weights, group, h, accumulator)
             losses += loss
             if group is groups[-1]:
-                update.guard(losses)
+                update.guard(losses)  # no update begins if the loss is not finite
             sink.put(accumulator)
 
         for unit, weights in stream.visit(trained):

@@ -104,7 +104,7 @@ class OnlyNumbers(transformers.LogitsProcessor):
         if not scores_RV.amax(-1).isfinite().all():
             raise RunFailed(
                 "the model's logits are NaN or infinite, so no token can be drawn: its weights, or "
-                "numbers in its config.json, are damaged; look at both"
+                "numbers in its config.json, are damaged; check both"
             )
         return scores_RV
 

@@ -99,8 +99,8 @@ def weighed(step: Sequence[Waiting], shift: int) -> tuple[list[dict[str, Tensor]
         return rows, losses.CROSS_ENTROPY
     if 0 in parts:
         raise InputError(
-            f"micro-batch {parts.index(0)} of this step has no label, and Trainer's loss of it is "
-            "not a number; leave such rows out"
+            f"micro-batch {parts.index(0)} of this step has no label, so Trainer's loss is not a "
+            "number; leave such rows out"
         )
     weights = [torch.full(r["labels"].shape, 1 / part) for r, part in zip(rows, parts, strict=True)]
     return [r | {"token_weights": w} for r, w in zip(rows, weights, strict=True)], WEIGHTED_SUM

@@ -34,7 +34,7 @@ _AS_IT_IS = {"use_cache": False, "logits_to_keep": 0, "return_dict": True}
 _AS_IT_IS |= {"output_attentions": False, "output_hidden_states": False}
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 _OPTIONS = ("compute_loss_func", "model_init", "optimizer_cls_and_kwargs")
-_NO_LOGITS = "of pairs there are no logits; what they measure is logged"
+_NO_LOGITS = "there are no logits for pairs; their metrics are logged"
 _NOT_BEST = "the engine does not measure it; take eval_loss"
 _WHOLE = "load_best_model_at_end takes the whole state"
 _FOLLOWS = "it follows from the Trainer's arguments"
@@ -313,7 +313,7 @@ class StreamedTrainer(_Trainer):
             self._measured("eval", measures)
             return torch.tensor(value), None, None
         if not plain:
-            raise InputError("of pairs there are no predictions; use megatrain.Engine.logits")
+            raise InputError("there are no predictions for pairs; use megatrain.Engine.logits")
         more = [name for name in _OUTPUTS if getattr(self.engine.config, name, False)]
         if more or "logits" in (ignore_keys or ()):
             refuse(", ".join(more) or "ignore_keys", "predictions are logits alone")

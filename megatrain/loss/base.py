@@ -57,8 +57,8 @@ class Loss(ABC):
         choices: names of tensors `[B, T, K]` that it takes likewise: ids of tokens (int64) whose
             logits it reads, and after them numbers for each of these.
         temperature: divides the logits before anything else, above 0.
-        scores: it reads the one number of a head that scores rows.
-        embeds: it reads the hidden states of a model without a head.
+        scores: True if the loss reads the one number of a head that scores rows.
+        embeds: True if the loss reads the hidden states of a model without a head.
     """
 
     scores: ClassVar[bool] = False
@@ -407,7 +407,9 @@ class Distillation(Loss):
                 raise InputError(f"the {name} is {share!r}; it must be from 0 to 1")
         super().__post_init__()
         if self.cross_entropy and self.temperature != 1:
-            raise InputError("distillation has cross_entropy or a temperature; leave one out")
+            raise InputError(
+                "distillation takes cross_entropy or a temperature, not both; leave one out"
+            )
 
     def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         lse_N = logits_NV.logsumexp(1)

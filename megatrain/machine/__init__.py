@@ -288,8 +288,11 @@ def present_machine(device: str = "auto", *, precision: Precision = "bf16") -> M
     None without a GPU, or with one that was neither measured nor is listed.
     """
     gpu, memory = find_gpu(device), host_limit_bytes()
-    shares = gpu is not None and (known := by_driver_name(gpu.name)) is not None and known.shared
-    if gpu is None or not (gpu.memory_bytes or shares):
+    if gpu is None:
+        return None
+    known = by_driver_name(gpu.name)
+    shares = known is not None and known.shared
+    if not (gpu.memory_bytes or shares):
         return None
     measured = read(key_of(device), "fp32" if precision == "fp32" else "bf16")
     if measured is not None and not shares:

@@ -70,9 +70,9 @@ TOLD: ContextVar[bool] = ContextVar("TOLD", default=False)
 
 
 def chosen_attention(name: str | None) -> str | None:
-    """The attention that a model was opened with, for the one that replaces it in training.
+    """transformers' name of the attention in whose place ours trains; other names stay.
 
-    Checkpoints name the former: no other program knows the latter.
+    Checkpoints have this name, because no other program knows ours.
     """
     if name is None or not name.startswith(OURS):
         return name

@@ -135,7 +135,7 @@ def model_class(
         others = [name for name in names if hasattr(transformers, name)]
         if others and TEXT_CLASSES.isdisjoint(names):
             raise InputError(
-                f"the model's configuration names {others[0]} (architectures), and only language "
+                f"the model's configuration names {others[0]} (architectures), but only language "
                 "models (...ForCausalLM, ...ForConditionalGeneration without an encoder of text) "
                 "and classifiers (...ForSequenceClassification, ...ForTokenClassification) are "
                 "trained; give such a model"

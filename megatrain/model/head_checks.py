@@ -1,9 +1,9 @@
 """Checks of a model's head: its own loss is the cross entropy of its labels, and no token is mixed.
 
 transformers' models compute a loss in their forward where labels are given. Here the loss is
-computed separately, so that logits never exist as a whole. A class of transformers or a folder's
-code, is tried at the model's head on a few random hidden states: anything it adds to its loss
-would be lost otherwise. A user's code can do what no trial shows, so its loss must be
+computed separately, so that logits never exist as a whole. A class of transformers, or a
+folder's code, is tried at the model's head on a few random hidden states, because what it adds to
+its loss would be lost. A user's code can do what no trial shows, so its loss must be
 the very tensor that transformers' loss function computed from the labels and the logits.
 
 Random weights are random in their first values and zero elsewhere, where they take no memory: they
@@ -90,8 +90,8 @@ def _tried(spec: ModelSpec, name: str) -> int:
     function = model.loss_function
     if not _is_known(function):
         raise Unsupported(
-            f"{name} has a loss_function of its own, which is not computed here; take it away, or "
-            "train on it elsewhere"
+            f"{name} defines a loss_function, which MegaTrain does not compute; remove the "
+            "function, or train elsewhere"
         )
     noted: list[tuple[Tensor, Tensor, Tensor]] = []
     before = vars(model).copy()
@@ -120,15 +120,15 @@ def _tried(spec: ModelSpec, name: str) -> int:
         for logits, labels, result in noted
     ):
         raise Unsupported(
-            f"{name}'s forward is not transformers' own, and its loss not what its loss_function "
-            "makes of the labels and the logits that it returns; give a model whose loss is"
+            f"{name}'s forward is not transformers' own, and its loss is not the result of its "
+            "loss_function for the labels and the logits that it returns; let it return that"
         )
     for shift in (1, 0):
         if _same(value, _cross_entropy(logits_BTV, labels_BT, shift)):
             return shift
     raise Unsupported(
-        f"the loss in {name}'s forward is not the mean cross entropy of its labels, and what it "
-        "adds or changes would be left out; give a model without that"
+        f"the loss in {name}'s forward is not the mean cross entropy of its labels, and the "
+        "difference would be left out; give a model with that loss alone"
     )
 
 

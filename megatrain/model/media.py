@@ -246,8 +246,8 @@ class FrozenParts:
 def _require_constant(leaf: Tensor) -> None:
     if leaf.requires_grad:
         raise RunFailed(
-            "a gradient reaches a frozen part of an encoder of images or sounds, which it did not "
-            "reach in earlier micro-batches; train all of the encoder, or nothing of it"
+            "a gradient reaches a frozen part of an encoder of images or sounds, but none did in "
+            "earlier micro-batches; train the whole encoder, or freeze it"
         )
 
 

@@ -153,8 +153,8 @@ class _Probe:
             names = {id(p): name for name, p in self.model.named_parameters()}
             held = names.get(id(weight), f"a weight {list(weight.shape)}")
             raise Unsupported(
-                f"{self.paths[id(layer)]} holds {held} elsewhere than as a parameter of its own "
-                "(in a list, a function, another module's method); such weights are not supported"
+                f"{self.paths[id(layer)]} holds {held}, but not as one of its parameters (in a "
+                "list, a function, another module's method); such weights are not supported"
             )
         if reader.reads_dictionaries:  # where a layer's number may be, which cannot be hidden there
             self.numbered.add(id(layer))
@@ -172,7 +172,7 @@ class _Probe:
             if any(map(has_gradient_hooks, self.alive)):
                 raise Unsupported(
                     "its forward registers a hook of an activation's gradient between layers, "
-                    "which would not be run; let a layer do what it does"
+                    "which would not be run; move the hook into a layer"
                 )
             structure = self._finish(rows, constants, output)
         refuse_mixing(structure)

@@ -59,16 +59,16 @@ def difference(
     """How `model` differs from the one that its saved configuration makes, and what to do about it.
 
     Args:
-        model: without its weights; its buffers are real. What an earlier run has left goes.
-        dtype: that of its source, in which exports are written.
-        computed: dtype in which its class has computed its buffers.
-        with_code: the code of its class is saved with the model.
+        model: without weights; buffers are real. What an earlier forward has left is set to None.
+        dtype: the source's, in which exports are written.
+        computed: dtype in which the model's class has computed its buffers.
+        with_code: the code of the model's class is saved with the model.
     """
     adapters, peft_model = adapted(model), model
     if adapters is not None:
         model = adapters.base
     try:
-        again = _again(model, dtype, with_code)
+        rebuilt = _again(model, dtype, with_code)
     except Exception as error:  # each configuration class has its own checks and error types
         reason = first_line(error)[:200]
         return (
@@ -79,14 +79,14 @@ def difference(
 
     for module in model.modules():
         vars(module).update((name, None) for name in _LEFT_BY_RUNS if name in vars(module))
-    built = again if computed == _BUILT_IN else None
-    every = [_unlike(model, again), _buffers(model, again, loaded_types(model, computed, built))]
+    dtypes = loaded_types(model, computed, rebuilt if computed == _BUILT_IN else None)
+    differences = [_unlike(model, rebuilt), _buffers(model, rebuilt, dtypes)]
     if adapters is not None:
-        put_there = with_adapter(model, adapters.config, adapters.name)
-        every.append(_unlike(peft_model, put_there))
-    words = next(chain.from_iterable(every), None)
-    return words and (
-        f"{words} by the model's configuration, from which a checkpoint or an export would be "
+        adapted_again = with_adapter(model, adapters.config, adapters.name)
+        differences.append(_unlike(peft_model, adapted_again))
+    first = next(chain.from_iterable(differences), None)
+    return first and (
+        f"{first} by the model's configuration, from which a checkpoint or an export would be "
         f"loaded; {_UNDO}"
     )
 
@@ -249,7 +249,7 @@ def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -
     if 0 < len(on_meta) < len(parameters):
         raise InputError(
             f"{on_meta[0]} of the model given is on the meta device, but others are not; load all "
-            "of it, or give its folder"
+            "of the model, or give the model's folder"
         )
     if any(buffer.is_meta for buffer in model.buffers()):
         raise InputError(

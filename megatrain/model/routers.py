@@ -172,7 +172,7 @@ def ask_for(model: "PreTrainedModel", settings: Mapping[str, float | None]) -> N
         holders = [(p, n) for p in (model, text, model.config) for n in _WEIGHTS if hasattr(p, n)]
         if not (parts and holders) if is_balance else value and not recorded_routers(model):
             raise InputError(
-                f"{name} is {value}, and {type(model).__name__} has no "
+                f"{name} is {value}, but {type(model).__name__} has no "
                 f"{'loss of ' * is_balance}routers; leave it out"
             )
         if not is_balance:

@@ -112,8 +112,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     wrong += [n for n, path in paths.items() if n not in stored or stored[n].file != path]
     if wrong:
         raise InputError(
-            f"{folder / INDEX_FILE}: the shards do not have {wrong[0]!r} once, in the shard where "
-            "it places it; they are of different versions, download the model again"
+            f"{folder / INDEX_FILE}: the shards do not have {wrong[0]!r} once, in the shard that "
+            "the index names; index and shards are of different versions: download the model again"
         )
     return stored
 

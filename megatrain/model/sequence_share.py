@@ -122,8 +122,8 @@ class SequenceShare:
             unlike.append("an attention_mask that hides more than the end of rows, without labels")
         if unlike:
             raise InputError(
-                f"{where} has {unlike[0]}, which ranks that share rows do not take yet; leave it, "
-                "or data.packing, or sequence_parallel out"
+                f"{where} has {unlike[0]}, which ranks that share rows do not take yet; leave "
+                "that out, or data.packing, or sequence_parallel"
             )
 
     def micro(self, micro: Micro) -> Micro:

@@ -110,7 +110,7 @@ class ModelSpec(Structure):
 
     @cached_property
     def router_biases(self) -> dict[str, int]:
-        """The biases of routers that steps move: by name, the row of the layer in the loads."""
+        """By name each bias of a router that steps move: its layer's row in the experts' loads."""
         if not (self.routed and self.router_loss and self.router_loss.bias_rate):
             return {}
         shape = (self.router_loss.experts(self.routed_shape[1]),)

@@ -37,8 +37,8 @@ def refuse_settings(config: PreTrainedConfig) -> None:
     every = getattr(config, "rescale_every", 0)  # of RWKV
     if 0 < every <= config.get_text_config(decoder=True).num_hidden_layers:
         raise Unsupported(
-            f"rescale_every is {every} in the model's configuration: its forward then changes its "
-            "own weights where it does not train; set it to 0, which only fp16 needs otherwise"
+            f"rescale_every is {every} in the model's configuration: the forward then changes "
+            "weights outside of training; set rescale_every to 0 (only fp16 needs another value)"
         )
     for name, value in layer_drops(config).items():
         if isinstance(value, float) and value > 0:

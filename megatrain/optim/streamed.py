@@ -54,8 +54,8 @@ class _Named(nn.Parameter):
             name = func.__self__.__name__
         if name not in _OF_SHAPE:
             raise InputError(
-                f"{name.strip('_')} of a parameter in the optimizer's groups: the engine streams "
-                "its values and gradients, which are not here; leave it out"
+                f"{name.strip('_')} was asked of a parameter in the optimizer's groups, which has "
+                "no values or gradients, because the engine streams them; do not ask for it"
             )
         return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -187,8 +187,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         others += [f"{n} {group[n]!r}" for n in choices if group.get(n, choices[n]) != choices[n]]
         if others:
             raise InputError(
-                f"a group of the optimizer asks for {others[0]}, and the engine was made with "
-                f"another {kind}, or {kind} does not know it; make the engine with it, or leave it"
+                f"a group of the optimizer asks for {others[0]}, which {kind} does not know, or "
+                "which differs from the engine's; make the engine with it, or leave it out"
             )
 
     def took_step(self) -> None:
@@ -268,8 +268,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         names = [str(name) for names in lists if isinstance(names, list) for name in names]
         if sorted(names) != sorted(by_name) or not all(isinstance(each, list) for each in lists):
             raise InputError(
-                "the optimizer's groups given are of other parameters than the model's; make the "
-                "same groups first"
+                "the saved groups of the optimizer have other parameters than this engine's; make "
+                "the same groups first"
             )
         restored = []
         for group in groups:

@@ -177,8 +177,8 @@ def read_adapter(source: Source, write: Write) -> None:
             tied = first[id(base.get_parameter(adapters.held[of_base[name]]))]
             if not torch.equal(stored.pop(name).read().float(), values[tied]().float()):
                 raise InputError(
-                    f"{path}: {name} is not the base's own weight, and an adapter's base is not "
-                    "changed; merge it with PEFT (merge_and_unload), and begin with that model"
+                    f"{path}: {name} is not the base's weight, but an adapter does not change its "
+                    "base; merge the adapter with PEFT (merge_and_unload), and train the result"
                 )
     wanted = {file_name: shapes[name] for file_name, name in names.items()}
     differing = {n: tensor.shape for n, tensor in stored.items()}.items() ^ wanted.items()

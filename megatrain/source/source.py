@@ -520,7 +520,7 @@ def choose_trained(
             require_torchao()
         return
     if precision == "fp8" and adapters.config.use_dora:
-        raise InputError("precision is 'fp8', and use_dora needs the base's weights; take bf16")
+        raise InputError("precision is 'fp8', but use_dora needs the base's weights; take bf16")
     if optimizer is not None and not any(p.requires_grad for p in source.model.parameters()):
         raise InputError(
             "every parameter of the PeftModel is frozen: load the adapter with is_trainable=True"

@@ -156,8 +156,8 @@ def open_model(
     model = empty_model(config, trust_remote_code=trust_remote_code, **code)
     if type(model).__name__ != settings.model_class:
         raise InputError(
-            f"{folder / 'config.json'}: transformers makes a {type(model).__name__} of it, and the "
-            f"checkpoint is of a {settings.model_class}, which cannot be rebuilt"
+            f"{folder / 'config.json'}: it describes a {type(model).__name__}, but the "
+            f"checkpoint holds a {settings.model_class}, which cannot be rebuilt"
         )
     if settings.adapter is not None:
         model = restored(model, settings.adapter)
@@ -220,8 +220,8 @@ def check_precision(checkpoint: Checkpoint, wanted: str | None) -> Any:
     saved = checkpoint.settings.precision
     if wanted not in (None, saved):
         raise InputError(
-            f"precision is {wanted!r}, but {checkpoint.folder} was trained with {saved!r}, which "
-            "cannot change on the way; leave it out, or export the model and start from it"
+            f"precision is {wanted!r}, but {checkpoint.folder} was trained with {saved!r} and goes "
+            "on with that; leave precision out, or export the model and start from the export"
         )
     return saved
 

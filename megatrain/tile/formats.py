@@ -78,27 +78,28 @@ class WeightFormat:
     ) -> None:
         """Write the values of `stored`, flat memory, to `out`; `fast` may compile `expand`.
 
-        Args: `rows`: the only ones, of the first dimension, that are written; None: all.
+        Args: `rows`: indices in the first dimension: only these rows are written; None: all.
         """
         num_bytes = self.bytes_of(out.shape)
         codes, scales = self.parts(stored.view(torch.uint8)[:num_bytes], out.shape)
         flat, expand, values = out.view(-1), fast(self.expand), self.values(out.device)
         at_once = _PIECE if expand is self.expand else _COMPILED_PIECE  # launches take time
         if rows is not None:
-            most = max(1, min(at_once, _ROWS_PIECE) // out[0].numel())
-            for first in range(0, len(rows), most):
-                some = torch.tensor(rows[first : first + most], device=out.device)
-                of_codes = codes.view(len(out), -1)[some].view(-1)
-                of_scales = scales.view(len(out), -1, *scales.shape[1:])[some].flatten(0, 1)
-                unpacked = out.new_empty(len(some), *out.shape[1:])
-                expand(of_codes, of_scales, values, unpacked.view(-1))
-                out[some] = unpacked
+            rows_at_once = max(1, min(at_once, _ROWS_PIECE) // out[0].numel())
+            for first in range(0, len(rows), rows_at_once):
+                chosen = torch.tensor(rows[first : first + rows_at_once], device=out.device)
+                row_codes = codes.view(len(out), -1)[chosen].view(-1)
+                row_scales = scales.view(len(out), -1, *scales.shape[1:])[chosen].flatten(0, 1)
+                unpacked = out.new_empty(len(chosen), *out.shape[1:])
+                expand(row_codes, row_scales, values, unpacked.view(-1))
+                out[chosen] = unpacked
             return
-        most = -(-len(scales) // -(-flat.numel() // at_once))
-        of = flat.numel() // len(scales)  # values of a scale, or of a row of them
-        pieces = (codes.view(len(scales), -1), scales, flat.view(-1, of))
-        for piece in zip(*(whole.split(most) for whole in pieces), strict=True):
-            expand(piece[0].view(-1), piece[1], values, piece[2].view(-1))
+        num_pieces = -(-flat.numel() // at_once)
+        scales_at_once = -(-len(scales) // num_pieces)
+        by_scale = (codes.view(len(scales), -1), scales, flat.view(len(scales), -1))
+        for piece in zip(*(whole.split(scales_at_once) for whole in by_scale), strict=True):
+            piece_codes, piece_scales, piece_out = piece
+            expand(piece_codes.view(-1), piece_scales, values, piece_out.view(-1))
 
     def unpacked(self, stored: Tensor, shape: Sequence[int]) -> Tensor:
         """The values of `stored` on the CPU that layers are computed with, in fp32."""
@@ -219,7 +220,7 @@ def fp8_rows(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def operands(stored: Tensor, shape: Sequence[int]) -> dict[str, Tensor]:
-    """A weight's codes `[O, I]` and scales `[1, O]`, as `FP8` keeps them, then turned codes."""
+    """A weight's codes `[O, I]` and scales `[1, O]`, as `FP8` keeps them, and transposed codes."""
     kept, turned = stored.view(torch.uint8).split((FP8.bytes_of(shape), prod(shape)))
     codes, scales = FP8.parts(kept, shape)
     return {
@@ -230,14 +231,14 @@ def operands(stored: Tensor, shape: Sequence[int]) -> dict[str, Tensor]:
 
 
 def write_operands(
-    values: Tensor, of_rows: Tensor | None, codes: Tensor, scales: Tensor, turned: Tensor
+    weight: Tensor, row_scales: Tensor | None, codes: Tensor, scales: Tensor, turned: Tensor
 ) -> None:
-    """Write a weight, given as values, or as codes with the scales of rows, to its operands."""
-    if of_rows is None:
-        values, of_rows = fp8_rows(values)
-    codes.copy_(values)
-    scales.copy_(of_rows[None])
-    turned.copy_(values.t())
+    """Write a weight to its operands; without `row_scales` it is values, else e4m3 codes."""
+    if row_scales is None:
+        weight, row_scales = fp8_rows(weight)
+    codes.copy_(weight)
+    scales.copy_(row_scales[None])
+    turned.copy_(weight.t())
 
 
 def _fp8_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -260,5 +260,5 @@ def data_alone(
     evaluation: Any  # as training
     training, evaluation = open_data(config, tokenizer, vocab_size, images)
     if isinstance(training, Prompts):
-        raise InputError(f"loss.name {config.loss.name}: prompts have no tokens to learn to show")
+        raise InputError(f"loss.name {config.loss.name}: prompts have no labels to show")
     return tokenizer, training, evaluation

@@ -91,11 +91,11 @@ class References:
     def read(cls, run: Path) -> "References":
         """Read the record of a run. Raises InputError: it is missing or damaged."""
         path = run / REFERENCES
-        remedy = "put the file back, or begin a new run with model.path: this one"
+        remedy = "put the file back, or begin a new run with this run as model.path"
         with explained(f"{path}: what the run keeps of its reference cannot be read", remedy):
             kept = json.loads(path.read_text())
             if kept.pop("crc32") != json_crc32(kept):
-                raise ValueError("it is not as it was written")
+                raise ValueError("it has changed since it was written")
             sums = {name: torch.tensor(values) for name, values in kept["sums"].items()}
             return cls(sums, dict(kept["keys"]))
 
@@ -105,8 +105,8 @@ def same_model(key: str, start: Start | None) -> References:
     if start is not None and References.read(start.run).keys != {"model": key}:
         raise InputError(
             f"{start.run / REFERENCES}: the reference or teacher is not the one that the run began "
-            "with (its files have other sizes, times or bytes); put it back, or begin a new run "
-            "with model.path: this one"
+            "with (its files have other sizes, times or bytes); put the old files back, or begin "
+            "a new run with the trained model of this run as model.path"
         )
     return References({}, {"model": key})
 

@@ -310,7 +310,7 @@ def _structure(config: Config, model: Any) -> Source:
     if opened.spec.label_shift == 0 and config.loss.head is None:
         raise InputError(
             f"the loss of {source.model.config.model_type} compares logits with the labels of the "
-            "same places, so text would teach it to copy; use megatrain.Engine, with other labels"
+            "same places, so text teaches the model to copy; use megatrain.Engine with other labels"
         )
     return source
 

@@ -49,22 +49,23 @@ class RunTimeline:
         """Args: `recording`: as `Engine.recording`; `steps`: that this process will take."""
         self._recorder, self._folder = StepRecorder(recording), folder
         self.breakdown: Breakdown | None = None
-        self._left = min(RECORDED_STEP, steps)  # steps up to the recorded one, itself included
+        self._steps_left = min(RECORDED_STEP, steps)  # until the recorded step has ended
 
     def step(self, number: int, step: Callable[[], Result]) -> Result:
         """Do step `number` of the run, and write `timeline.json` if it was to be recorded."""
-        self.breakdown, records = None, self._left in (1, 2)
+        # The updates of the step before it run in the recorded step, so both are recorded.
+        self.breakdown, records = None, self._steps_left in (1, 2)
         if records:
             self._recorder.start()
         try:
             result = step()
         except BaseException:
-            if records:  # where the run goes on without this step, the next two are recorded
+            if records:  # if the run goes on without this step, the next two are recorded
                 self._recorder.cancel()
-                self._left = 2
+                self._steps_left = 2
             raise
-        self._left -= 1
-        if records and not self._left:
+        self._steps_left -= 1
+        if records and not self._steps_left:
             spans = self._recorder.end()
             trace = chrome_trace(spans) | {"otherData": {"step": number}}
             try:

@@ -309,7 +309,7 @@ REFUSED = {
     "too many places": (talk("<image><image>", "a", images=["p.png"]), {}, "1 images .* 2 places"),
     "a token in a text": (talk([part("p.png"), {"type": "text", "text": "<image>"}], "a"), {},
                           "has 2 places of images .*the row 1 images"),
-    "a token alone": (talk("<image>", "a"), {}, "has the token '<image>', and the row has no"),
+    "a token alone": (talk("<image>", "a"), {}, "has the token '<image>', but the row has no"),
 }  # fmt: skip
 
 

@@ -98,8 +98,8 @@ BATCHES: dict[str, Any] = {
     "micro-batch 1 has no labels": changed(labels=None),
     "micro-batch 1 has 'pixels', which neither the model's": changed(pixels=IDS),
     "micro-batch 1 has 'use_cache', which": changed(use_cache=IDS),
-    "has 'past_key_values', which .* takes of tokens": changed(past_key_values=IDS),
-    "has 'cache', which .* takes of tokens": changed(cache=IDS),
+    "has 'past_key_values', which .* takes for tokens": changed(past_key_values=IDS),
+    "has 'cache', which .* takes for tokens": changed(cache=IDS),
     "has 'logits_to_keep', which neither": changed(logits_to_keep=IDS),
     "has 'inputs_embeds', which neither": changed(inputs_embeds=IDS),
     r"labels is \[2, 8\] torch.float32": changed(labels=IDS.float()),
@@ -115,10 +115,10 @@ BATCHES: dict[str, Any] = {
     f"micro-batch 1 has rows of {POSITIONS + 1} tokens, but the model has {POSITIONS}": changed(
         input_ids=LONG, labels=LONG
     ),
-    f"position_ids holds {POSITIONS}; positions are from 0 on, and the model has": changed(
+    f"position_ids holds {POSITIONS}; positions start at 0, and the model has": changed(
         position_ids=PLACES + POSITIONS - 7
     ),
-    "position_ids holds -1; positions are from 0 on": changed(position_ids=PLACES - 1),
+    "position_ids holds -1; positions start at 0": changed(position_ids=PLACES - 1),
     "no token of this step has a label": [{"input_ids": IDS, "labels": IDS * 0 - 100}] * 2,
     "no token of this step": [{key: value[:, :1] for key, value in GOOD.items()}],
 }
@@ -173,7 +173,9 @@ def test_a_model_without_positions_has_rows_of_any_length():
 
 def test_hooks_of_saved_tensors_are_refused_and_not_followed(engine):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: 2 * x, lambda x: x):
-        refuse(lambda: engine.step([GOOD]), "a step within torch.autograd.graph.saved_tensors_h")
+        refuse(
+            lambda: engine.step([GOOD]), "a step runs within torch.autograd.graph.saved_tensors_h"
+        )
     assert engine.optimizer.num_steps == 0
 
 

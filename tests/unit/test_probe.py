@@ -270,9 +270,9 @@ def with_head(count):
 
 
 OTHER_LOSSES = {
-    "z-loss": (lambda: of(WithZLoss), "loss not what its loss_function makes"),
-    "weights": (lambda: of(Weighted), "loss not what its loss_function makes"),
-    "the usual, partly": (with_part_of_the_usual, "has a loss_function of its own"),
+    "z-loss": (lambda: of(WithZLoss), "loss is not the result of its loss_function"),
+    "weights": (lambda: of(Weighted), "loss is not the result of its loss_function"),
+    "the usual, partly": (with_part_of_the_usual, "defines a loss_function"),
     "a z-loss of the configuration": (
         lambda: tiny_model("bamba", changes={"z_loss_coefficient": 0.1}),
         "loss in .*'s forward is not the mean cross entropy",
