@@ -183,7 +183,9 @@ def _images(sizes: Sequence[str], path: str | None, run: "Config | None") -> Med
     parsed = [re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text) for text in sizes]
     if not all(parsed):
         raise InputError(f"--image: write {', '.join(sizes)} like 1024x768 (99999 at most)")
-    return MediaRow(processor.example([("image", (int(m[1]), int(m[2])), "") for m in parsed if m]))
+    return MediaRow(
+        processor.example([("image", (int(m[1]), int(m[2])), "", 1) for m in parsed if m])
+    )
 
 
 def missing_data(paths: str | list[str]) -> str | None:

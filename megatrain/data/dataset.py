@@ -235,8 +235,9 @@ class PackedDataset:
             return batch
         batch, packed = dict(batch), self.packing
         images = [
-            self.images(row, slice(None) if packed else slice(line, line + 1))
+            self.images(row, slice(at, at + 1))
             for row, line in batch.pop(ROWS).tolist()
+            for at in (range(len(self._segments(row).document)) if packed else (line,))
         ]
         return batch | self.image_processor.inputs(batch["input_ids"].tolist(), images)
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain.data.conversation import ROLES, Conversation
-from megatrain.data.images import ImageProcessor, Medium, read_medium, with_media
+from megatrain.data.images import ImageProcessor, Medium, read_media, with_media
 from megatrain.data.readers import TextPiece, read_rows, read_text, split_text
 from megatrain.data.refused_fields import OF_CALLS, empty
 from megatrain.data.reply_spans import ReplySpans
@@ -266,10 +266,7 @@ class Encoder:
                 "no processor for them: use the folder of one that has, or leave them out"
             )
         folder = Path(examples.sources[placed.source].name).parent
-        images = [
-            read_medium(kind, source, folder, placed.where, self._images)
-            for kind, source in talk.images
-        ]
+        images = read_media(talk.images, folder, placed.where, self._images)
         return self.conversation(placed._replace(example=talk._replace(images=images)))
 
     def _pieces(self, pieces: Sequence[tuple[PlacedExample, TextPiece]]) -> Iterator[Document]:

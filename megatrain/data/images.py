@@ -56,6 +56,7 @@ _SIZES = 4096  # whose tokens are remembered
 
 
 Source = str | bytes | tuple[str | bytes, ...]
+Shape = tuple[str, tuple[int, ...], str, int]
 
 
 class Medium(NamedTuple):
@@ -69,6 +70,7 @@ class Medium(NamedTuple):
         data: the encoded bytes, unless they are in a file.
         kind: of `PLACES`.
         film: what its processor has to know of a film's frames (rate, places), as JSON.
+        together: how many images its conversation has, if its processor makes them by that.
     """
 
     path: str
@@ -78,11 +80,12 @@ class Medium(NamedTuple):
     data: bytes = b""
     kind: str = "image"
     film: str = ""
+    together: int = 1
 
     @property
-    def shape(self) -> tuple[str, tuple[int, ...], str]:
+    def shape(self) -> Shape:
         """All that the number of its tokens depends on."""
-        return self.kind, self.size, self.film
+        return self.kind, self.size, self.film, self.together
 
     @property
     def name(self) -> str:
@@ -187,6 +190,17 @@ def place_media(
             )
     rest = {kind: iter(of_kind) for kind, of_kind in media.items()}
     return [(kind, next(rest[kind]) if source is None else source) for kind, source in placed]
+
+
+def read_media(
+    sources: Sequence[tuple[str, Source]], folder: Path, where: str, processor: "ImageProcessor"
+) -> list[Medium]:
+    """A conversation's media, each as `read_medium` reads it."""
+    media = [read_medium(*source, folder, where, processor) for source in sources]
+    count = sum(medium.kind == "image" for medium in media)
+    if count < 2 or not processor.counts_images:
+        return media
+    return [medium._replace(together=count) for medium in media]
 
 
 def read_medium(
@@ -306,6 +320,12 @@ class ImageProcessor:
             self._processor()
 
     @property
+    def counts_images(self) -> bool:
+        """True if several images of a conversation are made smaller than one (LLaVA-OneVision)."""
+        processor = getattr(self._processor(), "image_processor", None)
+        return "batch_num_images" in getattr(processor, "model_input_names", ())
+
+    @property
     def rate(self) -> int:
         """The rate (Hz) of the sounds that the model hears."""
         return int(getattr(_hearing(self._processor()), "sampling_rate", 0))
@@ -332,9 +352,12 @@ class ImageProcessor:
             file.flush()
             return film_of(self._processor(), file.name, _refuse_large)
 
-    def _replacement(self, kind: str, size: tuple[int, ...], film: str = "") -> str:
-        """The text in place of a medium, which follows from its kind, size and film alone."""
-        blank = {kind: [[_blank(kind, size, film)]]}
+    def _replacement(
+        self, kind: str, size: tuple[int, ...], film: str = "", together: int = 1
+    ) -> str:
+        """The text in place of a medium, which follows from its shape alone."""
+        count = together if kind == "image" else 1
+        blank = {kind: [[_blank(kind, size, film)] * count]}
         processed = self._processed(blank, 1, return_text_replacement_offsets=True)
         text = str(processed["text_replacement_offsets"][0][0]["replacement"])
         longest = getattr(_hearing(self._processor()), "n_samples", None)
@@ -351,7 +374,7 @@ class ImageProcessor:
         return text
 
     def inputs(self, ids: Any, rows: Sequence[Sequence[Medium]]) -> dict[str, Tensor]:
-        """The tensors of rows of tokens `[B, T]` with media, beside those of their text.
+        """The tensors of documents in tokens `[B, T]` with media, beside those of their text.
 
         These are the processor's of all media, and the type of each token `[B, T]`.
         """
@@ -373,9 +396,9 @@ class ImageProcessor:
             if name not in of_text and not name.endswith("token_type_ids")
         }
 
-    def example(self, shapes: Sequence[tuple[str, tuple[int, ...], str]]) -> dict[str, Tensor]:
+    def example(self, shapes: Sequence[Shape]) -> dict[str, Tensor]:
         """All tensors of a row that is nothing but blank media, as `Medium.shape` has them."""
-        blank = {kind: [[_blank(*s) for s in shapes if s[0] == kind]] for kind, *_ in shapes}
+        blank = {kind: [[_blank(*s[:3]) for s in shapes if s[0] == kind]] for kind, *_ in shapes}
         return dict(self._processed(blank, 1))
 
     def _processed(self, media: Mapping[str, list[list[Any]]], rows: int, **options: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatrain.data.conversation import Conversation, messages, text_or_messages
 from megatrain.data.encoders import BadRows, absent, refuse_unplaced, say_left_out, surroundings
-from megatrain.data.images import ImageProcessor, Medium, place_media, read_medium, with_media
+from megatrain.data.images import ImageProcessor, Medium, place_media, read_media, with_media
 from megatrain.data.readers import read_rows
 from megatrain.data.refused_fields import BESIDE_PROMPTS, refuse_unheeded
 from megatrain.data.reply_spans import ReplySpans
@@ -52,7 +52,7 @@ def prompt_ids(
     else:
         talk = Conversation(*messages(prompt, "messages", where, images=images is not None))
         sources = place_media(talk.messages, {}, where)
-        pictures = [read_medium(*source, Path(), where, images) for source in sources if images]
+        pictures = read_media(sources, Path(), where, images) if images else []
         if talk.messages[-1]["role"] == "assistant":
             raise InputError(f"{where}: ends with a reply; end it with what is to be replied to")
         template = Template(tokenizer)

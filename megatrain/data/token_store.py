@@ -277,7 +277,7 @@ def _write(part: Path, documents: Iterable[Document]) -> tuple[str, int, int]:
             end = -16 if len(document.labels) else -24 if document.margin else -32
             digest.update(stored.tobytes() + record.tobytes()[:end])
             digest.update("".join(image.digest for image in document.images).encode())
-            entries = [[*m[:4], len(m.data), m.kind, m.film] for m in document.images]
+            entries = [[*m[:4], len(m.data), *m[5:]] for m in document.images]
             names = json.dumps([document.images_end, entries]).encode() if entries else b""
             record["images"], record["images_size"] = images.tell(), len(names)
             images.write(names + b"".join(image.data for image in document.images))

@@ -32,7 +32,7 @@ from megatrain.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 18  # of kept tokens: raise it when the same input gives other tokens
+_FORMAT = 19  # of kept tokens: raise it when the same input gives other tokens
 _log = logging.getLogger("megatrain.data")
 
 

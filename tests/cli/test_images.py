@@ -113,10 +113,34 @@ def idefics3():
     return transformers.Idefics3ForConditionalGeneration(config), processor
 
 
+def onevision():
+    """An image is cut into tiles unless its conversation has others."""
+    pytest.importorskip("torchvision", reason="processors of films need it")
+    tokenizer = tokenizer_of("<image>", "<image>", "<video>")
+    grid = [[8, 8], [8, 16], [16, 8], [16, 16]]
+    processor = transformers.LlavaOnevisionProcessor(
+        transformers.LlavaOnevisionImageProcessorPil(size=SQUARE, image_grid_pinpoints=grid),
+        tokenizer,
+        transformers.LlavaOnevisionVideoProcessor(size=SQUARE),
+        num_image_tokens=4,
+        vision_feature_select_strategy="full",
+        chat_template=tokenizer.chat_template,
+    )
+    config = transformers.LlavaOnevisionConfig(
+        text_config=TEXT | {"model_type": "qwen2", "vocab_size": len(tokenizer)},
+        vision_config=TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        image_token_index=processor.image_token_id,
+        video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
+        image_grid_pinpoints=grid,
+    )
+    return transformers.LlavaOnevisionForConditionalGeneration(config), processor
+
+
 MODELS = {
     "llava": (llava, "vision_tower"),
     "gemma3": (gemma3, "vision_tower"),
     "idefics3": (idefics3, "vision_model"),
+    "onevision": (onevision, "vision_tower"),
 }
 
 
@@ -211,8 +235,8 @@ def plain_batches(folder, processor):
             question += [p for text in texts for p in ({"type": "image"}, text)]
         elif numbers:
             question = [p if p["type"] == "text" else {"type": "image"} for p in question]
-        images = [Image.open(folder / f"pictures/{n}.png") for n in numbers] or None
-        yield labelled(processor, question, reply, images=images)
+        images = [Image.open(folder / f"pictures/{n}.png") for n in numbers]
+        yield labelled(processor, question, reply, images=[images] if images else None)
 
 
 def assert_plain(run, model, batches, tower):
