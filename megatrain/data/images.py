@@ -271,6 +271,8 @@ def _image(data: bytes) -> Image.Image:
         raise InputError(f"it has more than {MOST_PIXELS:,} pixels: make it smaller")
     if getattr(image, "is_animated", False) and image.format != "MPO":
         raise InputError("it has several frames: save the one to train on")
+    if image.mode[0] in "IF":  # Pillow would make all that is above 255 white
+        raise InputError("its pixels have more than 8 bits: save it with 8")
     return ImageOps.exif_transpose(image).convert("RGB")
 
 

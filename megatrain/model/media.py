@@ -240,7 +240,10 @@ class FrozenParts:
         if random or any(leaf.requires_grad for leaf in _tensors(result)):
             module = getattr(method, "__self__", None)
             self._calls = [call for call in self._calls if call[0] is not module]
-        return result
+        leaves, spec = pytree.tree_flatten((result, _beside(result)))
+        # In memory as kept results are: sums over them are then the same to the bit.
+        leaves = [leaf.contiguous() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return Encoded(leaves, spec).result(torch.empty(0))
 
 
 def _require_constant(leaf: Tensor) -> None:

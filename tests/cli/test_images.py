@@ -286,6 +286,10 @@ WRONG = {
     "cut off": (cut_off, "a.png: not a whole image: .*truncated"),
     "of something else": (lambda path: path.write_text("a") and None, "a.png: not a whole image"),
     "moving": (gif, "a.gif: it has several frames"),
+    "of 16 bits": (
+        lambda path: Image.fromarray(np.full((8, 8), 999, np.uint16)).save(path),
+        "a.png: its pixels have more than 8 bits",
+    ),
     "huge": (
         lambda path: Image.new("1", (10_000, 10_000)).save(path),
         "a.png: it has more than 89,478,485 pixels",
@@ -307,7 +311,7 @@ def assert_named(result, problem):
     assert re.search(problem, line), line
 
 
-@pytest.mark.parametrize("case", few(WRONG, 0, 1, 3, 4, 6))
+@pytest.mark.parametrize("case", few(WRONG, 0, 1, 3, 4, 7))
 def test_an_image_that_cannot_be_trained_on_is_named_in_one_line(
     megatrain, model, tmp_path, caplog, case
 ):
