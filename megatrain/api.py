@@ -211,7 +211,7 @@ class Engine(PlacedEngine):
     def router_loss(
         self, micro_batches: MicroBatches, router_shares: Sequence[float] | None = None
     ) -> tuple[float, float]:
-        """The routers' loss: as a step of these rows adds it, and not multiplied by its weight."""
+        """The routers' loss as a step on these rows adds it, and the loss without its weight."""
 
         def finish(head: Head, weights: Buffer, batch: Batch, h: State) -> tuple[float, float]:
             if router_shares is not None:

@@ -210,7 +210,7 @@ def check_fits(
     if has_memory:
         mapping = mapping_bytes(sum(needs.host.values()))
         allowed = memory["device_free_bytes"] + memory["device_bytes"] - mapping
-        context = memory["device_context_bytes"] + mapping
+        context = memory["device_context_bytes"] + mapping  # the driver's share
         if sum(needs.device.values()) > allowed:
             raise DoesNotFit(
                 f"{_refusal('device', needs.device, context, allowed + context)}; take placement: "

@@ -178,9 +178,9 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of `[N, H, D]` within documents, which end at `edges` (int32), on a GPU.
 
-    With `causal` each token sees `window` ones, itself included; 0: all before it. Also the
-    logarithms of the softmax's sums, `[H, N]` in fp32. Without edges rows `[B, T, H, D]` are
-    documents, and the logarithms `[B, H, T]`.
+    With `causal` a token sees the last `window` tokens, itself included, or all if `window` is 0.
+    Also returns the logarithms of the softmax's sums, `[H, N]` in fp32. Without edges each row of
+    `[B, T, H, D]` is a document, and the logarithms are `[B, H, T]`.
     """
     longest = query.shape[1] if edges is None else longest
     out, sums, *_ = torch.ops.aten._flash_attention_forward(

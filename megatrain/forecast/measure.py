@@ -103,8 +103,8 @@ class _MeasuredTiles(ChunkedOverTokens):
 def acts_alone(part: nn.Module, bound: dict[str, Tensor], width: int) -> bool:
     """True if a part acts on every token alone, tried without its weights.
 
-    First with random ones of smaller sizes in the same proportions; a part that knows its sizes
-    otherwise is tried in its own, if that is quick.
+    The first trial has random weights of smaller sizes in the same proportions. A part whose code
+    depends on the sizes may fail it; the second trial has the real sizes, if that is quick.
     """
     sizes = {width, *(n for value in bound.values() for n in value.shape)}
     divisor = gcd(*sizes)

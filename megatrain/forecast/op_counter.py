@@ -449,7 +449,7 @@ def _one_attention(
 ) -> Tensor:
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # kernels add it to the logits
         attn_mask = torch.where(attn_mask, query.new_zeros(()), -torch.inf)
-    # No fused kernel takes such: torch computes the logits, in fp32.
+    # No fused kernel takes shared heads, or a mask with a gradient: torch computes fp32 logits.
     shared = query.shape[-3:-2] != key.shape[-3:-2] and not kwargs.get("enable_gqa")
     if shared or (attn_mask is not None and attn_mask.requires_grad):
         logits = query.float() @ key.float().transpose(-2, -1)

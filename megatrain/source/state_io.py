@@ -1,7 +1,7 @@
 """Reads what a checkpoint holds of an engine besides its tiles.
 
-Checkpoints leave the base of an adapter out: it is read again from where it was. A base whose
-values are others is refused: training would go on, on another model.
+Checkpoints leave the base of an adapter out: it is read again from where it was. A base with other
+values is refused, because training would go on with another model.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -456,7 +456,7 @@ def stored_values(place: Checkpoint | Path, model: PreTrainedModel) -> Values:
 def carried(place: Checkpoint | Path, model: PreTrainedModel) -> dict[str, Stored]:
     """The tensors of a model's source that its class does not have; see `carried_tensors`.
 
-    Raises InputError: a base that a checkpoint leaves out has others than when it was saved.
+    Raises InputError: the base of a checkpoint's adapter has changed since the save.
     """
     if isinstance(place, Path):
         return weights.carried_tensors(place, plain(model))

@@ -1,8 +1,8 @@
 """Generates the model's replies to prompts and rewards them, for steps of GRPO.
 
 A rollout is a function of the prompts, the weights and a seed that follows from the run's and the
-rollout's number, so that a run goes on as it would have. One that several steps learn from is kept
-in checkpoints between them.
+rollout's number, so that a resumed run equals one that never stopped. If several steps learn from a
+rollout, checkpoints between these steps keep it.
 """
 
 import asyncio

@@ -126,7 +126,7 @@ def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) ->
 
 
 def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStack) -> Job:
-    """See `prepare`: in order run file, tokenizer, structure, data, engines; `stack` closes all."""
+    """See `prepare`: first the tokenizer, then structure, data and engines; `stack` closes all."""
     ranks.agree(lambda: check_device(config, ranks))
     ranks.agree(lambda: Workload.of_run(config).disk_bytes)  # a folder, on each host
     if config.training.steps is not None:
@@ -152,8 +152,8 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     _check_images(config, [training, *evaluation.values()], teacher)
     loader = _loader(config, training, ranks)
     stack.callback(loader.close)
-    times = config.loss.num_iterations or 1  # steps that learn from the same replies
-    total_steps = config.training.steps or times * loader.steps_of(config.training.epochs or 0)
+    repeats = config.loss.num_iterations or 1  # steps that learn from the same replies
+    total_steps = config.training.steps or repeats * loader.steps_of(config.training.epochs or 0)
     if config.training.steps is None:  # known now, and still before weights are read
         check_schedule(config, total_steps)
         ranks.agree(lambda: check_disk(config, source or start, total_steps))
