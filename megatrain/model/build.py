@@ -35,9 +35,11 @@ from megatrain.compat.transformers import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     MULTIMODAL_CLASSES,
     TEXT_CLASSES,
+    attention_of,
     configs,
     in_fp32,
     model_of,
+    set_attention,
 )
 from megatrain.errors import InputError, explained, in_one_line
 from megatrain.loss import ClassHead
@@ -110,6 +112,10 @@ def empty_model(
     chosen: dict[str, Any] = {"dtype": torch.float32}
     if attn_implementation is not None:
         chosen["attn_implementation"] = attn_implementation
+    config = copy.deepcopy(config)
+    for _, part in configs(config):  # transformers 5.17 would take sdpa, which has no caps
+        if getattr(part, "attn_logit_softcapping", None) and attention_of(part) is None:
+            set_attention(part, "eager")
     return build(config, model_class(config, trust_remote_code=trust_remote_code), **chosen)
 
 

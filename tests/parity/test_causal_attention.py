@@ -20,6 +20,7 @@ from megatrain.model.attention import (
     attend_by_kernel,
     causal_attention,
 )
+from megatrain.model.build import empty_model
 from tests.families.plain import make_steps
 from tests.families.tiny import tiny_model
 from tests.inside import program_of
@@ -85,7 +86,14 @@ def model(family):
     further = {"gpt_oss": experts, "gemma2": caps, "gemma3_text": {"layer_types": KINDS}}
     further = further.get(family, {})
     config = AutoConfig.for_model(family, **sizes, **further, sliding_window=8)
-    return AutoModelForCausalLM.from_config(config)
+    attention = {"attn_implementation": "eager"} if family == "gemma2" else {}
+    return AutoModelForCausalLM.from_config(config, **attention)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "vaultgemma"])
+def test_caps_are_kept_with_every_version_of_transformers(family):
+    """Of a configuration; a model that is given computes as it was made."""
+    assert attention_of(empty_model(AutoConfig.for_model(family)).config) == "eager"
 
 
 def losses(precision, micro, family="gpt_oss", *, as_on_gpu=True, **choices):

@@ -21,6 +21,9 @@ from tests.parity.cases import llama, make_batches, make_engine, masters, replie
 from tests.rules import SWEPT
 
 STEPS = make_batches(2)
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.mps, "_host_alias_storage"), reason="this torch lends a Mac's GPU no memory"
+)
 
 
 class Gpu(MpsDevice):
