@@ -56,12 +56,17 @@ def _unpack(path: Path, folder: Path) -> None:
             f"{path}: is one part of {int(parts.contents())}; merge them first: llama-gguf-split "
             "--merge FIRST_PART WHOLE.gguf"
         )
-    for tensor in reader.tensors:
-        if tensor.name.startswith("rope_"):
-            raise InputError(
-                f"{path}: holds {tensor.name}, scaled positions that transformers does not read; "
-                "take the model's safetensors folder"
-            )
+    scaled = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
+    architecture = reader.fields["general.architecture"].contents()
+    scaling = reader.fields.get(f"{architecture}.rope.scaling.type")
+    kind = "none" if scaling is None else scaling.contents()
+    if kind != "none" and f'"{kind}"' not in config.to_json_string(use_diff=False):
+        scaled.append(f"positions of type {kind}")
+    for name in scaled:
+        raise InputError(
+            f"{path}: holds {name}, scaled positions that transformers does not read; take the "
+            "model's safetensors folder"
+        )
     for token, name in _SPECIAL.items():  # some versions of transformers take others
         number = reader.fields.get(f"tokenizer.ggml.{name}_token_id")
         if number is not None:
@@ -75,6 +80,13 @@ def _unpack(path: Path, folder: Path) -> None:
     for name in sorted(map(str, report["missing_keys"])):
         raise InputError(
             f"{path}: lacks the tensor of {name!r}; fetch it again, or convert it anew"
+        )
+    taken = {value.data_ptr(): value.numel() for value in model.state_dict().values()}
+    dropped = sum(int(tensor.n_elements) for tensor in reader.tensors) - sum(taken.values())
+    if dropped > 0:
+        raise InputError(
+            f"{path}: {dropped:,} of its numbers have no place in transformers' "
+            f"{type(model).__name__}; take the model's safetensors folder"
         )
     vars(model.config).pop("quantization_config", None)
     model.hf_quantizer = None

@@ -155,6 +155,12 @@ PARTIAL = {
     "holds rope_freqs.weight, scaled positions": {
         "change": lambda writer: writer.add_tensor("rope_freqs.weight", SCALED)
     },
+    "holds positions of type yarn, scaled positions": {
+        "change": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    },
+    "4 of its numbers have no place in transformers' Qwen2ForCausalLM": {
+        "change": lambda writer: writer.add_tensor("blk.0.attn_output.bias", SCALED)
+    },
 }
 
 
