@@ -32,6 +32,8 @@ _PATCHES |= {"activation_checkpointing_enable"}
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 _AS_IT_IS = {"use_cache": False, "logits_to_keep": 0, "return_dict": True}
 _AS_IT_IS |= {"output_attentions": False, "output_hidden_states": False}
+_SAVED = {"is_main_process": True, "save_function": torch.save, "safe_serialization": True}
+_SAVED |= {"push_to_hub": False}
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 _OPTIONS = ("compute_loss_func", "model_init", "optimizer_cls_and_kwargs")
 _NO_LOGITS = "there are no logits for pairs; their metrics are logged"
@@ -331,6 +333,9 @@ class StreamedTrainer(_Trainer):
 
     def _export(self, folder: str | Path, **options: Any) -> None:
         """Save as the engine does; the routers' loss is as in the model's source."""
+        for name in options.keys() - signature(self.engine.save_pretrained).parameters.keys():
+            if options.pop(name) != _SAVED.get(name):
+                refuse(f"save_pretrained's {name}", "leave it out")
         with changed([self.engine.config.get_text_config()], **self._routers):
             self.engine.save_pretrained(folder, **options)
 

@@ -201,6 +201,7 @@ def router_loss(model: "PreTrainedModel") -> RouterLoss:
     if not (weights and chosen and takes and recorded_routers(model)):
         raise Unsupported(
             "output_router_logits is on in the model's configuration, and "
-            f"{type(model).__name__} does not say what its routers' loss is; set it to false"
+            f"{type(model).__name__} does not say what its routers' loss is; set it to false "
+            "(under TRL, which sets it, args.router_aux_loss_coef=0.0)"
         )
     return RouterLoss(float(weights[0]), chosen, *others)

@@ -385,6 +385,16 @@ def test_an_argument_is_heeded_on_resume(name, tmp_path):
     assert (lines(plain), wanted) != (lines(otherwise), folders)
 
 
+def test_the_models_save_takes_what_transformers_takes_or_refuses_it_by_name(tmp_path):
+    model = trainer(Streamed, tmp_path).model
+    usual = {"is_main_process": True, "save_function": torch.save, "state_dict": None}
+    model.save_pretrained(tmp_path / "saved", safe_serialization=True, **usual)
+    assert (tmp_path / "saved/model.safetensors").exists()
+    with pytest.raises(InputError, match="cannot heed save_pretrained's max_shard_size: leave it"):
+        model.save_pretrained(tmp_path / "again", max_shard_size="1GB")
+    assert not (tmp_path / "again").exists()
+
+
 def test_accelerate_unwraps_the_model_to_the_stand_in(tmp_path):
     made = trainer(Streamed, tmp_path, **SHORT)
     unwrapped = made.accelerator.unwrap_model(made.model, keep_fp32_wrapper=False)
