@@ -271,6 +271,8 @@ def _believed(content: dict[str, Any], path: Path) -> Manifest:
         manifest: Manifest = _adapter().validate_json(json.dumps(content))
         if manifest.checksum != signed(content)["checksum"]:
             raise ValueError("its text was changed after it was saved (its own checksum differs)")
+        if lost := {tile.file for tile in manifest.tiles} - manifest.files.keys():
+            raise ValueError(f"{min(lost)[:80]!r}, the file of a tile, is not among its files")
         if _is_torn(manifest):
             raise ValueError("its tiles are of different versions, or of more updates than steps")
         return manifest
