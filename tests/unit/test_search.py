@@ -408,5 +408,7 @@ def test_ranks_own_experts_where_their_link_is_slow_and_tokens_are_few():
     ):
         best = fastest(cache, slow, workload, thorough=False)
         assert best.placement.own_experts is owned
+        assert workload.may_own or not owned
+    assert not replace(whole, sequence_ranks=2).shared(2).may_own
     dense = fastest(ForecastCache(tiny_spec()), slow, whole.shared(2), thorough=False)
     assert not dense.placement.own_experts
