@@ -41,6 +41,8 @@ _DEVICE_WORTH = 8  # host bytes that are as hard to come by as one of the device
 _ALIKE = 0.01
 # Of the seconds with copies of weights, those with weights that are read in place, at most.
 _IN_PLACE = 0.99
+# On four H200s steps with owned experts took 1.35 times what is foretold, with cut ones 1.16 times.
+_OWNED = 1.2
 # Micro-batches: more are looked at only where the device is too small for fewer. The working set of
 # a layer hardly counts any more.
 _MANY = 24
@@ -67,7 +69,7 @@ def fastest(
         if needed.machine.both_bytes > machine.both_bytes:
             raise DoesNotFit(lacking(machine, needed.machine))
         fitting = [needed]
-    best = min(fitting, key=lambda frame: (frame.seconds, frame.placement.own_experts))
+    best = min(fitting, key=lambda it: it.seconds * (_OWNED if it.placement.own_experts else 1))
     if not thorough or workload.ranks > 1:
         return best
     in_place = replace(best.placement, slots=0, prefetch=None)  # which takes no more memory
