@@ -32,75 +32,72 @@ def _(counts_E: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     return theirs, torch.empty((2, size), dtype=torch.long)
 
 
-def _order(theirs: Tensor) -> tuple[Tensor, Tensor]:
-    """Of rows as they come, rank by rank: the experts of all once they are sorted, and places."""
-    numbers = torch.arange(theirs.shape[1], device=theirs.device).repeat(len(theirs))
-    return numbers.repeat_interleave(theirs.flatten()).sort(stable=True)
-
-
 def _received(rows: Tensor, order: Tensor, splits: Tensor, ranks: int) -> Tensor:
     return numbered[ranks].exchange(rows, *splits.tolist())[order]
 
 
 @custom_op("megatrain::send_rows", mutates_args=())
-def _send(rows: Tensor, theirs: Tensor, splits: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+def _send(
+    rows: Tensor, theirs: Tensor, splits: Tensor, ranks: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Send rows `[R, H]`, sorted by expert, to the owners of these.
 
-    Returns those that come, `[S, H]`, sorted by expert, and their experts' numbers here.
+    Returns those that come, `[S, H]`, sorted by expert, their experts' numbers here, and the place
+    `[S]` at which each came, rank by rank.
     """
-    of_rows, order = _order(theirs)
-    return _received(rows, order, splits, ranks), of_rows
+    numbers = torch.arange(theirs.shape[1], device=theirs.device).repeat(len(theirs))
+    size = int(splits[1].sum())  # told, so that the host does not wait for the device
+    of_rows, order = numbers.repeat_interleave(theirs.flatten(), output_size=size).sort(stable=True)
+    return _received(rows, order, splits, ranks), of_rows, order
 
 
 @_send.register_fake
-def _(rows: Tensor, theirs: Tensor, splits: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+def _(rows: Tensor, theirs: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     # A forecast takes it that as many come as go.
     size = rows.shape[0] if rows.is_meta else get_ctx().new_dynamic_size()
-    return rows.new_empty((size, rows.shape[1])), theirs.new_empty(size)
+    return rows.new_empty((size, rows.shape[1])), theirs.new_empty(size), theirs.new_empty(size)
 
 
 @custom_op("megatrain::send_gradients", mutates_args=())
 def _send_gradients(
-    rows: Tensor, of_rows: Tensor, theirs: Tensor, splits: Tensor, after: Tensor, ranks: int
+    rows: Tensor, order: Tensor, splits: Tensor, after: Tensor, ranks: int
 ) -> Tensor:
     """As `send_rows`, for rows that came before; `after`: what must have been received."""
-    return _received(rows, _order(theirs)[1], splits, ranks)
+    return _received(rows, order, splits, ranks)
 
 
 @_send_gradients.register_fake
-def _(rows: Tensor, of_rows: Tensor, *_: Any) -> Tensor:
-    return rows.new_empty((of_rows.shape[0], rows.shape[1]))
+def _(rows: Tensor, order: Tensor, *_: Any) -> Tensor:
+    return rows.new_empty((order.shape[0], rows.shape[1]))
 
 
 @custom_op("megatrain::return_rows", mutates_args=())
-def _return(
-    rows: Tensor, of_rows: Tensor, theirs: Tensor, splits: Tensor, length: int, ranks: int
-) -> Tensor:
+def _return(rows: Tensor, order: Tensor, splits: Tensor, length: int, ranks: int) -> Tensor:
     """Send rows back to the ranks that they came from; returns those that this one had sent."""
     back = torch.empty_like(rows)
-    back[_order(theirs)[1]] = rows
+    back[order] = rows
     return numbered[ranks].exchange(back, *splits.flip(0).tolist())
 
 
 @_return.register_fake
-def _(rows: Tensor, of_rows: Tensor, theirs: Tensor, splits: Tensor, length: int, _: int) -> Tensor:
+def _(rows: Tensor, order: Tensor, splits: Tensor, length: int, _: int) -> Tensor:
     return rows.new_empty((length, rows.shape[1]))
 
 
 def _keep_sent(ctx: Any, inputs: tuple, output: tuple) -> None:
-    rows, *places, ctx.ranks = inputs
+    rows, _, splits, ctx.ranks = inputs
     ctx.length = rows.shape[0]
-    ctx.save_for_backward(output[1], *places)
+    ctx.save_for_backward(output[2], splits)
 
 
 def _keep_returned(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    _, *places, _, ctx.ranks = inputs
+    _, order, splits, _, ctx.ranks = inputs
     # All ranks exchange in one order: gradients go once what a backward computes again is there.
-    ctx.save_for_backward(*places, output)
+    ctx.save_for_backward(order, splits, output)
 
 
 _send.register_autograd(
-    lambda ctx, gradient, _: (
+    lambda ctx, gradient, *_: (
         _return(gradient.contiguous(), *ctx.saved_tensors, ctx.length, ctx.ranks),
         *(None, None, None),
     ),
@@ -109,7 +106,7 @@ _send.register_autograd(
 _return.register_autograd(
     lambda ctx, gradient: (
         _send_gradients(gradient.contiguous(), *ctx.saved_tensors, ctx.ranks),
-        *(None,) * 5,
+        *(None,) * 4,
     ),
     setup_context=_keep_returned,
 )
@@ -145,10 +142,10 @@ class ExpertOwners:
         """
         number, length = self._number, rows_RH.shape[0]
         theirs, splits = _count(counts_E, number)
-        rows, of_rows = _send(rows_RH, theirs, splits, number)
+        rows, of_rows, order = _send(rows_RH, theirs, splits, number)
 
         def back(rows: Tensor) -> Tensor:
-            return _return(rows, of_rows, theirs, splits, length, number)
+            return _return(rows, order, splits, length, number)
 
         return rows, of_rows, theirs.sum(0).cumsum(0, dtype=torch.int32), back
 
