@@ -13,16 +13,15 @@ from megatrain.api import Engine
 from megatrain.base.json_yaml import parse_json, read_text
 from megatrain.base.seeds import derived_seed
 from megatrain.base.units import GIB
-from megatrain.checkpoint import Checkpoint
-from megatrain.data import ImageProcessor, load_tokenizer
+from megatrain.config import ModelSection
+from megatrain.data import ImageProcessor
 from megatrain.data.prompts import Prompt
 from megatrain.data.refused_fields import empty
 from megatrain.errors import InputError, explained
 from megatrain.generate import Sampling, generate
 from megatrain.model.weights import resolve_model
 from megatrain.placement import Precision
-from megatrain.source.source import adapter_folder
-from megatrain.train.resolve import trained_model
+from megatrain.train.resolve import ResolvedModel, run_tokenizer
 
 _UNREAD = ("system", "tools", "history", "chat_template_kwargs")  # training heeds them
 
@@ -41,12 +40,11 @@ def opened(
         InputError: one of them cannot be read, or the model writes no texts.
         DoesNotFit: host memory cannot hold the model.
     """
-    source = trained_model(model)
-    if isinstance(source, str) and adapter_folder(source) is None:
-        resolve_model(source)  # first: its error is the right one for a misspelt folder
-    tokenizer = load_tokenizer(source.model_folder if isinstance(source, Checkpoint) else source)
+    resolved = ResolvedModel.of(ModelSection(path=model))
+    resolve_model(str(resolved.section.path))  # first: its error is right for a misspelt folder
+    tokenizer = run_tokenizer(resolved.section)
     engine = Engine(
-        source,
+        resolved.source,
         precision=precision,
         device=device,
         device_memory=device_memory,

@@ -59,15 +59,22 @@ def is_peft_model(model: object) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel | peft.PeftMixedModel)
 
 
+def has_adapter(model: object) -> bool:
+    """True if PEFT has put adapters into a model: as a PeftModel, or by transformers' own way."""
+    return is_peft_model(model) or isinstance(getattr(model, "peft_config", None), dict)
+
+
 def without_wrapper(model: Any) -> Any:
     """The transformers model in one of PEFT's; any other model as it is."""
     return model.get_base_model() if is_peft_model(model) else model
 
 
 def unwrapped(model: Any) -> tuple[nn.Module, Any, str]:
-    """The model inside a PeftModel, its adapter's configuration and name."""
-    active = model.active_adapters if hasattr(model, "active_adapters") else []
-    if isinstance(model, _library().PeftMixedModel) or len(active) != 1:
+    """The model inside a PeftModel (or a model with adapters), its adapter's settings and name."""
+    if isinstance(model, _library().PeftMixedModel):
+        raise InputError("the model is a PeftMixedModel; make it without mixed=True")
+    active = model.active_adapters if is_peft_model(model) else [*model.peft_config]
+    if len(active) != 1:
         raise InputError(
             f"the PeftModel has {len(active)} active adapters; take one: set_adapter(name)"
         )
@@ -76,7 +83,7 @@ def unwrapped(model: Any) -> tuple[nn.Module, Any, str]:
             f"the PeftModel has {', '.join(others)} beside its active adapter {active[0]}, and one "
             f"is saved: save them first with PEFT, then delete_adapter({others[0]!r})"
         )
-    inner = model.get_base_model()
+    inner = without_wrapper(model)
     drawn = any(parameter.is_meta for parameter in inner.parameters())
     config = copy.copy(model.peft_config[active[0]])
     vars(config).update({} if drawn else _of_existing(vars(config)))
@@ -87,13 +94,20 @@ def unwrapped(model: Any) -> tuple[nn.Module, Any, str]:
 
 
 def lora_config(keys: Mapping[str, Any]) -> Any:
-    """A LoraConfig, checked. Raises InputError: PEFT is not installed, or refuses these keys."""
-    if unknown := sorted(keys.keys() - KEYS - _OF_FILES):
+    """A LoraConfig, checked. Raises InputError: PEFT is not installed, or refuses these keys.
+
+    Keys that are not supported may be there with their defaults, as `to_dict` has them.
+    """
+    if (kind := str(keys.get("peft_type") or "LORA")) not in ("LORA", "PeftType.LORA"):
+        raise InputError(f"the adapter's peft_type is {kind}; only LORA is supported")
+    defaults, known = _library().LoraConfig().to_dict(), KEYS | _OF_FILES
+    unknown = keys.keys() - known
+    if unlike := sorted(n for n in unknown if (keys[n] or None) != (defaults.get(n) or None)):
         raise InputError(
-            f"adapter: {unknown[0]!r} is not supported; there are {', '.join(sorted(KEYS))}"
+            f"adapter: {unlike[0]!r} is not supported; there are {', '.join(sorted(KEYS))}"
         )
-    with explained("adapter", of=(TypeError, ValueError)):
-        config = _library().LoraConfig(**keys)
+    with explained("adapter", of=(ImportError, TypeError, ValueError)):
+        config = _library().LoraConfig(**{n: value for n, value in keys.items() if n in known})
     check(config)
     return config
 
@@ -155,11 +169,7 @@ def from_json(values: Mapping[str, Any]) -> Any:
 
     Raises InputError: this PEFT does not take it, or its weights go with a base that it changed.
     """
-    defaults, values = _library().LoraConfig().to_dict(), _of_existing(values)
-    known = KEYS | _OF_FILES
-    return lora_config(
-        {n: v for n, v in values.items() if n in known or (v or None) != (defaults.get(n) or None)}
-    )
+    return lora_config(_of_existing(values))
 
 
 def _of_existing(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,7 +202,7 @@ def heads_named(config: Any) -> set[str]:
 
 def inject(model: nn.Module, config: Any, name: str) -> None:
     """Put an adapter into a model without weights, in place. Raises InputError: PEFT refuses."""
-    refusals = ValueError, TypeError, RuntimeError, NotImplementedError
+    refusals = AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError
     try:
         with explained("adapter", of=refusals), warnings.catch_warnings():
             # PEFT misses patterns of parameters; callers check them.
@@ -299,7 +309,8 @@ def stripped(model: Model) -> Model:
         parent, _, name = path.rpartition(".")
         setattr(base.get_submodule(parent), name, inner(module))
     # The embedding's hook is gone with its wrapper, and the rest of its handle cannot be copied.
-    for name in ("peft_config", "_require_grads_hook", "_require_grads_hooks"):
+    hooks = "_require_grads_hook", "_require_grads_hooks"
+    for name in ("peft_config", "_hf_peft_config_loaded", *hooks):
         vars(base).pop(name, None)
     return base
 

@@ -27,13 +27,13 @@ _MODULES, _POOLING = "modules.json", "1_Pooling/config.json"
 _TEXTS = "sentence_bert_config.json"
 
 _GO_ALONG = re.compile(
-    r"[^/]+\.(json|jinja|txt|model|tiktoken|bpe|spm|vocab|py)"
+    r"[^/]+\.(json|jinja|txt|model(\.v\w+)?|tiktoken|bpe|spm|vocab|py)"
     rf"|{_TEMPLATES}/[^/]+\.jinja|{_POOLING}"
     r"|(licen[cs]e|notice|copying|copyright|use_policy|acceptable_use)[^/]*",
     re.IGNORECASE,
 )
 _STAY = re.compile(
-    r"\..*|config\.json|.*\.index\.json|adapter_config\.json|quant\w*_config\.json|readme.*"
+    r"\..*|config\.json|.*\.index\.json|adapter_config\.json|(hf_)?quant\w*_config\.json|readme.*"
     r"|requirements.*|trainer_state\.json|training_args.*|.*_results\.json",
     re.IGNORECASE,
 )

@@ -19,6 +19,7 @@ from megatrain.compat.torch import has_gradient_hooks, pytree
 from megatrain.compat.transformers import takes_grouped_products, without_atomic_sums
 from megatrain.errors import Unsupported, explained
 from megatrain.model import unsupported
+from megatrain.model.adapters import adapted
 from megatrain.model.capture import (
     PROLOGUE,
     Capture,
@@ -70,9 +71,11 @@ def spec(model: PreTrainedModel, *, trained: bool = True) -> ModelSpec:
 
 def _refuse_broken(model: PreTrainedModel) -> None:
     weights = {name: zero_pages(p.shape) for name, p in model.named_parameters()}
-    problem = f"{type(model).__name__} cannot be run on text"
+    problem, remedy = f"{type(model).__name__} cannot be run on text", "check its configuration"
+    if adapted(model) is not None:
+        remedy += ", and put modules that return tuples (routers) among exclude_modules"
     with (
-        explained(problem, "check its configuration", into=Unsupported),
+        explained(problem, remedy, into=Unsupported),
         torch.no_grad(),
         ZeroProducts(weights.values()),
     ):

@@ -42,7 +42,8 @@ _PARTS = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 _QDATA = "._weight_qdata"
 # What a packed forward needs, or what is read otherwise.
 _UNUSED = (
-    *(".activation_scale", ".input_scale", ".weight_shape"),
+    *(f".{what}_{part}" for what in ("input", "output") for part in ("scale", "zero_point")),
+    *(".activation_scale", ".weight_shape", ".q_scale", ".k_scale", ".v_scale"),
     *(_STATE, ".quant_map", ".nested_quant_map"),
 )
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -311,7 +312,10 @@ def _schemes(settings: Settings) -> list[dict[str, Any]]:
     of_groups = [*groups.values()] if isinstance(groups, dict) else []
     if not all(isinstance(g, dict) and isinstance(g.get("weights"), dict) for g in of_groups):
         return []
-    return [{**g["weights"], "format": str(g.get("format") or usual)} for g in of_groups]
+    schemes = [{**g["weights"], "format": str(g.get("format") or usual)} for g in of_groups]
+    for naive in (each for each in schemes if each["format"] == "naive-quantized"):
+        naive["format"] = f"{naive.get('type', 'int')}-quantized"
+    return schemes
 
 
 def _of_int4(

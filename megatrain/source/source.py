@@ -30,7 +30,13 @@ from megatrain.device.disk import PlaneFile, disk_bytes
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.loss import ClassHead
 from megatrain.model import build
-from megatrain.model.adapters import adapted, note_adapter, plain, with_new_adapter
+from megatrain.model.adapters import (
+    adapted,
+    note_adapter,
+    plain,
+    with_adapter,
+    with_new_adapter,
+)
 from megatrain.model.companions import Companions, companions, sentence_files, set_generation
 from megatrain.model.float8 import ROUTERS, require_torchao
 from megatrain.model.probe import spec
@@ -158,7 +164,7 @@ def open_source(
     if isinstance(model, Source):
         return model
     model = _resolved(model)
-    if peft.is_peft_model(model):
+    if peft.has_adapter(model):
         inner, config, name = peft.unwrapped(model)
         source = _open_plain(inner, **code)
         note_adapter(source.model, config, name)
@@ -169,7 +175,7 @@ def open_source(
             raise _not_merged(folder, base_path)
         source.companions = {**source.companions, **companions(folder)}
         set_generation(source.model, source.companions)
-        source = _grown(source, config)
+        source = _grown(source, with_adapter(source.model, config))  # which its file must fit
         source.adapter_folder = folder
         source.require_base = partial(state_io.require_base_of, folder, base_path, **code)
     else:
@@ -197,7 +203,7 @@ def open_source(
         path = next(name for name, module in source.model.named_modules() if module is decoder)
         if config.exclude_modules is None and path:  # PEFT's pattern of whole names
             config.exclude_modules = rf"(?!{re.escape(path)}\.).*"
-    return _grown(source, config)
+    return _grown(source, with_new_adapter(source.model, config))
 
 
 def _asked_for(adapter: Any, model: Any, opened: PreTrainedModel) -> Any:
@@ -229,7 +235,7 @@ def folder_adapter(folder: Path) -> tuple[Any, str]:
     If it names a revision of a base on the hub, the local folder of that revision.
     """
     config = peft.from_json(read_json(folder / peft.CONFIG_FILE) | {"inference_mode": False})
-    if not config.base_model_name_or_path:
+    if not config.base_model_name_or_path or not isinstance(config.base_model_name_or_path, str):
         raise InputError(
             f"{folder / peft.CONFIG_FILE}: names no base_model_name_or_path; put the base's folder "
             "or hub id there"
@@ -239,7 +245,7 @@ def folder_adapter(folder: Path) -> tuple[Any, str]:
             f"{folder}: has both a model and an adapter of it; move {peft.CONFIG_FILE} and "
             f"{peft.WEIGHTS_FILE} to a folder of their own, and name that or this one"
         )
-    base = str(config.base_model_name_or_path)
+    base = config.base_model_name_or_path
     if config.revision is not None and not Path(base).expanduser().exists():
         base = str(resolve_model(base, config.revision))
     if adapter_folder(base) is not None:
@@ -255,8 +261,10 @@ def _head_of(folder: Path, config: Any) -> ClassHead | None:
         return None
     shapes = {tensor.name: tensor.shape for tensor in read_header(folder / peft.WEIGHTS_FILE)}
     ends = ("score.weight", "classifier.weight")
-    count = next((shape[0] for name, shape in shapes.items() if name.endswith(ends)), 1)
-    labels = tuple(f"LABEL_{number}" for number in range(count))
+    count = next((shape[0] for name, shape in shapes.items() if name.endswith(ends)), 0)
+    if not count and config.task_type in (None, "CAUSAL_LM"):
+        return None  # the names match nothing
+    labels = tuple(f"LABEL_{number}" for number in range(count or 1))
     return ClassHead(labels, of_tokens=config.task_type == "TOKEN_CLS")
 
 
@@ -267,8 +275,9 @@ def _not_merged(folder: Path, base: str) -> InputError:
     )
 
 
-def _grown(source: Source, config: Any) -> Source:
-    source.model, source.grows = with_new_adapter(source.model, config), True
+def _grown(source: Source, model: PreTrainedModel) -> Source:
+    """The source with a model that has an adapter, in place of its own."""
+    source.model, source.grows = model, True
     names, buffers = source.names, source.untrained.buffers
     source.untrained.buffers = {names.get(n, n): b for n, b in buffers.items()}
     return source
@@ -523,5 +532,6 @@ def choose_trained(
         raise InputError("precision is 'fp8', but use_dora needs the base's weights; take bf16")
     if optimizer is not None and not any(p.requires_grad for p in source.model.parameters()):
         raise InputError(
-            "every parameter of the PeftModel is frozen: load the adapter with is_trainable=True"
+            "every parameter of the model with the adapter is frozen: give the adapter's folder, "
+            "or load it by PeftModel.from_pretrained with is_trainable=True, and do not disable it"
         )

@@ -117,6 +117,7 @@ ALONG = {
     "tokenizer.json": '{"not": "read"}',
     "tokenizer_config.json": '{ "spaces" : 1 }',
     "tokenizer.model": "pieces",
+    "tokenizer.model.v3": "pieces",
     "preprocessor_config.json": "{}",
     "processor_config.json": "{}",
     "LICENSE": "terms",

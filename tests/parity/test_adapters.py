@@ -295,6 +295,32 @@ def test_a_folder_with_an_adapter_and_a_configuration_is_an_adapter_s(adapter):
         assert same(masters(again), wanted)
 
 
+IN_FOLDERS: dict[str, tuple[dict[str, Any], bool]] = {
+    "names that match nothing": (
+        {"target_modules": ["q_proj", "fc1"], "exclude_modules": ["fc2"], "rank_pattern": {"k": 9},
+         "layers_to_transform": [0, 1, 2, 9], "target_parameters": ["w1"]}, False,
+    ),
+    "a head that is not there": ({"modules_to_save": ["classifier"]}, False),
+    "peft_type is LOHA; only LORA": ({"peft_type": "LOHA"}, True),
+    "names no base_model_name_or_path": ({"base_model_name_or_path": ["base"]}, True),
+    "adapter: 'list' object": ({"rank_pattern": [8]}, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IN_FOLDERS)
+def test_a_folder_is_taken_as_peft_takes_it(case, adapter):
+    folder, wanted = adapter
+    changes, is_refused = IN_FOLDERS[case]
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    if is_refused:
+        with refused(case):
+            make_engine(folder)
+        return
+    with make_engine(folder) as engine:
+        assert same(masters(engine), wanted)
+
+
 @pytest.mark.parametrize("merged", [False, True])
 def test_an_export_does_not_take_the_place_of_the_base(merged, tmp_path):
     base = tmp_path / "base"
@@ -339,6 +365,23 @@ def test_an_adapter_on_a_checkpoint_of_ours(tmp_path):
     assert all(torch.equal(after[name], each) for name, each in before.items())
 
 
+def test_adapters_may_come_by_transformers_and_as_a_dictionary(tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    model, config = llama(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model.name_or_path = str(tmp_path / "base")
+    model.add_adapter(config)
+    [step] = make_batches(1)
+    wanted, engine = plain_gradients(model, step), make_engine(model, clip=1e9)
+    assert_step(engine, step, wanted, error=1e-30)
+    engine.save_pretrained(tmp_path / "adapter")
+    with make_engine(tmp_path / "adapter") as again:
+        assert same(masters(again), masters(engine))
+        with make_engine(tmp_path / "base", adapter=config.to_dict()) as other:
+            assert masters(other).keys() == masters(again).keys()
+    with refused("every parameter of the model with the adapter is frozen: give"):
+        make_engine(AutoModelForCausalLM.from_pretrained(tmp_path / "adapter"))
+
+
 def several():
     model = adapted(target_modules=["q_proj"])
     model.add_adapter("other", LoraConfig(target_modules=["v_proj"]))
@@ -362,6 +405,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     r"no adapted module matches 'mlp.experts.w1' \(target_parameters\)": (
         lambda: tiny_model("mixtral"),
         {"adapter": {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.w1"]}},
+    ),
+    "tuples .routers. among exclude_modules": (
+        lambda: tiny_model("phimoe"), {"adapter": {"target_modules": "all-linear"}},
     ),
     "lora_dropout": (
         lambda: tiny_model("mixtral"),

@@ -17,7 +17,7 @@ from megatrain import Engine, InputError
 from megatrain.model.quantised import quantised_base
 from megatrain.tile.formats import BLOCKS, PACKINGS
 from tests.families.tiny import tiny_model
-from tests.parity.cases import in_dtype, make_engine, masters, same
+from tests.parity.cases import in_dtype, llama, make_engine, masters, same
 from tests.parity.packed_folders import LORA, STEP, assert_trains_as, share_of_bf16, write
 from tests.refusals import refused, table
 from tests.sweeps import few
@@ -275,6 +275,28 @@ def test_values_of_integers_are_those_of_their_library(how, acts, tmp_path, capl
         assert re.search(f"unpacked from {how['quant_method']}.* to float16", caplog.text)
         engine.save_pretrained(tmp_path / "out")
     got = load_file(tmp_path / "out" / "model.safetensors")
+    assert wanted and same({name: got[name] for name in wanted}, wanted)
+
+
+@pytest.mark.parametrize("kind", ["float", "int"])
+def test_scales_of_activations_and_of_caches_are_left_aside(kind, tmp_path):
+    model = in_dtype(llama(), torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    parts, wanted = dict[str, Any](), dict[str, Any]()
+    for name, values in load_file(tmp_path / "model.safetensors").items():
+        if "_proj" not in name:
+            parts[name] = values
+            continue
+        scales = torch.rand(len(values), 1).bfloat16()
+        codes = (values * 20).to(torch.int8 if kind == "int" else torch.float8_e4m3fn)
+        wanted[name] = (codes.float() * scales.float()).bfloat16().float()
+        parts |= {name: codes, f"{name}_scale": scales}
+        for end in ("input_zero_point", "output_scale", "k_scale"):
+            parts[name.replace("weight", end)] = torch.ones(1)
+    how = scheme(type=kind, num_bits=8, strategy="channel", group_size=None)
+    write(tmp_path, parts, how | {"format": "naive-quantized"})
+    with make_engine(tmp_path) as engine:
+        got = masters(engine)
     assert wanted and same({name: got[name] for name in wanted}, wanted)
 
 
