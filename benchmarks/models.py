@@ -123,6 +123,10 @@ def streamed(chosen: Any) -> dict[str, Any]:
     if chosen.base == "folder":
         config.quantization_config = {"quant_method": "mxfp4"}  # as gpt-oss is published
     begun = time.perf_counter()
+    row = None
+    if chosen.images:
+        one = argparse.Namespace(**{**vars(chosen), "sequences": 1})
+        row = {n: v for n, v in next(random_step(one, config, 1, 0)).items() if n != "labels"}
     group = dist.group.WORLD if dist.is_initialized() else None
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(), dist.get_rank())
     engine = Engine(
@@ -135,6 +139,7 @@ def streamed(chosen: Any) -> dict[str, Any]:
         adapter=_adapter(chosen),
         base=chosen.base,
         trained=Trained(freeze=[chosen.frozen] if chosen.frozen else []),
+        media=row,
         placement="auto" if chosen.placement is None else Placement(**parse_yaml(chosen.placement)),
         device=chosen.device,
         device_memory=chosen.device_memory,

@@ -1,6 +1,6 @@
 """`python -m benchmarks.tables`: tables of README and docs/benchmarks.md, from the result files.
 
-README gets what fits where and the largest run of rivals; docs/benchmarks.md gets all steps, the
+README gets what fits where and the fullest run of rivals; docs/benchmarks.md gets all steps, the
 other runs of rivals and the commands that measure all of them.
 
 With `--check` nothing is written; the exit status says whether both are in step.
@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.long_context import attention_tflops
 from benchmarks.rivals import rows as rival_rows
+from benchmarks.rivals.case import MEASURED
 from benchmarks.score_tables import lines as scores
 from benchmarks.score_tables import pictures
 from benchmarks.step import StepCase
@@ -136,14 +137,14 @@ def _choice(name: str, value: Any) -> str:
 
 
 def rivals() -> list[list[str]]:
-    """A table for each run of rivals, the largest step first."""
-    tables = sorted(rival_rows.tables(RESULTS), key=_tokens_of, reverse=True)
+    """A table for each run of rivals: most measured rows first, then the largest step."""
+    tables = sorted(rival_rows.tables(RESULTS), key=_weight, reverse=True)
     return [["", f"{rival_rows.caption(each)}:", "", *rival_rows.table(each)] for each in tables]
 
 
-def _tokens_of(table: list[dict[str, Any]]) -> int:
-    case = table[0]["case"]
-    return int(case["sequences"] * case["sequence_length"])
+def _weight(table: list[dict[str, Any]]) -> tuple[int, int]:
+    case, statuses = table[0]["case"], [row["status"] for row in table]
+    return statuses.count(MEASURED), int(case["sequences"] * case["sequence_length"])
 
 
 def sections() -> dict[tuple[Path, str], list[str]]:

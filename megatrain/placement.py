@@ -244,14 +244,12 @@ class Planned:
 
     Attributes:
         micro_batch_tokens: of one micro-batch.
+        has_media: True if its rows have images or sounds.
     """
 
     tokens_per_step: int
     micro_batch_tokens: int
-
-    def holds(self, tokens: int, largest: int) -> bool:
-        """True if a step of `tokens` tokens, `largest` in a micro-batch, is not larger."""
-        return tokens <= self.tokens_per_step and largest <= self.micro_batch_tokens
+    has_media: bool = False
 
 
 def _written(value: Any) -> str:

@@ -135,7 +135,8 @@ def _chosen(opened: EngineSetup, workload: Workload) -> Settled:
     if best is None:
         streamed = Placement(slots=3, head_tokens=8192, compile=opened.device.can.compiles)
         return Settled(streamed, workload.micro_batch)
-    planned = Planned(best.tokens_per_step, best.micro_batch * best.sequence_length)
+    largest, has_media = best.micro_batch * best.sequence_length, workload.media is not None
+    planned = Planned(best.tokens_per_step, largest, has_media)
     return Settled(best.placement, best.micro_batch, planned)
 
 

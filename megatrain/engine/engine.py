@@ -52,6 +52,15 @@ _LEANER = (
     "and layers save nothing for the backward"
 )
 
+_TOO_LARGE = (
+    "A step of %d tokens, %d in its largest micro-batch, is larger than the placement was chosen "
+    "for (%d, %d); give the engine the largest tokens_per_step (of all ranks) and micro_batch"
+)
+_MEDIA_UNPLANNED = (
+    "A step has images or sounds, for which the placement leaves no room; give the engine a row "
+    "with as many as any will have, as media="
+)
+
 _TYPES_DIFFER = "expected scalar type|to have the same dtype|must have the same dtype|same dtype"
 
 # What holds memory, and goes when the engine is closed.
@@ -274,20 +283,26 @@ class PlacedEngine:
             return train_step(replace(parts, passes=1) if joint else parts, batch)
 
     def _holds(self, batch: Batch) -> bool:
-        """True if a step is no larger than the placement was chosen for; else nothing is saved."""
+        """True if the placement was chosen for such a step; else nothing is saved; warns once."""
         planned = self._planned
-        largest = max(micro.inputs["input_ids"].numel() for micro in batch.micro)
-        if planned is None or planned.holds(batch.num_tokens, largest):
+        if planned is None:
             return True
-        if not self._warned and any(policy != RECOMPUTE for policy in self._policies()):
+        tokens = batch.num_tokens
+        largest = max(micro.inputs["input_ids"].numel() for micro in batch.micro)
+        unplanned = ""
+        if batch.has_media and not planned.has_media:
+            unplanned = _MEDIA_UNPLANNED
+        elif tokens > planned.tokens_per_step or largest > planned.micro_batch_tokens:
+            unplanned = _TOO_LARGE % (
+                tokens, largest, planned.tokens_per_step, planned.micro_batch_tokens
+            )  # fmt: skip
+        saves = any(policy != RECOMPUTE for policy in self._policies())
+        if unplanned and not self._warned and (saves or batch.has_media):
             self._warned = True
             _log.warning(
-                "A step of %d tokens, %d in its largest micro-batch, is larger than the placement "
-                "was chosen for (%d, %d), so layers are computed again in the backward; give the "
-                "engine the largest tokens_per_step (of all ranks) and micro_batch",
-                batch.num_tokens, largest, planned.tokens_per_step, planned.micro_batch_tokens,
-            )  # fmt: skip
-        return False
+                "%s. Layers save nothing and are computed again in the backward", unplanned
+            )
+        return not unplanned
 
     def _can_be_leaner(self, parts: TrainingParts, batch: Batch) -> bool:
         """True if a step that ran out of memory may be tried again; several ranks cannot agree."""

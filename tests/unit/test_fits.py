@@ -32,6 +32,7 @@ from megatrain.source.tiles import Model
 from megatrain.telemetry.host import process_bytes
 from megatrain.train import setup
 from tests.counted import CountedDevice
+from tests.families.media import media_steps
 from tests.families.tiny import tiny_multimodal
 from tests.inside import answering
 from tests.parity.cases import llama, make_batches, make_engine, masters, replies, same
@@ -285,6 +286,22 @@ def test_a_first_step_larger_than_planned_goes_without(shapes, graphs, monkeypat
     assert (engine.memory()["host_kept_bytes"] > 0) == (graphs > 0)
     [(_, policies)] = [call.args for call in under.mock_calls]
     assert policies.count(ActivationPolicy("graph", "device")) == graphs
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_first_step_with_images_that_no_one_planned_goes_without(planned, monkeypatch, caplog):
+    """The second micro-batch is text; the log names the remedy once."""
+    settled = auto.Settled(Placement(save_activations=1), 5, Planned(999, 999, planned))
+    answering(monkeypatch, auto, _chosen=settled)
+    model = tiny_multimodal("qwen3_vl")
+    [(pictures, text, *_), *_] = media_steps(model, "qwen3_vl")
+    engine, under = make_engine(model, placement="auto"), mock.Mock(wraps=TrainingParts.under)
+    monkeypatch.setattr(TrainingParts, "under", lambda *given: under(*given))
+    for step in ([text], [pictures, text], [pictures]):
+        engine.step(step)
+    saved = [call.args[1].count(ActivationPolicy("graph", "device")) for call in under.mock_calls]
+    assert saved == [1, planned, planned]
+    assert caplog.text.count("as media=") == (not planned)
 
 
 def test_a_step_that_the_limit_refused_now_fits():
