@@ -234,6 +234,10 @@ def export(
         Literal["f16", "q8_0"] | None,
         Option(help="Write a GGUF file of this type, too, by llama.cpp's converter."),
     ] = None,
+    like: Annotated[
+        Path | None,
+        Option(help="Pack weights as this folder in mxfp4 or float8 does, say the run's base."),
+    ] = None,
 ) -> None:
     """Write a model as a Hugging Face folder.
 
@@ -241,7 +245,7 @@ def export(
     """
     from megatrain.train.export import export as export_model
 
-    export_model(run, out, dtype, merged=merged, gguf=gguf)
+    export_model(run, out, dtype, merged=merged, gguf=gguf, like=like)
     print(out)
 
 

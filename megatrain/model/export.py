@@ -5,6 +5,7 @@ import errno
 import json
 import re
 import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from megatrain.base.json_yaml import read_json
 from megatrain.base.units import GIB, gib
 from megatrain.base.whole_files import link_file, whole_folder
 from megatrain.compat import peft
@@ -30,11 +32,19 @@ from megatrain.errors import InputError, RunFailed, explained
 from megatrain.model.adapters import Values, adapted
 from megatrain.model.build import loaded_types
 from megatrain.model.companions import GENERATION, Companions, write_companions
-from megatrain.model.safetensors_io import INDEX_FILE, SINGLE_FILE, Stored, write_shard
+from megatrain.model.quantised import Packed, gathered
+from megatrain.model.safetensors_io import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    Stored,
+    stored_tensors,
+    write_shard,
+)
 
 Tensors = dict[str, Tensor]
 Piece = tuple[Tensors, Callable[[], Tensors]]  # tensors that are made together: like these, how
 
+_SHARD_BYTES = 5 * GIB
 SHARD_FILE = "model-{:05d}-of-{:05d}.safetensors"
 # Files that an export replaces in an existing folder; others (tokenizer, notes) stay.
 REPLACED = re.compile(
@@ -52,7 +62,7 @@ def write_weights(
     as_came: Mapping[str, torch.dtype] | None = None,
     beside: Companions | None = None,
     carried: Mapping[str, Stored] | None = None,
-    max_shard_bytes: int = 5 * GIB,
+    max_shard_bytes: int = _SHARD_BYTES,
 ) -> None:
     """Write config.json, generation_config.json and safetensors shards, as `save_pretrained` does.
 
@@ -131,6 +141,57 @@ def write_adapter(
         peft.write_config(adapter.config, new, model)
         if adapter.base.can_generate():  # a merged model has the ends that its run has added there
             adapter.base.generation_config.to_json_file(new / GENERATION)
+
+
+def pack_like(folder: Path, reference: Path) -> None:
+    """Pack a model's weights in their folder as another folder stores those of the same names.
+
+    A weight that does not differ from the reference's keeps its bytes. The shards lie twice on
+    the disk for a while.
+
+    Args:
+        reference: a folder in mxfp4 or float8, whose `quantization_config` goes along.
+
+    Raises InputError: it is packed otherwise or not at all, or its model is another one.
+    """
+    config, stored = read_json(reference / "config.json"), stored_tensors(reference)
+    packed = {n: t for n, t in gathered(reference, stored).items() if isinstance(t, Packed)}
+    mine = stored_tensors(folder)
+    if not packed or not all(weight.pack for weight in packed.values()):
+        method = (config.get("quantization_config") or {}).get("quant_method", "nothing")
+        raise InputError(
+            f"--like {reference}: its weights are packed by {method}; only mxfp4 and float8 (fp8, "
+            "compressed-tensors) are written; leave --like out, and pack the export elsewhere"
+        )
+    for name, weight in packed.items():
+        if name not in mine or mine[name].shape != weight.shape:
+            size = [*mine[name].shape] if name in mine else "not there"
+            raise InputError(
+                f"--like {reference}: {name!r} is {[*weight.shape]} and in the exported model "
+                f"{size}; give the folder from which the run began"
+            )
+    pieces: list[Piece] = []
+    for name, tensor in mine.items():
+        likes = {part.name: part.blank() for part in packed[name].parts} if name in packed else {}
+        pieces.append((likes or {name: tensor.blank()}, partial(_as_in, packed, tensor)))
+    # Scales come first in a piece, and wide ones first of all, as `write_weights` has them.
+    pieces.sort(key=lambda piece: -next(iter(piece[0].values())).dtype.itemsize)
+    described = {name: like for likes, _ in pieces for name, like in likes.items()}
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        _write_shards(Path(name), described, _made(pieces), _SHARD_BYTES)
+        for file in {tensor.file for tensor in mine.values()}:
+            file.unlink()
+        (folder / INDEX_FILE).unlink(missing_ok=True)
+        for file in Path(name).iterdir():
+            file.rename(folder / file.name)
+    settings = read_json(folder / "config.json")
+    settings["quantization_config"] = config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _as_in(packed: Mapping[str, Packed], tensor: Stored) -> Tensors:
+    values = tensor.read()
+    return packed[tensor.name].packed(values) if tensor.name in packed else {tensor.name: values}
 
 
 @contextmanager

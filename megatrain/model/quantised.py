@@ -1,4 +1,4 @@
-"""Weights that a folder stores packed for inference, unpacked as they are read, or kept so.
+"""Weights that a folder stores packed for inference: unpacked as they are read, kept, or packed.
 
 Their values are those of transformers' own dequantisation, bit for bit: mxfp4 (gpt-oss), float8
 in blocks (DeepSeek-V3, Kimi K2, Qwen3, MiniMax), float8, int8 and int4 of compressed-tensors, and
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatrain.base.json_yaml import DAMAGED, parse_object, read_json
 from megatrain.errors import InputError
@@ -120,11 +120,13 @@ class Packed(Stored):
         parts: the scales first.
         packing: the format in which a tile can keep the weight; None: it keeps the values.
         unpack: the parts' tensors to the values; with a `packing` to those that are its bytes.
+        pack: values to the parts' tensors; None: nothing here writes the folder's format.
     """
 
     parts: tuple[Stored, ...]
     unpack: Callable[..., Any]
     packing: WeightFormat | None = None
+    pack: Callable[[Tensor], Sequence[Tensor]] | None = None
 
     def read(self) -> Tensor:
         """The values, unpacked. Raises InputError: a scale is not a finite number."""
@@ -134,6 +136,14 @@ class Packed(Stored):
         out = torch.empty(self.shape, dtype=self.packing.computed)
         self.packing.unpack(joined(self.kept()), out)
         return out.to(self.dtype)
+
+    def packed(self, values: Tensor) -> dict[str, Tensor]:
+        """The parts of other values by name; those of the folder where no value differs."""
+        if torch.equal(values, self.read().to(values.dtype)):
+            return {part.name: part.read() for part in self.parts}
+        assert self.pack is not None
+        made = zip(self.parts, self.pack(values), strict=True)
+        return {part.name: tensor.reshape(part.shape) for part, tensor in made}
 
     def kept(self) -> Sequence[Tensor]:
         """The tensors whose bytes are those of `packing`. Raises InputError: as `read`."""
@@ -234,12 +244,23 @@ def _mxfp4(name: str, stored: Mapping[str, Stored], settings: Settings) -> Packe
         raise _refused(blocks, f"of {what} of uint8, one for 32 values")
     experts, outputs, groups = scales.shape
     shape = experts, 32 * groups, outputs
-    return _weight(name, torch.bfloat16, shape, _turned, scales, blocks, packing=MXFP4)
+    return _weight(
+        name, torch.bfloat16, shape, _turned, scales, blocks, packing=MXFP4, pack=_to_mxfp4
+    )
 
 
 def _turned(scales: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Exponents and bytes in the order of the weight's inputs."""
     return scales.transpose(1, 2), blocks.flatten(2).transpose(1, 2)
+
+
+def _to_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Exponents `[E, O, G]`, and codes of two inputs a byte `[E, O, G, 16]`, of `[E, I, O]`."""
+    experts, inputs, outputs = values.shape
+    exponents, codes = MXFP4.pack(values).split([values.numel() // 32, values.numel() // 2])
+    exponents = exponents.view(experts, inputs // 32, outputs).transpose(1, 2)
+    codes = codes.view(experts, inputs // 32, 16, outputs).permute(0, 3, 1, 2)
+    return exponents, codes
 
 
 def _fp8(name: str, stored: Mapping[str, Stored], settings: Settings) -> Packed:
@@ -253,7 +274,10 @@ def _fp8(name: str, stored: Mapping[str, Stored], settings: Settings) -> Packed:
         raise _unlike(codes, scales, f"weight_block_size {size}")
     packing = BLOCKS if [*block] == [SIDE, SIDE] and BLOCKS.takes(codes.shape) else None
     unpack = _with_fp32 if packing else partial(_scaled, block, torch.bfloat16)
-    return _weight(name, torch.bfloat16, codes.shape, unpack, scales, codes, packing=packing)
+    pack = partial(_to_float8, block, scales.dtype)
+    return _weight(
+        name, torch.bfloat16, codes.shape, unpack, scales, codes, packing=packing, pack=pack
+    )
 
 
 def _with_fp32(scales: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -293,7 +317,8 @@ def _compressed(module: str, stored: Mapping[str, Stored], settings: Settings) -
     if packed:
         parts.append(of_values)
         unpack = partial(_of_int4, unpack, shape, of_values)
-    return _weight(name, scales.dtype, shape, unpack, *filter(None, parts))
+    pack = partial(_to_float8, block, scales.dtype) if codes.dtype.is_floating_point else None
+    return _weight(name, scales.dtype, shape, unpack, *filter(None, parts), pack=pack)
 
 
 def _shape(codes: Stored, scales: Stored, block: Block) -> tuple[int, ...]:
@@ -477,6 +502,27 @@ def _scaled(
     return out
 
 
+def _to_float8(block: Block, dtype: torch.dtype, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales for each block of values `[..., O, I]`, whose largest becomes 448, and the codes."""
+    rows, columns = values.shape[-2:]
+    down, along = block[0] or rows, block[1] or columns
+    matrices = nn.functional.pad(
+        values.float().reshape(-1, rows, columns), (0, -columns % along, 0, -rows % down)
+    )
+    blocks = matrices.unflatten(2, (-1, along)).unflatten(1, (-1, down))
+    largest = blocks.abs().amax((2, 4), keepdim=True)
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    scales = torch.where(largest > 0, largest / limit, 1)
+    if dtype.itemsize == 1:  # a power of two that is not smaller
+        mantissa, exponent = torch.frexp(scales)
+        scales = (exponent - (mantissa == 0.5).int() + 127).to(torch.uint8)
+    else:
+        scales = scales.to(dtype)
+    codes = (blocks / _wide(scales)).clamp(-limit, limit).to(torch.float8_e4m3fn)
+    whole = codes.reshape(matrices.shape)[:, :rows, :columns]
+    return scales.view(dtype), whole.reshape(values.shape)
+
+
 def _weight(
     name: str,
     dtype: torch.dtype,
@@ -484,10 +530,11 @@ def _weight(
     unpack: Callable[..., Any],
     *parts: Stored,
     packing: WeightFormat | None = None,
+    pack: Callable[[Tensor], Sequence[Tensor]] | None = None,
 ) -> Packed:
     num_bytes = prod(shape) * dtype.itemsize + sum(part.num_bytes for part in parts)
     place = name, parts[1].file, dtype, shape, 0, num_bytes
-    return Packed(*place, parts=parts, unpack=unpack, packing=packing)
+    return Packed(*place, parts=parts, unpack=unpack, packing=packing, pack=pack)
 
 
 def _unlike(codes: Stored, scales: Stored, how: str) -> InputError:

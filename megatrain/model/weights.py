@@ -193,7 +193,7 @@ def read_weights(
     plan = WeightPlan(folder, model)
     recipes, left_out = plan.checked()
     if packing := unpacked_format(read_json(folder / "config.json")):
-        text = "%s: unpacked from %s to %s; exports are unpacked, without quantization_config"
+        text = "%s: unpacked from %s to %s; exports are unpacked, but for --like"
         log.info(text, folder, packing, str(source_dtype(folder)).removeprefix("torch."))
     failed, unread = Event(), Counter(file for recipe in recipes for file in recipe.files)
 

@@ -10,9 +10,9 @@ import torch
 from megatrain.base.whole_files import whole_folder
 from megatrain.checkpoint import Checkpoint
 from megatrain.compat.gguf import is_gguf, unpacked
-from megatrain.errors import InputError, in_one_line
+from megatrain.errors import InputError, RunFailed, explained, in_one_line
 from megatrain.model.companions import companions, write_companions
-from megatrain.model.export import REPLACED
+from megatrain.model.export import REPLACED, pack_like
 from megatrain.run_folder.layout import holds_model, require_empty
 from megatrain.source.source import adapter_folder
 from megatrain.source.write_model import write_saved
@@ -22,7 +22,13 @@ CONVERTER = "convert_hf_to_gguf.py"
 
 
 def export(
-    run: str, out: Path, dtype: str | None = None, *, merged: bool = False, gguf: str | None = None
+    run: str,
+    out: Path,
+    dtype: str | None = None,
+    *,
+    merged: bool = False,
+    gguf: str | None = None,
+    like: Path | None = None,
 ) -> None:
     """Write the model of `run` to `out`, whole or not at all.
 
@@ -33,10 +39,12 @@ def export(
             those of a checkpoint in the dtype of the model that the run began with.
         merged: write a model with an adapter as one model, not the adapter alone.
         gguf: f16 or q8_0: write a GGUF file of this type into the folder, too.
+        like: pack weights as this folder stores them (`pack_like`).
 
     Raises:
         InputError: `run` holds no model or no adapter, or `out` is not empty; llama.cpp's
-            converter is missing or refuses the model.
+            converter is missing or refuses the model; `like` is packed in a way that is not
+            written, or of another model.
         RunFailed: the disk is full.
     """
     model, converter = trained_model(run), shutil.which(CONVERTER)
@@ -44,11 +52,18 @@ def export(
     require_empty(out)
     if gguf is not None and converter is None:
         raise InputError(f"--gguf calls llama.cpp's {CONVERTER}; put a checkout of it on PATH")
+    if like is not None and (gguf is not None or dtype is not None):
+        raise InputError("--like packs weights; leave --gguf and --dtype out")
     with whole_folder(out) as folder:
         if isinstance(model, Checkpoint):
             write_saved(model, folder, cast, merged=merged)
         else:
             _write_copy(run, Path(model), folder, cast, merged=merged)
+        if like is not None:
+            if adapter_folder(folder) is not None:
+                raise InputError("--like packs a whole model, not an adapter; add --merged")
+            with explained(f"{out}: cannot be packed", "make room", of=OSError, into=RunFailed):
+                pack_like(folder, like)
         if gguf is not None:
             _convert(str(converter), folder, folder / f"{out.resolve().name}-{gguf}.gguf", gguf)
 

@@ -5,6 +5,7 @@ import logging
 import re
 import shutil
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from megatrain import Engine, InputError
-from megatrain.model.quantised import quantised_base
+from megatrain.model.quantised import gathered, quantised_base
+from megatrain.model.safetensors_io import stored_tensors
 from megatrain.tile.formats import BLOCKS, PACKINGS
+from megatrain.train.export import export
 from tests.families.tiny import tiny_model
 from tests.parity.cases import in_dtype, llama, make_engine, masters, same
 from tests.parity.packed_folders import LORA, STEP, assert_trains_as, share_of_bf16, write
@@ -106,6 +109,70 @@ def test_it_is_trained_and_exported_as_the_model_that_transformers_unpacks(
         scales = parts[f"{further}_scale_inv"].repeat_interleave(16, 0).repeat_interleave(32, 1)
         wanted = parts[further].float() * scales[:40, :72]
         assert torch.equal(files[further], wanted.bfloat16())
+
+
+@pytest.mark.parametrize("family", few(SIZES))
+def test_an_export_is_packed_as_its_folder(family, tmp_path):
+    """What has not changed keeps its bytes; transformers reads what has as it is read here."""
+    folder, _ = packed(tmp_path, family)
+    with make_engine(folder) as engine:
+        engine.save_pretrained(tmp_path / "as it came")
+        engine.step(STEP)
+        engine.save(tmp_path / "saved")
+        trained = masters(engine)
+    export(str(tmp_path / "as it came"), tmp_path / "unchanged", like=folder)
+    assert same(*(load_file(f / "model.safetensors") for f in (tmp_path / "unchanged", folder)))
+    out = tmp_path / "out"
+    export(str(tmp_path / "saved"), out, like=folder)
+    read = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert read == json.loads((folder / "config.json").read_text())["quantization_config"]
+    how: Any = FineGrainedFP8Config(weight_block_size=(16, 32), dequantize=True)
+    how = Mxfp4Config(dequantize=True) if family == "gpt_oss" else how
+    theirs = AutoModelForCausalLM.from_pretrained(
+        out, quantization_config=how, dtype=torch.bfloat16
+    )
+    with make_engine(out) as engine:
+        got = masters(engine)
+    assert same(got, {name: p.float() for name, p in theirs.named_parameters()})
+    most = 1 / 4 if family == "gpt_oss" else 1 / 16  # of the largest: half of a code's last step
+    for name, values in trained.items():
+        assert (got[name] - values).abs().max() <= most * values.abs().max()
+    assert any(
+        not torch.equal(got[name], values.bfloat16().float()) for name, values in trained.items()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_float8_is_packed_near_its_values(dtype, tmp_path):
+    """Whatever scales are kept in; the last blocks are smaller, and one is zero."""
+    values = torch.randn(2, 40, 72) * torch.logspace(-6, 6, 40)[:, None]
+    values[1, :16, :32] = 0
+    scales = torch.ones(2, 3, 3, dtype=dtype)
+    tensors = {"w": values.to(torch.float8_e4m3fn), "w_scale_inv": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FP8}))
+    weight = gathered(tmp_path, stored_tensors(tmp_path))["w"]
+    parts = {name: part.contiguous() for name, part in weight.packed(values).items()}
+    save_file(parts, tmp_path / "model.safetensors")
+    again = gathered(tmp_path, stored_tensors(tmp_path))["w"].read().float()
+    for rows, columns in product(range(0, 40, 16), range(0, 72, 32)):
+        block = (slice(None), slice(rows, rows + 16), slice(columns, columns + 32))
+        largest = values[block].abs().amax((1, 2), keepdim=True)
+        assert ((again[block] - values[block]).abs() <= largest / 16).all()
+    assert not again[1, :16, :32].any()
+
+
+def test_what_cannot_be_packed_alike_is_refused(tmp_path):
+    folder, _ = packed(tmp_path, "qwen3_moe")
+    (llama_folder := tmp_path / "llama").mkdir()
+    llama().save_pretrained(llama_folder)
+    for run, like, why in (
+        (llama_folder, llama_folder, "are packed by nothing; only mxfp4 and float8"),
+        (llama_folder, folder, "in the exported model.*give the folder from which the run began"),
+    ):
+        with refused(f"--like {like}.*{why}"):
+            export(str(run), tmp_path / "out", like=like)
+        assert not (tmp_path / "out").exists()
 
 
 WHOLE = dict.fromkeys(("hidden_size", "moe_intermediate_size", "q_lora_rank"), 128)
