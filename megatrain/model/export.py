@@ -139,8 +139,8 @@ def write_adapter(
         values = (tensors[mine]().to(described[name].dtype) for name, mine in names.items())
         write_shard(new / peft.WEIGHTS_FILE, described, values)
         peft.write_config(adapter.config, new, model)
-        if adapter.base.can_generate():  # a merged model has the ends that its run has added there
-            adapter.base.generation_config.to_json_file(new / GENERATION)
+        if model.can_generate():  # a merged model has the ends that its run has added there
+            model.generation_config.to_json_file(new / GENERATION)
 
 
 def pack_like(folder: Path, reference: Path) -> None:

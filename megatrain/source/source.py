@@ -394,9 +394,8 @@ def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict
     ]
     if left := {n: packing for n in names if adapters is None or n in adapters.held}:
         return left
-    raise InputError(
-        f"base is {base!r}, but no linear module of the layers is frozen; give an adapter"
-    )
+    remedy = "give an adapter" if adapters is None else "leave base out (a Conv1D is not linear)"
+    raise InputError(f"base is {base!r}, but no linear module of the layers is frozen; {remedy}")
 
 
 def _packings(source: Source, spec: ModelSpec, *, trained: bool) -> dict[str, WeightFormat]:

@@ -1,5 +1,6 @@
 """A model out of a checkpoint, without its engine; and the benchmark of saves."""
 
+import json
 import logging
 import os
 import shutil
@@ -136,6 +137,8 @@ NOT = {
     "original/params.json": "{}",
 }
 FILES = {"config.json", "model.safetensors"}
+ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
+LORA = {"target_modules": ["q_proj"]}
 
 
 def source(folder):
@@ -146,11 +149,11 @@ def source(folder):
     return folder
 
 
-def files_beside(folder):
+def files_beside(folder, weights=FILES):
     found = [path for path in folder.rglob("*") if path.is_file()]
     texts = {path.relative_to(folder).as_posix(): path for path in found}
-    assert texts.keys() >= FILES
-    return {name: path.read_text() for name, path in texts.items() if name not in FILES}
+    assert texts.keys() >= weights
+    return {name: path.read_text() for name, path in texts.items() if name not in weights}
 
 
 def test_exports_of_every_kind_have_them(tmp_path):
@@ -169,6 +172,11 @@ def test_exports_of_every_kind_have_them(tmp_path):
     export(str(tmp_path / "latest"), tmp_path / "copied", "float16")
     for name in ("trained", "out", "resumed", "latest", "copied"):
         assert files_beside(tmp_path / name) == ALONG, name
+    with Engine(tmp_path / "out", adapter=LORA, precision="fp32", device="cpu") as engine:
+        engine.save(tmp_path / "adapted")
+    export(str(tmp_path / "adapted"), tmp_path / "adapter")
+    settings = json.loads(files_beside(tmp_path / "adapter", ADAPTER)["generation_config.json"])
+    assert (settings["eos_token_id"], settings["temperature"]) == ([96, 97, 98], 0.6)
     wanted = GenerationConfig.from_pretrained(tmp_path / "trained")
     assert (wanted.eos_token_id, wanted.temperature) == ([96, 97, 98], 0.6)
 

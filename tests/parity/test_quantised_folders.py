@@ -321,6 +321,9 @@ def test_a_stack_is_packed_in_pieces_and_as_its_rows(packing, monkeypatch):
 def test_what_cannot_be_is_refused():
     with pytest.raises(InputError, match="base is 'nf4', but no linear module"):
         make_engine(llama(), base="nf4", precision="bf16")
+    with pytest.raises(InputError, match="is frozen; leave base out .a Conv1D is not linear"):
+        adapter = {"target_modules": ["c_attn"]}
+        make_engine(tiny_model("gpt2"), base="nf4", precision="bf16", adapter=adapter)
     with pytest.raises(InputError, match="base is 'fp8', and precision 'fp32'; take bf16"):
         make_engine(adapted(llama()), base="fp8")
     with pytest.raises(InputError, match="base is 'int3'; it must be bf16, nf4, fp8 or folder"):
