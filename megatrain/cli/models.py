@@ -35,6 +35,7 @@ class NamedModel:
         frozen: the format of its frozen layers.
         opening: further arguments of `open_source`.
         trained: the fields of `Trained`.
+        pretrained: False if a run draws the weights, and trains encoders of images, too.
     """
 
     name: str
@@ -43,6 +44,7 @@ class NamedModel:
     frozen: "Base" = "bf16"
     opening: Mapping[str, Any] = field(default_factory=dict)
     trained: Mapping[str, Any] = field(default_factory=dict)
+    pretrained: bool = True
 
     @property
     def base(self) -> Literal["fp8", "nf4"] | None:
@@ -71,11 +73,11 @@ class NamedModel:
 
     def spec(self) -> "ModelSpec":
         """The structure of the model. Raises InputError: the engine cannot follow it."""
-        from megatrain.source.source import open_source, structure
+        from megatrain.source.source import choose_parameters, open_source, structure
 
         base = (self.adapter and self.base) or self.frozen
         source = open_source(self.config, self.adapter, base, **self.opening)
-        Trained(**self.trained).choose(source.model)
+        choose_parameters(source, Trained(**self.trained), pretrained=self.pretrained)
         return structure(source)
 
 
@@ -103,7 +105,8 @@ def model_of_run(
     code = section.model_dump(include={"trust_remote_code", "attn_implementation"})
     trained = section.model_dump(include={"freeze", "train_only"})
     opening = {"routers": section.routers, **code}
-    return NamedModel(name, config, adapter, section.base, opening, trained)
+    pretrained = section.path is not None
+    return NamedModel(name, config, adapter, section.base, opening, trained, pretrained)
 
 
 def _adapter_of(section: "ModelSection") -> Any:

@@ -297,7 +297,7 @@ def _notes(named: NamedModel, workload: Workload) -> Notes:
         "class": type(config).__name__,
         "config": config.to_dict(),
         "adapter": adapter.to_dict() if hasattr(adapter, "to_dict") else adapter,
-        "opening": [named.frozen, named.opening, named.trained],
+        "opening": [named.frozen, named.opening, named.trained, named.pretrained],
         "precision": workload.precision,
     }
     own = not named.opening.get("trust_remote_code")

@@ -511,16 +511,24 @@ def open_structure(
     return Model(spec, optimizer, ranks.shards.size, ranks.hosts, precision)
 
 
+def choose_parameters(source: Source, trained: Trained, *, pretrained: bool) -> None:
+    """Set which parameters require gradients: of a pretrained model's encoders those named alone.
+
+    Raises InputError: a pattern matches none, or none is trained.
+    """
+    if pretrained and trained.train_only is None and adapted(source.model) is None:
+        for encoder in encoders(source.model):
+            encoder.requires_grad_(False)
+    trained.choose(source.model)
+
+
 def choose_trained(
     source: Source, trained: Trained, optimizer: Rule | None, precision: Precision
 ) -> None:
     """Set which parameters require gradients. Raises InputError: they cannot be trained so."""
     adapters = adapted(source.model)
     plain = adapters is None
-    if plain and trained.train_only is None and source.stored is not None and not source.resumes:
-        for encoder in encoders(source.model):
-            encoder.requires_grad_(False)
-    trained.choose(source.model)
+    choose_parameters(source, trained, pretrained=source.stored is not None and not source.resumes)
     if source.base != "bf16" and (precision == "fp32" or (plain and precision == "fp8")):
         raise InputError(f"base is {source.base!r}, and precision {precision!r}; take bf16")
     if adapters is None:

@@ -364,7 +364,7 @@ def test_the_data_command_shows_images(megatrain, model, tmp_path):
     assert "6 images, films and sounds are in 2 of the rows, which are 88% full" in output
 
 
-def test_plans_count_the_encoder_of_images(megatrain, model):
+def test_plans_count_the_encoder_of_images(megatrain, model, tmp_path):
     options = ["--gpu", "4090", "--host-memory", "64GiB", "--cores", "8", "--sequence-length", 128]
     options += ["--model", model, "--tokens", 1024]
     text = megatrain.planned(*options)
@@ -372,6 +372,16 @@ def test_plans_count_the_encoder_of_images(megatrain, model):
     seen = megatrain.planned(*options, "--image", "9x12", "--image", "8x8")
     assert not seen["warnings"] and seen["forecast"]["seconds"] > text["forecast"]["seconds"]
     assert seen["forecast"]["device_bytes"]["images"] == 1024 // 128 * 2 * 3 * 8 * 8 * 2
+    file = write_run(tmp_path, model, "vision_tower")
+    named = {name: sets(model__freeze=[], model__train_only=[name]) for name in (".", "projector")}
+    moments = [
+        next(tile["planes"]["moments"] for tile in plan["tiles"] if tile["name"] == "media")
+        for plan in (
+            seen,
+            *(megatrain.planned(file, *options[:6], *each) for each in named.values()),
+        )
+    ]
+    assert moments[0] == moments[2] < moments[1] / 2  # a folder's tower is frozen, as in the run
     problems = {"9": "write 9 like 1024x768", "9x123456": "99999 at most"}
     problems["8x8"] = "the images of a row take 4 tokens"
     for image, problem in problems.items():
