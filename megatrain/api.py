@@ -252,7 +252,7 @@ class Engine(PlacedEngine):
         if top_k > (size := self.num_logits):
             raise InputError(f"top_k is {top_k}, and the model has {size} tokens; take fewer")
         tokens = self.label_losses(micro_batches, TopTokens(top_k, temperature))
-        pairs = (each.roll(self.label_shift, 1).unbind(2) for each in tokens)
+        pairs = (values.roll(self.label_shift, 1).unbind(2) for values in tokens)
         return [(ids.long(), log_probs) for log_probs, ids in pairs]
 
     def rewards(self, micro_batches: MicroBatches) -> list[Tensor]:

@@ -217,15 +217,15 @@ class Placement:
         # Evenly among all: each has a few layers' time to leave.
         leaving = self.offload_activations
         on_host = {v for v in range(num_layers) if v * leaving % num_layers < leaving}
-        others = [v for v in range(num_layers) if v not in on_host]
-        on_device = others[max(0, len(others) - self.save_activations) :]
+        elsewhere = [v for v in range(num_layers) if v not in on_host]
+        on_device = elsewhere[max(0, len(elsewhere) - self.save_activations) :]
         policy, where = RECOMPUTE, self.save_attention
         if where != "none":
             policy = ActivationPolicy("attention", where)
         graphs = dict.fromkeys(on_host, ActivationPolicy("graph", "host"))
         graphs |= dict.fromkeys(on_device, ActivationPolicy("graph", "device"))
-        whole = on_device[max(0, len(on_device) - self.save_all) :]
-        graphs |= dict.fromkeys(whole, ActivationPolicy("all", "device"))
+        save_all = on_device[max(0, len(on_device) - self.save_all) :]
+        graphs |= dict.fromkeys(save_all, ActivationPolicy("all", "device"))
         return tuple(graphs.get(visit, policy) for visit in range(num_layers))
 
     def as_dict(self) -> dict[str, Any]:

@@ -86,13 +86,12 @@ def settle(
         settled = ranks.from_first(lambda: _chosen(opened, workload))
     if not (settled.placement.slots or opened.device.can.reads_in_place):
         raise InputError(
-            "placement.slots is 0, but this device cannot compute with weights in host memory; "
-            "take 1 or more"
+            "placement.slots is 0, but this device does not read host memory; take 1 or more"
         )
     if settled.placement.compile and not opened.device.can.compiles:
         raise InputError(
-            "placement.compile is true, but torch.compile does not work for this device (a GPU "
-            "needs gcc and triton, Apple's has none); set placement.compile to false"
+            "placement.compile is true, but this device has no torch.compile (a GPU needs gcc and "
+            "triton); set it to false"
         )
     if trained and opened.disk is not None and not settled.placement.on_disk:
         _log.info(
@@ -101,8 +100,7 @@ def settle(
         )
     if trained and opened.dtype in opened.device.can.slow_dtypes:
         _log.warning(
-            "precision bf16 on this CPU, which lacks instructions for it: products take many times "
-            "as long as in fp32; take precision fp32 there"
+            "this CPU has no bf16 instructions, so products are many times slower; take fp32"
         )
     reference = None
     if generation is not None and generation.reference:
@@ -239,8 +237,8 @@ def _host_refusal(needs: Counter[str], host_memory: int | None, has_gpu: bool) -
     return _refusal("host", needs, 0, allowed) + "; " + ", or ".join(remedies)
 
 
-def _refusal(place: str, needs: Counter[str], rest: int, allowed: int) -> str:
-    total = sum(needs.values()) + rest
+def _refusal(place: str, needs: Counter[str], more_bytes: int, allowed: int) -> str:
+    total = sum(needs.values()) + more_bytes
     parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in needs.most_common(4))
     return (
         f"{place} memory: at least {size(total)} are needed ({parts}), but {size(allowed)} are "

@@ -8,6 +8,7 @@ graphs, passes. The seconds of each way of spending are estimated from the candi
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import sub
 from typing import Any, Literal, NamedTuple
 
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, DISK_WEIGHTS, UPDATE
@@ -64,9 +65,9 @@ def sizes_of(workload: Workload) -> list[int]:
     """Rows that a micro-batch may have, largest first."""
     if workload.micro_batch is not None:
         return [workload.micro_batch]
-    most = (max(1, tokens // workload.sequence_length) for tokens in _TOKENS)
+    limits = (max(1, tokens // workload.sequence_length) for tokens in _TOKENS)
     # As few micro-batches as hold all rows, and as even as they can be.
-    return sorted({-(-workload.rows // -(-workload.rows // rows)) for rows in most}, reverse=True)
+    return sorted({-(-workload.rows // -(-workload.rows // rows)) for rows in limits}, reverse=True)
 
 
 def families(workload: Workload, spilled: Mapping[str, Any], rows: int) -> list[list[Placement]]:
@@ -74,19 +75,20 @@ def families(workload: Workload, spilled: Mapping[str, Any], rows: int) -> list[
 
     Args: `spilled`: what of the placement rests on a disk.
     """
-    least = -(-rows * workload.sequence_length // _CHUNKS)
-    long, whole = workload.sequence_length >= _LONG, list[Placement]()
-    owned = spilled.get("own_experts", False)  # such layers are whole and eager
+    fewest_tokens = -(-rows * workload.sequence_length // _CHUNKS)
+    is_long = workload.sequence_length >= _LONG
+    own_experts = spilled.get("own_experts", False)  # such layers are whole and eager
+    whole: list[Placement] = []
     for choices in _CANDIDATES:
-        base = Placement(**choices, **spilled, compile=workload.compile and not owned)
-        lanes = base.layer_input_lanes // (2 if long and base.slots < MOST_SLOTS else 1)
-        whole.append(
-            replace(base, head_tokens=max(least, base.head_tokens), layer_input_lanes=lanes)
-        )
+        base = Placement(**choices, **spilled, compile=workload.compile and not own_experts)
+        lanes = base.layer_input_lanes // (2 if is_long and base.slots < MOST_SLOTS else 1)
+        tokens = max(fewest_tokens, base.head_tokens)
+        whole.append(replace(base, head_tokens=tokens, layer_input_lanes=lanes))
+    if own_experts or not is_long:
+        return [whole]
     tiled = [
         [replace(candidate, chunk_tokens=_TILE, save_attention=where) for candidate in whole]
         for where in _ATTENTION
-        if long and not owned
     ]
     return [whole, *tiled]
 
@@ -120,9 +122,9 @@ class FirstTiles:
         if placement.disk_moments or placement.disk_weights:
             counts = range(len(self.tiles) + 1)
             moved = [replace(placement, resident=self.names(count)) for count in counts]
-            first, *_ = on_disk_now = [*disk_bytes(layouts, workload, moved)]
-            pairs = zip(self.host_bytes, on_disk_now, strict=True)
-            self.host_bytes = [n - (first - left) for n, left in pairs]
+            disk = [*disk_bytes(layouts, workload, moved)]  # by the number of moved tiles
+            off_disk = [disk[0] - num_bytes for num_bytes in disk]
+            self.host_bytes = [*map(sub, self.host_bytes, off_disk)]
 
     @property
     def sums_bytes(self) -> int:
@@ -139,9 +141,9 @@ class FirstTiles:
     def names(self, count: int) -> tuple[str, ...]:
         return tuple(tile.name for tile in self.tiles[:count])
 
-    def most(self, room: int) -> int:
+    def most(self, num_bytes: int) -> int:
         """The number of first tiles that fit in `room` device bytes; -1 if `room` is negative."""
-        return sum(num_bytes <= room for num_bytes in self.device_bytes) - 1
+        return sum(needed <= num_bytes for needed in self.device_bytes) - 1
 
     def fewest(self, lacking: int) -> int:
         """The least number of first tiles whose move spares the host so much; else all and one."""
@@ -152,7 +154,7 @@ class FirstTiles:
         if not placement.disk_weights:
             return 0
         crossing = [
-            tile.numel * (rests.weights is Tier.DISK)
+            tile.numel if rests.weights is Tier.DISK else 0
             for tile, rests in zip(self.tiles, resting(placement, self.tiles), strict=True)
             if tile.kind is TileKind.LAYER and rests.weights is not Tier.DEVICE and not rests.stays
         ]
@@ -161,12 +163,12 @@ class FirstTiles:
 
 
 def first_tiles(forecasts: ForecastCache, workload: Workload, placement: Placement) -> FirstTiles:
-    """`FirstTiles` for what a placement says of the disk and of passes; the rest is no matter."""
+    """The `FirstTiles` of a placement, from the cache: they depend on a few of its choices."""
     names = ("disk_moments", "disk_remainder", "disk_weights", "passes", "own_experts")
-    alike = Placement(**{name: getattr(placement, name) for name in names})
-    key = "tiles", workload.rule, workload.ranks, workload.dtype, workload.clip, alike
-    layouts = forecasts.model(workload).placed(alike).layouts
-    return forecasts.once(key, lambda: FirstTiles(layouts, workload, alike))
+    choices = Placement(**{name: getattr(placement, name) for name in names})
+    key = "tiles", workload.rule, workload.ranks, workload.dtype, workload.clip, choices
+    layouts = forecasts.model(workload).placed(choices).layouts
+    return forecasts.once(key, lambda: FirstTiles(layouts, workload, choices))
 
 
 def disk_bytes(
@@ -269,36 +271,41 @@ class Spending:
         self._spare = budget.spare(frame)
         if passes > 1:
             waiting = frame.device_bytes.get(Place.ACTIVATIONS, 0)
-            less = waiting * (self._micro - at_once) // self._micro
-            self._spare += less - self._first.sums_bytes
+            freed = waiting * (self._micro - at_once) // self._micro
+            self._spare += freed - self._first.sums_bytes
 
     def _more(self, where: Literal["device", "host"]) -> int:
         """Bytes that a graph takes there beyond the attention results that wait without it."""
-        kept = self._frame.placement.save_attention == where
-        return max(1, self._graph - kept * self._attention)
+        is_kept = self._frame.placement.save_attention == where
+        return max(1, self._graph - is_kept * self._attention)
 
     def _held(self, num_bytes: int, offload: int) -> Graphs:
         """Graphs that fit in so many bytes of the device, as many as wanted on the host."""
-        kept = min(self._layers, num_bytes // self._more("device"))
-        offload = max(0, min(offload, self._layers - kept))
-        left = num_bytes - kept * self._more("device") if kept == self._layers else 0
-        return Graphs(kept, min(kept, left // self._rest) if self._rest > 0 else 0, offload)
+        kept_bytes = self._more("device")
+        kept = min(self._layers, num_bytes // kept_bytes)
+        offloaded = max(0, min(offload, self._layers - kept))
+        whole = 0
+        if kept == self._layers and self._rest > 0:
+            whole = min(kept, (num_bytes - kept * kept_bytes) // self._rest)
+        return Graphs(kept, whole, offloaded)
 
     def all(self) -> Iterator[Way]:
         """Every way that is worth a look."""
         first, tiles = self._first, self._first.tiles
         host_spare = self._budget.host_spare(self._frame)
-        least, fitting = first.fewest(-host_spare), first.most(self._spare)
-        if least > len(tiles):
+        fewest, most = first.fewest(-host_spare), first.most(self._spare)
+        if fewest > len(tiles):
             return  # the host has no room even if every tile leaves it
-        begin = 1 + [tile.kind for tile in tiles].index(TileKind.LAYER)
-        parts = (least + (fitting - least) * part // 4 for part in range(5))
-        for count in sorted({0, begin, *parts}):
-            if not least <= count <= fitting or (count and not tiles[count - 1].numel):
-                continue  # too few, too many, or one that brings nothing
-            rest = first.rest(count)
-            for staying in sorted({0, min(1, len(rest)), len(rest) * (self._passes > 1)}):
-                weights = self._workload.dtype.itemsize * streamed_numel(rest[:staying])
+        to_first_layer = 1 + [tile.kind for tile in tiles].index(TileKind.LAYER)
+        quarters = (fewest + (most - fewest) * quarter // 4 for quarter in range(5))
+        for count in sorted({0, to_first_layer, *quarters}):
+            brings_nothing = count > 0 and not tiles[count - 1].numel
+            if brings_nothing or not fewest <= count <= most:
+                continue
+            streamed = first.rest(count)
+            all_stay = len(streamed) if self._passes > 1 else 0
+            for staying in sorted({0, min(1, len(streamed)), all_stay}):
+                weights = self._workload.dtype.itemsize * streamed_numel(streamed[:staying])
                 spare = self._spare - first.device_bytes[count] - weights
                 for graphs in self._graphs(spare, host_spare + first.host_bytes[count]):
                     yield Way(count, staying, graphs, *self._seconds(count, staying, graphs))
@@ -309,14 +316,17 @@ class Spending:
             return set()
         if not self._graph:
             return {self._held(spare, 0)}
-        most = min(self._layers, host_spare // self._more("host"))
-        unnoticed = min(most, int(self._forward() / self._costs.copy(COPY_OUT, self._graph)))
-        lanes = 2 * LANES * self._work.keeping.kept_bytes
-        return {
-            self._held(spare - lanes * (offload > 0), offload)
-            for offload in (0, most, unnoticed, unnoticed // 2)
-            if offload >= 0 and lanes * (offload > 0) <= spare
-        }
+        most_on_host = min(self._layers, host_spare // self._more("host"))
+        unnoticed = min(
+            most_on_host, int(self._forward() / self._costs.copy(COPY_OUT, self._graph))
+        )
+        lanes_bytes = 2 * LANES * self._work.keeping.kept_bytes
+        choices = set()
+        for offload in (0, most_on_host, unnoticed, unnoticed // 2):
+            spare_beside_lanes = spare - lanes_bytes if offload > 0 else spare
+            if offload >= 0 and spare_beside_lanes >= 0:
+                choices.add(self._held(spare_beside_lanes, offload))
+        return choices
 
     def _forward(self) -> float:
         return self._layers * self._micro * self._costs.seconds(self._work.forward)
@@ -330,20 +340,24 @@ class Spending:
         and the layer after it, come while nothing computes.
         """
         first, passes, copy = self._first, self._passes, self._costs.copy
-        tiles, resident, rest = first.tiles, first.tiles[:count], first.rest(count)
+        tiles, resident, streamed = first.tiles, first.tiles[:count], first.rest(count)
         itemsize, bounds = self._workload.dtype.itemsize, self._frame.bounds
-        left = 1 - sum(t.numel for t in resident) / sum(t.numel for t in tiles)
+        # Shares of all elements: those that the host updates, and of those that the candidate
+        # streams the ones that cross in every pass, and the ones that stay once they are there.
+        on_host = 1 - sum(t.numel for t in resident) / sum(t.numel for t in tiles)
         crossing = 1 - streamed_numel(resident) / streamed_numel(tiles)
-        stays = streamed_numel(rest[:staying]) / streamed_numel(tiles)
-        arriving = bounds[COPY_IN] * ((crossing - stays) * passes + stays / 2)
+        staying_share = streamed_numel(streamed[:staying]) / streamed_numel(tiles)
+        arriving = bounds[COPY_IN] * ((crossing - staying_share) * passes + staying_share / 2)
+
         late = max(0.0, arriving / 2 - self._forward()) if passes > 1 else 0.0
-        exposed = copy(COPY_IN, itemsize * streamed_numel(rest[:2]))
-        late += exposed * (passes - 1) if rest and not staying else -exposed
-        alone = 0.0
+        exposed = copy(COPY_IN, itemsize * streamed_numel(streamed[:2]))
+        late += exposed * (passes - 1) if streamed and not staying else -exposed
+        alone = 0.0  # updates beside which nothing computes
         if passes > 1 and self._workload.clip:
-            alone = max(0.0, bounds[UPDATE] * left - self._forward() / passes)
-        crossed = graphs.offloaded * passes  # a graph of a pass each
-        leaving = crossed * copy(COPY_OUT, self._graph)
+            alone = max(0.0, bounds[UPDATE] * on_host - self._forward() / passes)
+
+        crossing_graphs = graphs.offloaded * passes  # a graph of a pass each
+        leaving = crossing_graphs * copy(COPY_OUT, self._graph)
         compute = self._compute(graphs) + max(0.0, leaving - self._forward())
         # Of tiles that rest on the device a rule without a kernel there launches its operations.
         rule = self._workload.rule
@@ -358,15 +372,16 @@ class Spending:
         read = copy(DISK_WEIGHTS, itemsize * first.read_numel(self._placement(count, staying)))
         least = max(
             compute + alone,
-            bounds[UPDATE] * left,
-            arriving + crossed * copy(COPY_IN, self._graph),
+            bounds[UPDATE] * on_host,
+            arriving + crossing_graphs * copy(COPY_IN, self._graph),
             bounds[COPY_OUT] * crossing + leaving,
             read,
         )
-        waited = self._frame.seconds - bounds[COMPUTE]
+        candidate_waits = self._frame.seconds - bounds[COMPUTE]
         # The candidate waits for a disk once; other passes do again.
-        again = read * (1 - 1 / passes)
-        return least, max(least, compute + late + max(waited * left, alone) + again)
+        reads_again = read * (1 - 1 / passes)
+        likely = compute + late + max(candidate_waits * on_host, alone) + reads_again
+        return least, max(least, likely)
 
     def _compute(self, graphs: Graphs) -> float:
         work, seconds = self._work, self._costs.seconds
@@ -374,9 +389,9 @@ class Spending:
         if self._frame.placement.save_attention != "none":
             saved -= seconds(work.again) - seconds(work.again._replace(attention_flops=0))
         halves = seconds(work.keeping) + seconds(work.kept_backward)
-        whole = halves - seconds(work.again) - seconds(work.backward)
+        gain = halves - seconds(work.again) - seconds(work.backward)
         spared = (graphs.kept + graphs.offloaded) * max(0.0, saved - halves) * self._micro
-        return self._frame.bounds[COMPUTE] - spared - graphs.whole * max(0.0, whole) * self._micro
+        return self._frame.bounds[COMPUTE] - spared - graphs.whole * max(0.0, gain) * self._micro
 
     def _placement(self, count: int, staying: int, graphs: Graphs = _NONE) -> Placement:
         return replace(
@@ -397,13 +412,14 @@ class Spending:
             spent = self._forecasts.of(self._budget.machine, placement, self._workload, rows)
             if self._budget.fits(spent) and (best is None or spent.seconds < best.seconds):
                 best = spent
-            short = self._budget.host_spare(spent)
-            if short < 0 and not graphs.offloaded:
+            host_spare = self._budget.host_spare(spent)
+            if host_spare < 0 and not graphs.offloaded:
                 break  # graphs on the device spare the host nothing
-            held = graphs.kept * self._more("device") + graphs.whole * max(0, self._rest)
-            room = held + self._budget.spare(spent)
-            more_on_host = min(0, short // self._more("host"))
-            before, graphs = graphs, self._held(room, graphs.offloaded + more_on_host)
-            if room < 0 or graphs == before:
+            on_device = graphs.kept * self._more("device") + graphs.whole * max(0, self._rest)
+            for_graphs = on_device + self._budget.spare(spent)
+            fewer_on_host = min(0, host_spare // self._more("host"))
+            fitting = self._held(for_graphs, graphs.offloaded + fewer_on_host)
+            if for_graphs < 0 or fitting == graphs:
                 break
+            graphs = fitting
         return best

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from operator import le
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatrain.autoplace import candidates
 from megatrain.autoplace.candidates import MOST_SLOTS, Budget, Spending
@@ -51,42 +51,47 @@ _MANY = 24
 def fastest(
     forecasts: ForecastCache, machine: Machine, workload: Workload, *, thorough: bool = True
 ) -> Forecast:
-    """The fastest forecast that fits; nothing is on the disk unless nothing fits without.
+    """The fastest forecast that fits; it uses the disk only if nothing fits without.
 
     If not `thorough`, the first candidate and way are enough. Raises DoesNotFit: nothing fits.
     """
-    first, *others = machine.splits()
-    fitting, owning = [], workload.may_own and forecasts.can_own(workload)
-    for split, owned in product((*others, first), (True, False) if owning else (False,)):
+    first_split, *other_splits = machine.splits()
+    may_own_experts = workload.may_own and forecasts.can_own(workload)
+    fitting: list[Forecast] = []
+    for split, own_experts in product(
+        (*other_splits, first_split), (True, False) if may_own_experts else (False,)
+    ):
+        fixed = {"own_experts": True} if own_experts else {}
         try:
-            own = {"own_experts": True} if owned else {}
-            fitting.append(_fastest(forecasts, split, workload, own, thorough=thorough))
+            fitting.append(_fastest(forecasts, split, workload, fixed, thorough=thorough))
         except DoesNotFit:
-            if not (machine.one_memory or owned or fitting):
+            if not (machine.one_memory or own_experts or fitting):
                 raise
-    if not fitting:  # unless it fits with a part of the memory between these
+    if not fitting:  # a part of the one memory between those of the splits may do
         needed = least(forecasts, machine, workload)
         if needed.machine.both_bytes > machine.both_bytes:
             raise DoesNotFit(lacking(machine, needed.machine))
         fitting = [needed]
+
     best = min(fitting, key=lambda it: it.seconds * (_OWNED if it.placement.own_experts else 1))
     if not thorough or workload.ranks > 1:
         return best
-    in_place = replace(best.placement, slots=0, prefetch=None)  # which takes no more memory
-    other = forecasts.of(best.machine, in_place, workload, best.micro_batch)
-    return other if other.seconds < _IN_PLACE * best.seconds else best
+    without_slots = replace(best.placement, slots=0, prefetch=None)  # takes no more memory
+    in_place = forecasts.of(best.machine, without_slots, workload, best.micro_batch)
+    return in_place if in_place.seconds < _IN_PLACE * best.seconds else best
 
 
 def _fastest(
     forecasts: ForecastCache,
     machine: Machine,
     workload: Workload,
-    own: dict[str, bool],
+    fixed: dict[str, bool],
     *,
     thorough: bool,
 ) -> Forecast:
+    """The fastest forecast on a machine of two memories, with `fixed` choices of the placement."""
     search = partial(Search, forecasts, machine, workload, thorough=thorough)
-    spills = [spill | own for spill in _spills(forecasts, machine, workload)]
+    spills = [spill | fixed for spill in _spills(forecasts, machine, workload)]
     if len(spills) == 1:
         return search(spills[0]).best()
     first = bisect_left(spills, True, key=lambda spilled: search(spilled).could_fit())
@@ -106,26 +111,29 @@ def least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> For
     """
     if not machine.one_memory:
         return _least(forecasts, machine, workload)
-    none = Budget(replace(machine, device_memory_bytes=1, host_memory_bytes=1))
-    ways = [_least(forecasts, split, workload) for split in machine.splits()]
-    needs = [none.raised(way.device_peak_bytes, way.host_peak_bytes) for way in ways]
-    best = min(range(len(ways)), key=lambda at: needs[at].both_bytes)
-    return replace(ways[best], machine=needs[best])
+    empty = Budget(replace(machine, device_memory_bytes=1, host_memory_bytes=1))
+    with_need = []
+    for split in machine.splits():
+        forecast = _least(forecasts, split, workload)
+        needed = empty.raised(forecast.device_peak_bytes, forecast.host_peak_bytes)
+        with_need.append(replace(forecast, machine=needed))
+    return min(with_need, key=lambda forecast: forecast.machine.both_bytes)
 
 
 def _least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> Forecast:
-    *_, most = _spills(forecasts, machine, workload)
-    forecast = Search(forecasts, machine, workload).least()
-    if not most or forecast.machine.host_memory_bytes <= machine.host_memory_bytes:
-        return forecast
-    return Search(forecasts, machine, workload, most).least()
+    without_disk = Search(forecasts, machine, workload).least()
+    host_suffices = without_disk.machine.host_memory_bytes <= machine.host_memory_bytes
+    *_, all_on_disk = _spills(forecasts, machine, workload)
+    if host_suffices or not all_on_disk:
+        return without_disk
+    return Search(forecasts, machine, workload, all_on_disk).least()
 
 
 def could_fit(forecasts: ForecastCache, machine: Machine, workload: Workload) -> bool:
     """True if there likely is a way: with the largest micro-batches, or the smallest."""
-    *_, most = _spills(forecasts, machine, workload)
+    *_, most_on_disk = _spills(forecasts, machine, workload)
     splits = machine.splits()
-    return any(Search(forecasts, split, workload, most).could_fit() for split in splits)
+    return any(Search(forecasts, split, workload, most_on_disk).could_fit() for split in splits)
 
 
 def _spills(forecasts: ForecastCache, machine: Machine, workload: Workload) -> list[dict[str, int]]:
@@ -135,21 +143,29 @@ def _spills(forecasts: ForecastCache, machine: Machine, workload: Workload) -> l
         return [{}]
     layouts = forecasts.model(workload).layouts
 
-    def count() -> list[tuple[dict[str, Any], int]]:
+    def with_bytes() -> list[tuple[dict[str, Any], int]]:
         """Moments of one tile more each time, then remainders, then weights; their bytes."""
-        tiles = sum(t.trainable_numel > 0 for t in layouts)
-        layers = sum(t.kind is TileKind.LAYER for t in layouts)
-        choices: dict[str, Any] = {}
-        ways = []
+        num_trained = sum(t.trainable_numel > 0 for t in layouts)
+        num_layers = sum(t.kind is TileKind.LAYER for t in layouts)
+        largest: dict[str, Any] = {}
+        choices = []
         for name in _DISK:
-            most = layers if name == "disk_weights" else tiles
-            ways += [choices | {name: count + 1} for count in range(most)]
-            choices |= {name: most}
-        placements = (Placement(**way) for way in ways)
-        return [*zip(ways, candidates.disk_bytes(layouts, workload, placements), strict=True)]
+            num_tiles = num_layers if name == "disk_weights" else num_trained
+            choices += [largest | {name: number} for number in range(1, num_tiles + 1)]
+            largest |= {name: num_tiles}
+        placements = (Placement(**choice) for choice in choices)
+        return [*zip(choices, candidates.disk_bytes(layouts, workload, placements), strict=True)]
 
-    spills = forecasts.once(("spills", workload.rule, workload.ranks, workload.dtype), count)
-    return [{}, *(choices for choices, num_bytes in spills if num_bytes <= space)]
+    spills = forecasts.once(("spills", workload.rule, workload.ranks, workload.dtype), with_bytes)
+    return [{}, *(choice for choice, num_bytes in spills if num_bytes <= space)]
+
+
+class _Sparing(NamedTuple):
+    """A candidate: its family's index, its index there, its peaks on device and host in bytes."""
+
+    family: int
+    place: int
+    peaks: tuple[int, int]
 
 
 class Search:
@@ -197,12 +213,12 @@ class Search:
 
     def could_fit(self) -> bool:
         """True if there likely is a way: with the largest micro-batches, or the smallest."""
-        most, fewest = self._sizes[0], self._sizes[-1]
-        # A search without a disk looks at this one anyway.
-        fastest = [] if self._spilled else self._families(most)[0][:1]
-        return self._may_fit(fastest, most) or any(
+        most_rows, fewest_rows = self._sizes[0], self._sizes[-1]
+        # A search without a disk looks at the fastest candidate anyway.
+        fastest = [] if self._spilled else self._families(most_rows)[0][:1]
+        return self._may_fit(fastest, most_rows) or any(
             self._may_fit(family, rows)
-            for rows in dict.fromkeys((most, fewest))
+            for rows in dict.fromkeys((most_rows, fewest_rows))
             for family in self._sparing_families(rows)
         )
 
@@ -213,57 +229,65 @@ class Search:
         A larger micro-batch, or a faster candidate, is taken where it needs hardly more.
         """
         sizes = self._sizes
-        few = [rows for rows in sizes if rows * _MANY >= self._workload.rows] or sizes
-        number, place, fewest = self._lacking_least(few[-1])
-        if fewest[0] > self._budget.device and few[-1] > sizes[-1]:
-            few = sizes
-            number, place, fewest = self._lacking_least(sizes[-1])
-        pairs = zip(self._lacks(*fewest), fewest, strict=True)
-        most = [lacks + _ALIKE * peak if lacks else 0 for lacks, peak in pairs]
+        considered = [rows for rows in sizes if rows * _MANY >= self._workload.rows] or sizes
+        sparing = self._lacking_least(considered[-1])
+        if sparing.peaks[0] > self._budget.device and considered[-1] > sizes[-1]:
+            considered = sizes
+            sparing = self._lacking_least(sizes[-1])
+        limits = [
+            lacks + _ALIKE * peak if lacks else 0
+            for lacks, peak in zip(self._lacks(*sparing.peaks), sparing.peaks, strict=True)
+        ]
 
-        def is_alike(placement: Placement, rows: int, *lengths: int) -> bool:
-            """True if it lacks hardly more memory, forecast for each of these numbers of steps."""
-            peaks = (self._with_tiles(placement, rows, steps)[1] for steps in lengths)
-            return all(all(map(le, self._lacks(*each), most)) for each in peaks)
+        def lacks_hardly_more(placement: Placement, rows: int, *numbers_of_steps: int) -> bool:
+            for steps in numbers_of_steps:
+                _, peaks = self._with_tiles(placement, rows, steps)
+                if not all(map(le, self._lacks(*peaks), limits)):
+                    return False
+            return True
 
-        alike = (
-            (candidate, rows)
-            for rows in few
-            for family in [self._sparing_families(rows)[number]]
-            if is_alike(family[place], rows, 0, 1)
-            for candidate in family
-            if is_alike(candidate, rows, 0, 1, STEADY)
-        )
-        least, rows = next(alike, (self._sparing_families(few[-1])[number][place], few[-1]))
-        placement, peaks = self._with_tiles(least, rows, STEADY)
+        def fastest_alike() -> tuple[Placement, int]:
+            for rows in considered:
+                family = self._sparing_families(rows)[sparing.family]
+                if lacks_hardly_more(family[sparing.place], rows, 0, 1):
+                    for candidate in family:
+                        if lacks_hardly_more(candidate, rows, 0, 1, STEADY):
+                            return candidate, rows
+            rows = considered[-1]
+            return self._sparing_families(rows)[sparing.family][sparing.place], rows
+
+        candidate, rows = fastest_alike()
+        placement, peaks = self._with_tiles(candidate, rows, STEADY)
         needed = map(max, peaks, self._peaks(placement, rows, 1), self._least_bytes(placement))
         return replace(self._of(placement, rows), machine=self._budget.raised(*needed))
 
-    def _lacking_least(self, rows: int) -> tuple[int, int, tuple[int, int]]:
-        """The candidate that lacks least memory: its family's index, its index there, its peaks."""
+    def _lacking_least(self, rows: int) -> "_Sparing":
+        """The candidate that lacks least memory."""
         sparing = [
             (number, family.index(placement), placement)
             for number, family in enumerate(self._sparing_families(rows))
             for placement in self._most_sparing(family)
         ]
-        alone = any(self._least_bytes(option)[0] <= self._budget.device for *_, option in sparing)
-        most = max(self._budget.device, most_memory())
+        device_suffices = any(
+            self._least_bytes(placement)[0] <= self._budget.device for *_, placement in sparing
+        )
+        largest_device = max(self._budget.device, most_memory())
 
         def rank(peaks: tuple[int, int]) -> tuple[bool, bool, int]:
             """Lower is better: a device that is sold, not both memories, few bytes."""
-            on_device, on_host = self._lacks(*peaks)
-            both = alone and on_device > 0 and on_host > 0
-            return peaks[0] > most, both, _DEVICE_WORTH * on_device + on_host
+            device, host = self._lacks(*peaks)
+            lacks_both = device_suffices and device > 0 and host > 0
+            return peaks[0] > largest_device, lacks_both, _DEVICE_WORTH * device + host
 
         bounds = [rank(self._with_tiles(placement, rows, 0)[1]) for *_, placement in sparing]
-        best: tuple[int, int, tuple[int, int]] | None = None
-        for at in sorted(range(len(sparing)), key=bounds.__getitem__):
-            if best is not None and rank(best[2]) <= bounds[at]:
+        best: _Sparing | None = None
+        for i in sorted(range(len(sparing)), key=bounds.__getitem__):
+            if best is not None and rank(best.peaks) <= bounds[i]:
                 break  # the others lack as much before a step is forecast
-            number, place, placement = sparing[at]
-            peaks = self._with_tiles(placement, rows)[1]
-            if best is None or rank(peaks) < rank(best[2]):
-                best = number, place, peaks
+            family, place, placement = sparing[i]
+            _, peaks = self._with_tiles(placement, rows)
+            if best is None or rank(peaks) < rank(best.peaks):
+                best = _Sparing(family, place, peaks)
         assert best is not None
         return best
 
@@ -278,19 +302,23 @@ class Search:
         """The last candidate and that of fewest bytes, for layer inputs on either side."""
         sparing = []
         for layer_inputs in ("host", "device"):
-            alike = [placement for placement in family if placement.layer_inputs == layer_inputs]
-            by_bytes = sorted(alike, key=lambda candidate: self._least_bytes(candidate)[0])
-            sparing += alike[-1:] + by_bytes[:1]
+            of_side = [placement for placement in family if placement.layer_inputs == layer_inputs]
+            by_bytes = sorted(of_side, key=lambda candidate: self._least_bytes(candidate)[0])
+            sparing += of_side[-1:] + by_bytes[:1]
         return [*dict.fromkeys(sparing)]
 
     def _may_fit(self, family: list[Placement], rows: int) -> bool:
         """True if one of a family's most sparing candidates has room."""
-        return any(
-            not any(self._lacks(*self._with_tiles(placement)[1]))
-            and not any(self._lacks(*self._with_tiles(placement, rows, 0)[1]))
-            and self._holds(*self._peaks(placement, rows, 1))
-            for placement in self._most_sparing(family)
-        )
+        for placement in self._most_sparing(family):
+            _, least_bytes = self._with_tiles(placement)
+            if any(self._lacks(*least_bytes)):
+                continue
+            _, with_a_layer = self._with_tiles(placement, rows, 0)
+            if any(self._lacks(*with_a_layer)):
+                continue
+            if self._holds(*self._peaks(placement, rows, 1)):
+                return True
+        return False
 
     def _lacks(self, device: int, host: int) -> tuple[int, int]:
         return max(0, device - self._budget.device), max(0, host - self._budget.host)
@@ -308,18 +336,18 @@ class Search:
 
     def _peaks(self, placement: Placement, rows: int, steps: int) -> tuple[int, int]:
         """Bytes on device and host at the peak; one step is followed with all tiles on the host."""
-        alike = placement
+        followed = placement
         if steps < STEADY:
-            alike = replace(placement, resident=(), **_DISK)
+            followed = replace(placement, resident=(), **_DISK)
         try:
-            frame = self._of(alike, rows, steps)
+            frame = self._of(followed, rows, steps)
         except NotForeseeable:
             if placement.chunk_tokens is None:
                 raise
             return 1 << 62, 1 << 62  # these layers cannot be foreseen in tiles
-        (device, host), less = self._least_bytes(placement), self._least_bytes(alike)
-        device += frame.device_peak_bytes - less[0]
-        return device, frame.host_peak_bytes + host - less[1]
+        (device, host), least_followed = self._least_bytes(placement), self._least_bytes(followed)
+        device += frame.device_peak_bytes - least_followed[0]
+        return device, frame.host_peak_bytes + host - least_followed[1]
 
     def _with_tiles(
         self, placement: Placement, rows: int | None = None, steps: int = 1
@@ -329,21 +357,24 @@ class Search:
         Each of up to four forecasts tells the number for the next one. With no `steps`, or `rows`,
         bytes are counted and not forecast: see `_least_bytes`.
         """
-        tiles, budget, count, most = self._tiles, self._budget, 0, len(self._tiles.tiles)
+        tiles, budget = self._tiles, self._budget
+        count, most = 0, len(tiles.tiles)
         if steps == STEADY:  # many fewer long forecasts: one step tells nearly as many tiles
             count = len(self._with_tiles(placement, rows)[0].resident)
         for _ in range(4):
             moved = replace(placement, resident=tiles.names(count))
             if rows and steps:
-                device, host = peaks = self._peaks(moved, rows, steps)
+                peaks = self._peaks(moved, rows, steps)
             else:
-                device, host = peaks = self._least_bytes(moved, rows)
-            fits = device <= budget.device
-            most = most if fits else max(0, count - 1)
-            wanted = tiles.fewest(host + tiles.host_bytes[count] - budget.host)
-            room = tiles.most(budget.device - (device - tiles.device_bytes[count]))
-            following = max(0, min(wanted, room, most))
-            if following == count or (fits and following < count):
+                peaks = self._least_bytes(moved, rows)
+            device, host = peaks
+            device_suffices = device <= budget.device
+            if not device_suffices:
+                most = max(0, count - 1)
+            needed = tiles.fewest(host + tiles.host_bytes[count] - budget.host)
+            with_room = tiles.most(budget.device - (device - tiles.device_bytes[count]))
+            following = max(0, min(needed, with_room, most))
+            if following == count or (device_suffices and following < count):
                 break
             count = following
         return moved, peaks
@@ -356,33 +387,30 @@ class Search:
         frames = self._first_fitting(sizes)
         if not frames or not self._thorough:
             return frames
-        best = min(frames, key=lambda frame: frame.seconds)
-        rows = best.micro_batch
-        placements = {frame.placement for frame in frames if frame.micro_batch == rows}
+        rows = min(frames, key=lambda frame: frame.seconds).micro_batch
+        fitting = {frame.placement for frame in frames if frame.micro_batch == rows}
         for family in self._families(rows):
-            first = next((n for n, each in enumerate(family) if each in placements), len(family))
-            sparing = [self._of(family[n], rows) for n in _SPARING if n > first]
+            places = (place for place, candidate in enumerate(family) if candidate in fitting)
+            first = min(places, default=len(family))
+            sparing = [self._of(family[place], rows) for place in _SPARING if place > first]
             frames += filter(self._fits_moved, sparing)
         return frames
 
     def _first_fitting(self, sizes: list[int]) -> list[Forecast]:
         """Of every family the first candidate that fits; of the two largest sizes."""
         frames: list[Forecast] = []
-        wanted = 2 if self._thorough else 1
+        sizes_left = 2 if self._thorough else 1
         for rows in sizes:
             firsts = (self._first_of(family, rows) for family in self._families(rows))
             fitting = [*filter(None, firsts)]
             frames += fitting
-            wanted -= bool(fitting)
-            if not wanted:
+            sizes_left -= 1 if fitting else 0
+            if sizes_left == 0:
                 break
         return frames
 
     def _first_of(self, family: list[Placement], rows: int) -> Forecast | None:
-        """The forecast of the first candidate that fits; None: none does.
-
-        If the first one does not fit, the others are tried only if one of them may.
-        """
+        """The forecast of the first candidate that fits; None: none does."""
         for number, candidate in enumerate(family):
             if number == 1 and not self._may_fit(family, rows):
                 break
@@ -420,7 +448,8 @@ class Search:
         for rows in sizes:
             micro_batches = -(-self._workload.rows // rows)
             if micro_batches > 1:
-                frame = self._of(self._families(rows)[0][0], rows)  # usually the fastest
+                whole_layers, *_ = self._families(rows)
+                frame = self._of(whole_layers[0], rows)  # usually the fastest
                 passes = sorted({n for n in _PASSES if n < micro_batches} | {micro_batches})
                 spending += [self._spending(frame, n) for n in passes]
         return spending

@@ -125,20 +125,20 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
+        keys = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise _refusal("a key is not a name", key.start_mark)
-            if key.value in seen:
+            if key.value in keys:
                 raise _refusal(f"key {key.value!r} is given twice", key.start_mark)
-            seen.add(key.value)
+            keys.add(key.value)
         return super().construct_mapping(node, deep)
 
     def one_number(self, node: yaml.ScalarNode) -> int | float:
         """The number of a scalar, if all versions of YAML agree on it."""
-        whole = node.tag.endswith(":int")
+        is_integer = node.tag.endswith(":int")
         number: int | float = (
-            self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
+            self.construct_yaml_int(node) if is_integer else self.construct_yaml_float(node)
         )
         if _OLD_NUMBER.fullmatch(node.value):
             raise _refusal(
@@ -177,5 +177,5 @@ def _read(path: Path, max_bytes: int, *, regular: bool) -> bytes:
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise InputError(f"{path}: larger than {max_bytes // MIB} MiB, that cannot be right")
+        raise InputError(f"{path}: larger than {max_bytes // MIB} MiB; name another file")
     return content

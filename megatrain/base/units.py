@@ -1,6 +1,7 @@
 """Bytes, rates and times as people write and read them."""
 
 import re
+from typing import Any
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
@@ -53,3 +54,19 @@ def duration(seconds: float) -> str:
 def align(offset: int, multiple: int) -> int:
     """Round `offset` up to a multiple of `multiple`."""
     return -(-offset // multiple) * multiple
+
+
+def on_line(start: Any, end: Any, part: int, whole: int) -> Any:
+    """The value on a straight line through `start` and `end`, at `part / whole` of the way.
+
+    Interpolates the integers in tuples, lists and dictionaries of the same form, rounded down;
+    everything else is taken from `start`. A `part` above `whole` lies beyond `end`.
+    """
+    if type(start) is int:
+        return start + (end - start) * part // whole
+    if isinstance(start, dict):
+        return {key: on_line(value, end[key], part, whole) for key, value in start.items()}
+    if isinstance(start, tuple | list):
+        make = getattr(start, "_make", type(start))  # of a named tuple
+        return make([on_line(*pair, part, whole) for pair in zip(start, end, strict=True)])
+    return start

@@ -32,15 +32,15 @@ _HEAD_BYTES, _PAGE_BYTES, _PAGES = 1 << 20, 4096, 64  # the parts of a file that
 
 def known_by(path: Path) -> tuple[int, int, str]:
     """Size, time, and a hash of the sampled bytes of a file."""
-    seen = hashlib.blake2b(digest_size=12)
+    digest = hashlib.blake2b(digest_size=12)
     with explained(f"{path}: cannot be read", of=OSError), path.open("rb") as file:
         status = path.stat()
-        seen.update(file.read(_HEAD_BYTES))
-        rest = max(0, status.st_size - _HEAD_BYTES - _PAGE_BYTES)
+        digest.update(file.read(_HEAD_BYTES))
+        middle_bytes = max(0, status.st_size - _HEAD_BYTES - _PAGE_BYTES)
         for number in range(_PAGES if status.st_size > _HEAD_BYTES else 0):
-            file.seek(_HEAD_BYTES + rest * number // (_PAGES - 1))
-            seen.update(file.read(_PAGE_BYTES))
-    return status.st_size, status.st_mtime_ns, seen.hexdigest()
+            file.seek(_HEAD_BYTES + middle_bytes * number // (_PAGES - 1))
+            digest.update(file.read(_PAGE_BYTES))
+    return status.st_size, status.st_mtime_ns, digest.hexdigest()
 
 
 def fill(room: memoryview, descriptor: int, offset: int) -> None:

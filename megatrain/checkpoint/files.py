@@ -66,24 +66,24 @@ class NewFile:
 
     def write(self, data: Any, offset: int) -> None:
         """Put `data` (bytes or a flat memoryview of them) at `offset`; one thread at a time."""
-        left = memoryview(data)
-        while len(left) > 0:
-            blocks = min(len(left) // BLOCK * BLOCK, _DIRECT_BYTES)
+        unwritten = memoryview(data)
+        while len(unwritten) > 0:
+            blocks = min(len(unwritten) // BLOCK * BLOCK, _DIRECT_BYTES)
             if not self._direct:
-                count = self._write_cached(left, offset)
+                count = self._write_cached(unwritten, offset)
             elif offset % BLOCK or not blocks:
-                count = self._write_cached(left[: -offset % BLOCK or len(left)], offset)
+                count = self._write_cached(unwritten[: -offset % BLOCK or len(unwritten)], offset)
             else:
-                room = self._room[:blocks]
-                room[:] = np.frombuffer(left[:blocks], np.uint8)  # without Python's lock
+                buffer = self._room[:blocks]
+                buffer[:] = np.frombuffer(unwritten[:blocks], np.uint8)  # without Python's lock
                 try:
-                    count = os.pwrite(self._past, room.data, offset)
+                    count = os.pwrite(self._past, buffer.data, offset)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
                     # Larger blocks are asked for, or a limit of the file's size cuts one.
-                    count = self._write_cached(left[:blocks], offset)
-            left, offset = left[count:], offset + count
+                    count = self._write_cached(unwritten[:blocks], offset)
+            unwritten, offset = unwritten[count:], offset + count
 
     def _write_cached(self, part: memoryview, offset: int) -> int:
         count = os.pwrite(self._handle, part, offset)  # one call writes 2 GiB at most
@@ -107,20 +107,20 @@ def require_seen(path: Path) -> None:
     """Raises InputError: this host does not see rank 0's folder, even with a fresh listing."""
     if not path.parent.is_dir() or path.name not in os.listdir(path.parent):
         raise InputError(
-            f"{path}, which rank 0 has made, is not to be seen from {socket.gethostname()}; the "
-            "folder has to be of one file system, which all hosts have in the same place"
+            f"{path}: made by rank 0, but not there on {socket.gethostname()}; give a folder of a "
+            "file system that all hosts have in the same place"
         )
 
 
 def joined_sums(tile: str, by_rank: Sequence[Sums]) -> tuple[tuple[int, str], ...]:
     """Bytes and checksums of a tile's pieces in the order of their offsets, over all ranks."""
-    every = sorted({piece for sums in by_rank for piece in sums})
-    if len({offset for offset, *_ in every}) < len(every):
+    pieces = sorted({piece for sums in by_rank for piece in sums})
+    if len({offset for offset, *_ in pieces}) < len(pieces):
         raise RunFailed(
             f"the weights or states of {tile} differ between hosts, but should be the same to the "
             "bit: a machine has a fault; go on from an earlier checkpoint"
         )
-    return tuple((size, checksum) for _, size, checksum in every)
+    return tuple((size, checksum) for _, size, checksum in pieces)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -172,9 +172,9 @@ def remove(folder: Path) -> None:
     """Remove a checkpoint, after a rename that hides it at once; a read-only one is left whole."""
     if not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-    gone = hidden(folder, REMOVED)
-    os.rename(folder, gone)
-    shutil.rmtree(gone)
+    moved_away = hidden(folder, REMOVED)
+    os.rename(folder, moved_away)
+    shutil.rmtree(moved_away)
 
 
 def put_right(parent: Path) -> None:

@@ -126,12 +126,9 @@ class Settings(_Strict):
     Attributes:
         dtype: of the model's source, in which exports are written.
         attn_implementation, experts_implementation: of each configuration inside the model's.
-        frozen: parameters that do not require gradients.
         frozen_dtypes: of those without an optimizer group that came in another dtype than `dtype`.
-        optimizer: its rule's name and settings.
         groups: torch's parameter groups as a schedule left them.
         num_steps: the optimizer's own count.
-        base: the format of frozen linear layers.
         adapter: configurations of PEFT, by the adapters' names, and the active one's name.
         left_out: the base, if its parameters are not in the tiles; None: all are in the tiles.
     """
@@ -225,10 +222,10 @@ class Checkpoint:
     def check_file(self, name: str, start: int = 0, stop: int = _LARGEST) -> None:
         """Compare a file's pieces between bytes `start` and `stop` with their checksums."""
         record = self.manifest.files[name]
-        room = memoryview(bytearray(max((size for size, _ in record.pieces), default=0)))
+        buffer = memoryview(bytearray(max((size for size, _ in record.pieces), default=0)))
         for offset, num_bytes, checksum in record.spans():
             if start < offset + num_bytes and offset < stop:
-                self.read(name, room[:num_bytes], offset, checksum)
+                self.read(name, buffer[:num_bytes], offset, checksum)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -247,8 +244,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     for path in tokenizer_files(folder / MODEL) if (folder / MODEL).is_dir() else ():
         if path.relative_to(folder).as_posix() not in manifest.files:
             raise InputError(
-                f"{path}: was not saved with the checkpoint, whose tokenizer it would change; take "
-                "it away"
+                f"{path}: not saved with the checkpoint, and would change its tokenizer; remove it"
             )
     checkpoint = Checkpoint(folder, manifest)
     for name in manifest.files.keys() - {tile.file for tile in manifest.tiles}:
@@ -321,10 +317,10 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     try:
         return read_checkpoint(folder)
     except InputError as error:
-        inside = [*whole_checkpoints(folder), *whole_checkpoints(folder / "checkpoints")]
-        beside = [path for path in whole_checkpoints(folder.parent) if path != folder]
-        others = inside or beside
-        hint = f"the newest whole one there is {others[0]}" if others else "no whole one is there"
+        within = [*whole_checkpoints(folder), *whole_checkpoints(folder / "checkpoints")]
+        siblings = [path for path in whole_checkpoints(folder.parent) if path != folder]
+        hints = within or siblings
+        hint = f"the newest whole one there is {hints[0]}" if hints else "no whole one is there"
         raise InputError(f"{error}; {hint}") from error
 
 
@@ -338,13 +334,13 @@ def verify(folder: str | Path) -> Checkpoint:
 
 def whole_checkpoints(parent: str | Path) -> list[Path]:
     """The checkpoints in a folder that `open_checkpoint` accepts: most steps, last name first."""
-    whole: list[Checkpoint] = []
+    complete: list[Checkpoint] = []
     parent = Path(parent)
     for folder in sorted(parent.iterdir()) if parent.is_dir() else ():
         if not folder.name.startswith(".") and is_checkpoint(folder):
             with suppress(InputError):
-                whole.append(read_checkpoint(folder))
-    return [c.folder for c in sorted(whole, key=lambda c: (c.step, c.folder.name), reverse=True)]
+                complete.append(read_checkpoint(folder))
+    return [c.folder for c in sorted(complete, key=lambda c: (c.step, c.folder.name), reverse=True)]
 
 
 def mark(folder: str | Path) -> None:
@@ -364,8 +360,8 @@ def rotate(
     """
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; the newest checkpoint always stays")
-    known = dropwhile(lambda path: newest not in (None, path), whole_checkpoints(parent))
-    later = [path for path in islice(known, keep_last, None) if path not in spared]
+    older = dropwhile(lambda path: newest not in (None, path), whole_checkpoints(parent))
+    later = [path for path in islice(older, keep_last, None) if path not in spared]
     old = [path for path in later if not (path / KEEP).exists()]
     failures = []
     for folder in old:

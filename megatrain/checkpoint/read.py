@@ -69,11 +69,11 @@ def _mismatches(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[str]:
         if parameter.entry.packed != entry.packed:
             yield f"{entry.name!r} is kept as {parameter.packed or 'its values'} there"
         end = parameter.offset + parameter.entry.stored
-        for name, wanted in planes_of(tile).items():
-            if not wanted.has(entry):
+        for name, expected in planes_of(tile).items():
+            if not expected.has(entry):
                 continue
-            plane, dtype = record.planes.get(name), DTYPE_NAMES[wanted.dtype]
-            if plane is None or plane.numel < wanted.place(parameter.offset, end).stop:
+            plane, dtype = record.planes.get(name), DTYPE_NAMES[expected.dtype]
+            if plane is None or plane.numel < expected.place(parameter.offset, end).stop:
                 yield f"it has no {name} of {entry.name!r}"
             elif plane.dtype != dtype:
                 yield f"{name} of {entry.name!r} is {plane.dtype}, not {dtype}"
@@ -95,10 +95,10 @@ def _pieces(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[Callable[
     for record in checkpoint.manifest.tiles:
         ranges = list(_ranges(record, tile_planes(checkpoint, record), places))
         for offset, num_bytes, checksum in checkpoint.manifest.files[record.file].spans():
-            inside = [r for r in ranges if r.start < offset + num_bytes and offset < r.stop]
-            if inside or not partly:
+            overlapping = [r for r in ranges if r.start < offset + num_bytes and offset < r.stop]
+            if overlapping or not partly:
                 span = (offset, num_bytes, checksum)
-                yield partial(_read_piece, checkpoint, record.file, span, inside)
+                yield partial(_read_piece, checkpoint, record.file, span, overlapping)
 
 
 def tile_planes(checkpoint: Checkpoint, record: TileRecord) -> dict[str, Stored]:
@@ -126,9 +126,9 @@ def _ranges(
     for name, plane in stored.items():
         kind = planes_of(tile).get(name)
         if kind is not None and saved == entries:
-            whole = tile.planes[kind]
-            if len(whole.data) == plane.shape[0]:
-                yield _Range(plane.start, plane.start + plane.num_bytes, whole.as_bytes())
+            tile_range = tile.planes[kind]
+            if len(tile_range.data) == plane.shape[0]:
+                yield _Range(plane.start, plane.start + plane.num_bytes, tile_range.as_bytes())
                 continue
         size = plane.dtype.itemsize
         for parameter in (p for p in record.parameters if p.name in places):
@@ -136,10 +136,10 @@ def _ranges(
             kind = planes_of(target_tile).get(name)
             if kind is None or not kind.has(entry):
                 continue
-            here, part = target_tile.place(entry)
-            at = kind.place(parameter.offset + part.start, parameter.offset + part.stop)
-            to = kind.place(here.start, here.stop)
-            start = plane.start + at.start * size
+            place, part = target_tile.place(entry)
+            stored_place = kind.place(parameter.offset + part.start, parameter.offset + part.stop)
+            to = kind.place(place.start, place.stop)
+            start = plane.start + stored_place.start * size
             target = target_tile.planes[kind].piece(to.start, to.stop).as_bytes()
             if len(target.data):
                 yield _Range(start, start + len(target.data), target)
@@ -151,9 +151,9 @@ def _read_piece(
     """Read a piece of a file into the `ranges` in it; directly, if one on the host takes it all."""
     offset, num_bytes, checksum = span
     if len(ranges) == 1:
-        at = offset - ranges[0].start
-        target = ranges[0].target.data[max(at, 0) :][:num_bytes]
-        if at >= 0 and len(target) == num_bytes and target.is_cpu:
+        position = offset - ranges[0].start
+        target = ranges[0].target.data[max(position, 0) :][:num_bytes]
+        if position >= 0 and len(target) == num_bytes and target.is_cpu:
             checkpoint.read(name, target.numpy().data, offset, checksum)
             return
     data = torch.empty(num_bytes, dtype=torch.uint8)
@@ -188,11 +188,11 @@ def _master(planes: dict[str, Stored], parameter: Parameter) -> Tensor:
     weights, packed = _values(planes["weights"], parameter), parameter.entry.packed
     if packed is not None:
         return packed.unpacked(weights, parameter.shape)
-    rest = planes.get("remainder")
-    if rest is None or parameter.offset >= rest.shape[0]:  # it came in bf16, and is frozen
+    low = planes.get("remainder")
+    if low is None or parameter.offset >= low.shape[0]:  # it came in bf16, and is frozen
         return weights.float().view(parameter.shape)
     master = torch.empty(weights.numel(), dtype=torch.float32)
-    kernels.join(weights, _values(rest, parameter), master, threads=1)
+    kernels.join(weights, _values(low, parameter), master, threads=1)
     return master.view(parameter.shape)
 
 

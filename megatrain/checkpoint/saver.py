@@ -31,10 +31,8 @@ class Contents:
     """The contents of a checkpoint besides tiles.
 
     Attributes:
-        extra: the caller's JSON text.
         documents: writes the model's configuration and buffers into the folder.
         attach: writes the caller's files beside the configuration; None: no files.
-        keep: see `mark`.
     """
 
     settings: manifest.Settings
@@ -48,7 +46,6 @@ class Saving:
     """A running or ended save.
 
     Attributes:
-        folder, step: of the checkpoint.
         num_bytes: of all tiles.
         error: the failure; None while it runs and after success.
         seconds: from the call to its end; None while it runs.
@@ -102,8 +99,8 @@ class Saving:
     def _run(self) -> None:
         partial, ranks = hidden(self.folder, files.PARTIAL), self._ranks
         try:
-            with ExitStack() as held:
-                ranks.from_first(lambda: self._make_folder(partial, held))
+            with ExitStack() as stack:
+                ranks.from_first(lambda: self._make_folder(partial, stack))
                 written = ranks.agree(lambda: self._fill(partial))
                 ranks.from_first(lambda: self._publish(partial, written))
         except BaseException as error:
@@ -115,23 +112,23 @@ class Saving:
         reason = os_reason(error) if isinstance(error, OSError) else repr(error)
         if isinstance(error, MegatrainError):
             reason = str(error)
-        left = "nothing of it is left"
+        remains = "nothing of it is left"
         try:
             partial = hidden(self.folder, files.PARTIAL)
             if self._ranks.rank == 0 and os.path.lexists(partial):
                 shutil.rmtree(partial)
         except OSError as other:
-            left = f"what it has written could not be removed ({os_reason(other)})"
+            remains = f"what it has written could not be removed ({os_reason(other)})"
         if self._named:
-            left = "it is there and whole, but may be gone after a power failure"
+            remains = "it is there and whole, but may be gone after a power failure"
         self.error = RunFailed(
-            f"{self.folder}: cannot save the checkpoint of step {self.step}: {reason}; {left}, "
+            f"{self.folder}: cannot save the checkpoint of step {self.step}: {reason}; {remains}, "
             "earlier checkpoints are as they were"
         )
         self.error.__cause__ = error
         _log.warning("%s", self.error)  # perhaps nobody waits
 
-    def _make_folder(self, partial: Path, held: ExitStack) -> None:
+    def _make_folder(self, partial: Path, stack: ExitStack) -> None:
         """Make the hidden folder that all ranks fill, once the disk has room for it."""
         parent = self.folder.parent
         parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +138,7 @@ class Saving:
         if free < self.num_bytes:
             raise RunFailed(f"it takes {gib(self.num_bytes)} and the disk has {gib(free)} left")
         partial.mkdir()
-        held.enter_context(files.claimed(partial))
+        stack.enter_context(files.claimed(partial))
         for name in (manifest.TILES, manifest.MODEL):
             (partial / name).mkdir()
         if self._ranks.size > 1:  # several ranks write parts of one file, which has to exist
@@ -224,9 +221,9 @@ class Saving:
     def _write_tile(self, partial: Path, job: snapshot.TileFile) -> files.Sums:
         summed, pieces = files.ALGORITHMS[files.ALGORITHM], list[tuple[int, int, str]]()
         first = self._ranks.replicas.rank == 0  # other hosts only compute checksums
-        with ExitStack() as held:
+        with ExitStack() as stack:
             path, exists = partial / job.record.file, self._ranks.size > 1
-            file = held.enter_context(files.NewFile(path, exists=exists)) if first else None
+            file = stack.enter_context(files.NewFile(path, exists=exists)) if first else None
             if self._ranks.rank == 0 and file is not None:
                 pieces.append((0, len(job.header), summed(job.header)))
                 file.write(job.header, 0)

@@ -57,7 +57,6 @@ class Piece:
         source: their place in the plane, as uint8.
         offset: of the first one in the file.
         memory: host memory that has them now: the plane itself, staging or spare memory.
-        block: the spare block that the piece occupies.
     """
 
     plane: Buffer
@@ -150,13 +149,13 @@ class StagingBlocks:
             self.reserved = TO_LEAVE
         if background and not self._complete:
             self._complete = True
-            most = self._most_bytes
-            if most is None:
+            limit = self._most_bytes
+            if limit is None:
                 # Half: steps may grow, and so may the process.
-                most = host_available_bytes(self._host_limit) // 2
+                limit = host_available_bytes(self._host_limit) // 2
             # A piece takes a block; small ones are written so soon that not all need one.
             useful = min(len(pieces), 2 * -(-sum(pieces) // files.PIECE_BYTES))
-            blocks = min(most // files.PIECE_BYTES, useful)
+            blocks = min(limit // files.PIECE_BYTES, useful)
             while blocks > 0:
                 try:
                     self._add(blocks, pinned=leaving)
@@ -208,22 +207,22 @@ class Snapshot:
             for piece in filter(None, row):
                 work = partial(self._leave, device, piece)
                 device.run(SAVE, f"{piece.plane.name} leaves", work, [piece.plane])
-        left = device.record(SAVE)
+        event = device.record(SAVE)
         for file in group:
-            file.tile.readers += (Reader(left, "what left is saved"),)
+            file.tile.readers += (Reader(event, "what left is saved"),)
 
     def _leave(self, device: Device, piece: Piece) -> None:
         block = self._block_for(piece, leaves=True)
         if block is None:
             return
-        kept = block[: piece.num_bytes]
+        target = block[: piece.num_bytes]
         if isinstance(piece.source, DiskBuffer) and piece.source.at % BLOCK == 0:
             piece.source.read(block[: align(piece.num_bytes, BLOCK)])
         elif isinstance(piece.source, DiskBuffer):  # a rank's block of what is frozen
-            kept.copy_(piece.source.values())
+            target.copy_(piece.source.values())
         else:
-            device.fetch(kept, piece.source.data)
-        self.release([piece], kept)
+            device.fetch(target, piece.source.data)
+        self.release([piece], target)
 
     def release(self, pieces: Sequence[Piece], memory: Tensor | None = None) -> None:
         """Mark pieces as ready to be written, from their planes or (a single one) from `memory`."""
@@ -246,10 +245,7 @@ class Snapshot:
                 self.change(piece, Stage.READY, spare)
 
     def _block_for(self, piece: Piece, *, leaves: bool) -> Tensor | None:
-        """Wait for a spare block for a piece; None: the save has failed, or the piece is written.
-
-        Args: `leaves`: it leaves device or disk; else it is moved only once it is ready.
-        """
+        """Wait for a spare block for a piece; None: the save failed, or the piece is written."""
         reserved = 0 if leaves else self._spare.reserved
         with self._changed:
             while not (self._abandoned or piece.stage is Stage.WRITTEN or piece.block is not None):

@@ -29,10 +29,7 @@ def main() -> None:
 
 
 def _have_streams() -> None:
-    """Open closed standard streams, so that no later file takes their place and gets output.
-
-    Characters that the terminal cannot show are escaped, so that they end no run.
-    """
+    """Open closed standard streams, so that no later file takes their place and gets output."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the caller has closed this one
         pass
     os.close(descriptor)

@@ -60,8 +60,8 @@ FrozenBase = Annotated[
 AsJson = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_set: bool) -> None:
+    if is_set:
         print(f"megatrain {__version__}")
         raise typer.Exit()
 
@@ -317,12 +317,12 @@ def generate(
     from megatrain.cli.generate import all_prompts, opened, print_texts, require_new
     from megatrain.generate import Sampling
 
-    asked = all_prompts(prompt or [], prompts, chat=chat)
+    all_of_them = all_prompts(prompt or [], prompts, chat=chat)
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
     if output is not None:
         require_new(output)
     with opened(model, device, precision, device_memory, host_memory) as run:
-        print_texts(*run, asked, sampling, batch_size=batch_size, output=output)
+        print_texts(*run, all_of_them, sampling, batch_size=batch_size, output=output)
 
 
 @app.command()

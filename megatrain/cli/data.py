@@ -24,9 +24,9 @@ def show_data(run: Path, overrides: Sequence[str], rows: int) -> None:
         say(console, line)
     if evaluation:
         print()
-    for set_name, held in evaluation.items():
+    for set_name, data in evaluation.items():
         title = f"evaluation, {set_name}" if set_name else "evaluation"
-        print(f"{title}: {held.num_tokens:,} tokens in {len(held):,} rows")
+        print(f"{title}: {data.num_tokens:,} tokens in {len(data):,} rows")
     for row in range(min(rows, len(training))):
         _print_row(console, row, shown(training, row, tokenizer))
 
@@ -42,12 +42,12 @@ def _print_row(console: Console, row: int, pieces: Sequence[ShownDocument]) -> N
         )
         for image in piece.images:
             console.print(Text(f"   {image}", style="cyan"), soft_wrap=True)
-        text, room = Text(), _LONGEST
+        text, characters_left = Text(), _LONGEST
         for run, learnt in piece.runs:
-            part = run[: max(room, 0)]
-            room -= len(run)
+            part = run[: max(characters_left, 0)]
+            characters_left -= len(run)
             part = f"⟦{part}⟧" if learnt and not coloured and part else part
             text.append(part, style="green" if learnt else "dim")
-        if room < 0:
-            text.append(f" ... {-room:,} more characters", style="cyan")
+        if characters_left < 0:
+            text.append(f" ... {-characters_left:,} more characters", style="cyan")
         console.print(text, soft_wrap=True)

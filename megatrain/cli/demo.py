@@ -24,10 +24,7 @@ PROMPTS = ("def read_", "class Base")
 
 
 def run_demo(overrides: Sequence[str]) -> None:
-    """Make corpus and tokenizer, train, show loss and samples; all below `runs/`.
-
-    Raises InputError: an override cannot be used.
-    """
+    """Make corpus and tokenizer, train, show loss and samples; all below `runs/`."""
     run_file = config.load(shipped("examples/demo.yaml"), overrides)
     write_corpus_and_tokenizer()
     outcome = train(run_file, "demo")

@@ -35,7 +35,7 @@ def shared(diagnosis: Diagnosis) -> dict[str, Any]:
         "kernels": facts.kernels,
         "gpu": gpu
         and {"name": gpu.name, "driver": gpu.driver, "pcie": [gpu.pcie_generation, gpu.pcie_lanes]},
-        "measured": {each.label: [each.value, each.unit] for each in diagnosis.measurements},
+        "measured": {one.label: [one.value, one.unit] for one in diagnosis.measurements},
         "rates": {name: machine.as_dict() for name, machine in diagnosis.machines.items()},
     }
 
@@ -79,6 +79,6 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
             say(console, f"- {finding.what}\n  {finding.remedy}")
     if not wrong:
         console.print("\nNothing is wrong.")
-    kept = f"kept in {diagnosis.kept}, which `megatrain plan` and `placement: auto` read"
+    saved_note = f"kept in {diagnosis.kept}, which `megatrain plan` and `placement: auto` read"
     not_kept = f"not kept for `megatrain plan`: {diagnosis.not_kept}"
-    say(console, f"\n{duration(diagnosis.seconds)}; {kept if diagnosis.kept else not_kept}")
+    say(console, f"\n{duration(diagnosis.seconds)}; {saved_note if diagnosis.kept else not_kept}")

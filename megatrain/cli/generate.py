@@ -85,8 +85,8 @@ def print_texts(
         sampling = replace(sampling, seed=derived_seed(sampling.seed, start))  # of the next batch
         for prompt, text in zip(batch, texts, strict=True):
             if output is None:
-                asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-                print(f"--- {asked}\n{text}\n", flush=True)
+                question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+                print(f"--- {question}\n{text}\n", flush=True)
                 continue
             key = "prompt" if isinstance(prompt, str) else "messages"
             with output.open("a", encoding="utf-8") as file:
@@ -96,10 +96,7 @@ def print_texts(
 def talk(engine: Any, tokenizer: Any, system: str | None, sampling: Sampling) -> None:
     """Read lines and print replies until an empty line or the end of the input."""
     if not tokenizer.chat_template:
-        raise InputError(
-            f"{tokenizer.name_or_path}: has no chat template; take an instruct model, or "
-            "`megatrain generate`"
-        )
+        raise InputError(f"{tokenizer.name_or_path}: has no chat template; take an instruct model")
     beginning = [] if system is None else [{"role": "system", "content": system}]
     messages = list(beginning)
     images, shown = ImageProcessor(Path(tokenizer.name_or_path)), list[Any]()

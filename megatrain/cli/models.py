@@ -31,10 +31,8 @@ class NamedModel:
     """A model by its configuration.
 
     Attributes:
-        adapter: its new adapter, for `Engine`.
         frozen: the format of its frozen layers.
         opening: further arguments of `open_source`.
-        trained: the fields of `Trained`.
         pretrained: False if a run draws the weights, and trains encoders of images, too.
     """
 

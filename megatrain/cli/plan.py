@@ -156,8 +156,7 @@ def _workload_of(run: "Config", gpus: int) -> Workload:
     workload, shared = Workload.of_run(run), run.engine.sequence_parallel
     if shared not in (1, gpus):
         raise InputError(
-            f"engine.sequence_parallel is {shared}: so many GPUs share every row; plan with "
-            f"--gpus {shared}"
+            f"engine.sequence_parallel: {shared} GPUs share every row; plan with --gpus {shared}"
         )
     if run.loss.teacher is None:
         return workload
@@ -202,17 +201,12 @@ def missing_data(paths: str | list[str]) -> str | None:
 def _machine(
     options: Options, device: str | None, workload: Workload, warnings: list[str]
 ) -> Machine:
-    """The machine to plan for, with the workload's limits: this one, or with another GPU.
-
-    An option's limit may be more than there is, a run file's may not.
-
-    Args: `device`: that of the run file; None: there is no run file.
-    """
+    """The machine to plan for, with the workload's limits: this one, or with another GPU."""
     gpu = options["gpu"] and named_gpu(options["gpu"])
     cores, space = options["cores"], workload.disk_bytes
     of_gpu = "auto" if device in (None, "cpu") else device
-    here = find_gpu(of_gpu)
-    if gpu and (here is None or by_driver_name(here.name) != gpu):
+    card = find_gpu(of_gpu)
+    if gpu and (card is None or by_driver_name(card.name) != gpu):
         host = workload.host_memory
         if host is None:
             host = host_limit_bytes()
@@ -221,24 +215,24 @@ def _machine(
         if cores is None:
             cores = usable_cores()
             warnings.append(f"--cores is not given: this machine's {cores} are taken")
-        other = machine_for(
+        named = machine_for(
             gpu.name, host, cores, workload.device_memory, precision=workload.precision
         )
-        return replace(other, disk_space_bytes=space)
+        return replace(named, disk_space_bytes=space)
     if not gpu and device == "cpu":
-        raise InputError("plans are for GPUs, and the device is cpu; name one with --gpu 4090, say")
+        raise InputError("engine.device is cpu, and plans are for GPUs; name one, as --gpu 4090")
     machine = present_machine(of_gpu, precision=workload.precision)
     if machine is None:
-        why = "there is no GPU here"
-        if here is not None:
-            why = f"the GPU here ({here.name}) is neither measured (megatrain doctor) nor listed"
-        raise InputError(f"{why}; name one with --gpu, such as --gpu 4090 --device-memory 24GiB")
-    if here is not None and workload.device_memory is None:
-        machine = _without_others(machine, here, warnings)
+        reason = "there is no GPU here"
+        if card is not None:
+            reason = f"the GPU here ({card.name}) is neither measured (megatrain doctor) nor listed"
+        raise InputError(f"{reason}; name one with --gpu, such as --gpu 4090 --device-memory 24GiB")
+    if card is not None and workload.device_memory is None:
+        machine = _without_others(machine, card, warnings)
     limits: dict[str, Any] = {"disk_space_bytes": space}
     for name in ("host_memory", "device_memory"):
-        limit, most = getattr(workload, name), getattr(machine, f"{name}_bytes")
-        least = most if limit is None else limit if options[name] else min(limit, most)
+        limit, available = getattr(workload, name), getattr(machine, f"{name}_bytes")
+        least = available if limit is None else limit if options[name] else min(limit, available)
         limits[f"{name}_bytes"] = least
     machine = replace(machine, **limits)
     if cores is None or cores == machine.cores:
@@ -300,9 +294,9 @@ def _notes(named: NamedModel, workload: Workload) -> Notes:
         "opening": [named.frozen, named.opening, named.trained, named.pretrained],
         "precision": workload.precision,
     }
-    own = not named.opening.get("trust_remote_code")
-    told = workload.precision != "fp8"  # its operands are read off modules
-    return Notes(opened, key if own and told else None)
+    own_code = not named.opening.get("trust_remote_code")
+    can_note = workload.precision != "fp8"  # its operands are read off modules
+    return Notes(opened, key if own_code and can_note else None)
 
 
 _WIDTH = 140
@@ -321,15 +315,15 @@ _BINDS = {
 
 def experts_of_step(config: "PreTrainedConfig", forecast: Forecast) -> dict[str, int] | None:
     """The load of a mixture's experts, and tokens a step that hide the bus; None: it has none."""
-    chosen, every = experts_of_a_token(config)
-    if not chosen or not every:
+    chosen, total = experts_of_a_token(config)
+    if not chosen or not total:
         return None
     tokens, bounds = forecast.tokens_per_step, forecast.bounds
     moves = {name: bounds.get(name, 0.0) for name in (COMPUTE, COPY_IN, COPY_OUT)}
     return {
-        "num": every,
+        "num": total,
         "of_a_token": chosen,
-        "tokens_each": tokens * chosen // every,
+        "tokens_each": tokens * chosen // total,
         "bus_hidden_from_tokens": compute_bound_tokens(moves, tokens, forecast.sequence_length),
     }
 
@@ -405,20 +399,20 @@ def _memory(plan: Plan) -> list[str]:
         ("host", forecast.host_parts, machine.host_memory_bytes),
     ):
         largest = sorted(parts.items(), key=lambda part: -part[1])
-        named = ", ".join(f"{part} {gib(taken)}" for part, taken in largest if taken >= GIB / 20)
+        named = ", ".join(f"{part} {gib(used)}" for part, used in largest if used >= GIB / 20)
         of = gib(limit)
         if machine.one_memory:
             of = f"{gib(machine.both_bytes)} that device and host share,"
         share = f"{gib(sum(parts.values()))} of {of} at the peak"
         lines.append(f"{place:<9}{share}: {named}")
         if place == "device" and forecast.device_held_bytes > forecast.device_peak_bytes:
-            held = gib(forecast.device_held_bytes)
-            lines.append(f"{'':<9}the driver will show {held}: torch keeps freed memory for reuse")
+            total = gib(forecast.device_held_bytes)
+            lines.append(f"{'':<9}the driver will show {total}: torch keeps freed memory for reuse")
     if (disk := plan.disk) is not None:
         names = ("num_bytes", "read_bytes_a_step", "written_bytes_a_step")
-        held, read, written = (gib(disk[name]) for name in names)
+        total, read, written = (gib(disk[name]) for name in names)
         lines += [
-            f"disk     {held} of planes; a step reads {read} and writes {written}",
+            f"disk     {total} of planes; a step reads {read} and writes {written}",
             f"         {disk['written_terabytes_a_day']:,.1f} TB written a day at this speed; "
             "drives are rated for so many terabytes (TBW)",
         ]

@@ -59,15 +59,15 @@ def reported(ctx: Any) -> Iterator[None]:
         finally:
             end_passing()
     except (MegatrainError, OSError, _UsageError) as error:
-        known = error if isinstance(error, MegatrainError) else _of_usage(error)
-        if known is None:  # only help is shown
+        explained = error if isinstance(error, MegatrainError) else _of_usage(error)
+        if explained is None:  # only help is shown
             raise
         if ctx.params.get("debug"):
             traceback.print_exc()
         with suppress(OSError):  # the exit code says it, too
-            who = f"rank {os.environ['RANK']}: " if "TORCHELASTIC_RUN_ID" in os.environ else ""
-            print(wrapped(f"megatrain: error: {who}{in_one_line(known)}"), file=sys.stderr)
-        raise typer.Exit(known.exit_code) from error
+            prefix = f"rank {os.environ['RANK']}: " if "TORCHELASTIC_RUN_ID" in os.environ else ""
+            print(wrapped(f"megatrain: error: {prefix}{in_one_line(explained)}"), file=sys.stderr)
+        raise typer.Exit(explained.exit_code) from error
     except KeyboardInterrupt as error:
         print("megatrain: interrupted", file=sys.stderr)
         raise typer.Exit(130) from error  # 128 + SIGINT, the shells' convention

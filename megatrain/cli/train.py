@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
-    """Train, and print where the result is or how to go on.
-
-    Raises InputError: the run file cannot be used.
-    """
+    """Train, and print where the result is or how to go on."""
     try:
         with Signals() as signals:
             with signals.interruptible():  # before the import of torch, which takes seconds

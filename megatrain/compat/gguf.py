@@ -34,15 +34,15 @@ def unpacked(path: Path) -> Path:
     path = Path(os.path.expanduser(path)).resolve()
     time = path.stat().st_mtime_ns
     key = hashlib.blake2b(str(known_by(path)).encode(), digest_size=8)
-    kept = user_cache("gguf") / f"{path.stem}-{key.hexdigest()}"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{kept}.lock"):
-        if not kept.exists():
-            with whole_folder(kept) as folder:
+    cached = user_cache("gguf") / f"{path.stem}-{key.hexdigest()}"
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{cached}.lock"):
+        if not cached.exists():
+            with whole_folder(cached) as folder:
                 _unpack(path, folder)
                 for written in folder.iterdir():
                     os.utime(written, ns=(time, time))
-    return kept
+    return cached
 
 
 def _unpack(path: Path, folder: Path) -> None:
@@ -74,15 +74,15 @@ def _unpack(path: Path, folder: Path) -> None:
     largest = max(reader.tensors, key=lambda tensor: int(tensor.n_bytes))
     dtype = _PLAIN.get(largest.tensor_type.name, torch.bfloat16)
     packed = getattr(transformers, "GgufConfig", None)  # older versions always dequantise
-    how = {} if packed is None else {"quantization_config": packed(dequantize=True)}
-    options = {"config": config, "dtype": dtype, "output_loading_info": True, **how}
+    quantisation = {} if packed is None else {"quantization_config": packed(dequantize=True)}
+    options = {"config": config, "dtype": dtype, "output_loading_info": True, **quantisation}
     model, report = read_gguf(path, AutoModelForCausalLM, **options)
     for name in sorted(map(str, report["missing_keys"])):
         raise InputError(
             f"{path}: lacks the tensor of {name!r}; fetch it again, or convert it anew"
         )
-    taken = {value.data_ptr(): value.numel() for value in model.state_dict().values()}
-    dropped = sum(int(tensor.n_elements) for tensor in reader.tensors) - sum(taken.values())
+    sizes = {value.data_ptr(): value.numel() for value in model.state_dict().values()}
+    dropped = sum(int(tensor.n_elements) for tensor in reader.tensors) - sum(sizes.values())
     if dropped > 0:
         raise InputError(
             f"{path}: {dropped:,} of its numbers have no place in transformers' "

@@ -78,10 +78,10 @@ def unwrapped(model: Any) -> tuple[nn.Module, Any, str]:
         raise InputError(
             f"the PeftModel has {len(active)} active adapters; take one: set_adapter(name)"
         )
-    if others := sorted(model.peft_config.keys() - active):
+    if inactive := sorted(model.peft_config.keys() - active):
         raise InputError(
-            f"the PeftModel has {', '.join(others)} beside its active adapter {active[0]}, and one "
-            f"is saved: save them first with PEFT, then delete_adapter({others[0]!r})"
+            f"the PeftModel has {', '.join(inactive)} beside its active adapter {active[0]}, and "
+            f"one is saved: save them first with PEFT, then delete_adapter({inactive[0]!r})"
         )
     inner = without_wrapper(model)
     drawn = any(parameter.is_meta for parameter in inner.parameters())
@@ -117,13 +117,12 @@ def check(config: Any) -> None:
     lora = _library().LoraConfig
     if type(config) is not lora:
         raise InputError(
-            f"the adapter is of {type(config).__name__}; only LoraConfig (LoRA, rsLoRA, DoRA) is "
-            "supported"
+            f"the adapter is of {type(config).__name__}; take LoraConfig (LoRA, rsLoRA, DoRA)"
         )
     if config.init_lora_weights not in _INITS:
-        how = config.init_lora_weights
+        init = config.init_lora_weights
         raise InputError(
-            f"the adapter's init_lora_weights is {how!r}; take true, false or gaussian"
+            f"the adapter's init_lora_weights is {init!r}; take true, false or gaussian"
         )
     defaults, settings = lora().to_dict(), config.to_dict()
     for name in sorted(settings.keys() - KEYS - _OF_FILES):
@@ -174,10 +173,10 @@ def from_json(values: Mapping[str, Any]) -> Any:
 
 def _of_existing(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a configuration, without how fresh weights would be drawn."""
-    how = values.get("init_lora_weights", True)
-    if how not in _INITS and str(how).lower() not in _OF_FRESH_ONES:
+    init = values.get("init_lora_weights", True)
+    if init not in _INITS and str(init).lower() not in _OF_FRESH_ONES:
         return dict(values)
-    return {**values, **dict.fromkeys(_OF_INITS), "init_lora_weights": how not in _INITS or how}
+    return {**values, **dict.fromkeys(_OF_INITS), "init_lora_weights": init not in _INITS or init}
 
 
 def write_config(config: Any, folder: Path, model: nn.Module) -> None:
@@ -249,7 +248,7 @@ def _adapted_parameter() -> type:
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
             values: dict[str, Tensor] = {}  # a call of `dict[...]` would break compiled graphs
-            beside: dict[str, tuple[Tensor, Tensor, float]] = {}
+            factors: dict[str, tuple[Tensor, Tensor, float]] = {}
             names, module = [self.parameter_name], self
             while isinstance(module.base_layer, ParamWrapper):
                 module = module.base_layer
@@ -259,18 +258,18 @@ def _adapted_parameter() -> type:
             for name in names:
                 weight, [adapter] = module.get_param(), module.active_adapters
                 if adapter in module.lora_A and module.num_experts > 1:
-                    left, right, scale = module.get_delta_factors(adapter)
+                    a, b, scale = module.get_delta_factors(adapter)
                     if not grouped:
-                        values[name] = torch.baddbmm(weight, left, right, alpha=scale)
+                        values[name] = torch.baddbmm(weight, a, b, alpha=scale)
                     elif experts.is_transposed:
-                        beside[name] = left, right, scale
+                        factors[name] = a, b, scale
                     else:
-                        beside[name] = right.transpose(1, 2), left.transpose(1, 2), scale
+                        factors[name] = b.transpose(1, 2), a.transpose(1, 2), scale
                 elif adapter in module.lora_A:
                     values[name] = weight + module.get_delta_weight(adapter)
                 module = module.base_layer
-            if beside:
-                return experts_forward(experts, beside, x, *args, **kwargs)
+            if factors:
+                return experts_forward(experts, factors, x, *args, **kwargs)
             return torch.func.functional_call(experts, values, (x, *args), kwargs)
 
     if not hasattr(ParamWrapper, "get_delta_factors"):
@@ -329,7 +328,7 @@ def parameter_of(module: Any) -> str | None:
 
 def base_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     """Names in the base by names in the model: of the base's tensors, then of trained copies."""
-    held: dict[str, str] = {}
+    names: dict[str, str] = {}
     copies: dict[str, str] = {}  # of modules_to_save
     paths = {path for path, _ in wrappers(model)}
     buffers = dict(model.named_buffers())
@@ -337,24 +336,24 @@ def base_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
         parents = accumulate(name.split("."), "{}.{}".format)
         wrapper = max((path for path in parents if path in paths), key=len, default=None)
         if wrapper is None:
-            held[name] = name
+            names[name] = name
             continue
-        first, rest = name[len(wrapper) + 1 :].split(".", 1)
+        first, remainder = name[len(wrapper) + 1 :].split(".", 1)
         if first in ("base_layer", "original_module"):
-            held[name] = f"{base_path(wrapper)}.{rest}"
+            names[name] = f"{base_path(wrapper)}.{remainder}"
         elif first == "modules_to_save":
-            copies[name] = f"{wrapper}.{rest.split('.', 1)[1]}"
-    return held, copies
+            copies[name] = f"{wrapper}.{remainder.split('.', 1)[1]}"
+    return names, copies
 
 
 def file_names(model: nn.Module, active: str) -> dict[str, str]:
     """For each tensor name in an adapter's file, the parameter's or buffer's name in the model."""
-    every = model.state_dict(keep_vars=True)
-    first = {id(tensor): name for name, tensor in reversed(every.items())}
-    held = _library().get_peft_model_state_dict(
-        model, dict(every), active, save_embedding_layers=False
+    tensors = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    in_file = _library().get_peft_model_state_dict(
+        model, dict(tensors), active, save_embedding_layers=False
     )
-    return {f"{FILE_PREFIX}{name}": first[id(value)] for name, value in held.items()}
+    return {f"{FILE_PREFIX}{name}": first[id(value)] for name, value in in_file.items()}
 
 
 def drawn(module: Any, config: Any, active: str, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -362,8 +361,8 @@ def drawn(module: Any, config: Any, active: str, base: Mapping[str, Tensor]) -> 
 
     Args: `base`: weights of the wrapped module; may be empty tensors where they do not matter.
     """
-    within = copy.deepcopy(inner(module)).to_empty(device="cpu").float()
-    within.load_state_dict(base, strict=False)
+    copied = copy.deepcopy(inner(module)).to_empty(device="cpu").float()
+    copied.load_state_dict(base, strict=False)
     alone = copy.copy(config)
     alone.r, alone.lora_alpha = module.r[active], module.lora_alpha[active]
     alone.rank_pattern, alone.alpha_pattern, alone.target_modules = {}, {}, ["inside"]
@@ -373,7 +372,7 @@ def drawn(module: Any, config: Any, active: str, base: Mapping[str, Tensor]) -> 
         alone.target_modules, alone.target_parameters = [], [f"inside.{parameter}"]
     alone.modules_to_save, alone.bias = None, "none"
     box = nn.Module()
-    box.inside = within
+    box.inside = copied
     _library().inject_adapter_in_model(alone, box, active)
     parameters = dict(box.inside.named_parameters())
     return {n: p.detach() for n, p in parameters.items() if not n.startswith("base_layer.")}

@@ -84,8 +84,8 @@ def encoders(model: PreTrainedModel) -> list[nn.Module]:
     if not encodes(model):
         return []
     modules = [model.get_encoder(modality) for modality in ("image", "audio")]
-    none = (None, model, model.base_model)  # a tower that the configuration leaves out is None
-    return [module for module in modules if module not in none]
+    others = (None, model, model.base_model)  # a tower that the configuration leaves out is None
+    return [module for module in modules if module not in others]
 
 
 SEQUENCE_CLASSES = frozenset(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
@@ -170,9 +170,9 @@ def set_attention(config: PreTrainedConfig, name: Any) -> None:
 def is_causal_alone(arguments: Mapping[str, Any]) -> bool:
     """True if the arguments of a mask ask for order and window of unpadded rows, and no more."""
     padding = arguments.get("attention_mask")
-    whole = arguments["q_length"] == arguments["kv_length"]
+    is_square = arguments["q_length"] == arguments["kv_length"]
     return (
-        whole
+        is_square
         and arguments.get("allow_is_causal_skip", True)
         and (padding is None or bool(padding.all()))
     )
@@ -354,14 +354,14 @@ def set_conversions(model: PreTrainedModel, used: list[Any]) -> None:
 def without_checkpointing(model: nn.Module) -> None:
     """Turn off transformers' gradient checkpointing and recording, in place."""
     for module in model.modules():
-        held = vars(module)
-        held.pop("_gradient_checkpointing_func", None)
+        attributes = vars(module)
+        attributes.pop("_gradient_checkpointing_func", None)
         if hasattr(type(module), "gradient_checkpointing"):
-            held.pop("gradient_checkpointing", None)
-        elif "gradient_checkpointing" in held:
-            held["gradient_checkpointing"] = False
-        held.pop("_output_capturing_hooks_installed", None)
-        for hooks in (held.get(name, {}) for name in FORWARD_HOOKS):
+            attributes.pop("gradient_checkpointing", None)
+        elif "gradient_checkpointing" in attributes:
+            attributes["gradient_checkpointing"] = False
+        attributes.pop("_output_capturing_hooks_installed", None)
+        for hooks in (attributes.get(name, {}) for name in FORWARD_HOOKS):
             for number, hook in list(hooks.items()):
                 if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
                     del hooks[number]
@@ -369,11 +369,11 @@ def without_checkpointing(model: nn.Module) -> None:
 
 def types_tokens(processor: Any) -> bool:
     """True if a processor tells tokens of images and sounds from those of text."""
-    own = getattr(processor, "return_mm_token_type_ids", None)
-    if own is None:  # transformers 5.17: an option of its text
+    setting = getattr(processor, "return_mm_token_type_ids", None)
+    if setting is None:  # transformers 5.17: an option of its text
         defaults = getattr(processor.valid_processor_kwargs, "_defaults", {})
-        own = defaults.get("text_kwargs", {}).get("return_mm_token_type_ids")
-    return bool(own)
+        setting = defaults.get("text_kwargs", {}).get("return_mm_token_type_ids")
+    return bool(setting)
 
 
 def has_decoder_of_sound() -> bool:
@@ -407,11 +407,11 @@ def film_of(
         sample = partial(videos.sample_frames, **settings)
 
     def chosen(metadata: Any, **_: Any) -> Any:
-        every = np.arange(metadata.total_num_frames)
-        taken = every if sample is None else sample(metadata=metadata)
-        check(len(taken), metadata)
-        metadata.frames_indices = taken
-        return taken
+        all_frames = np.arange(metadata.total_num_frames)
+        sampled = all_frames if sample is None else sample(metadata=metadata)
+        check(len(sampled), metadata)
+        metadata.frames_indices = sampled
+        return sampled
 
     if not isinstance(film, str):
         [metadata] = make_batched_metadata([film], None)

@@ -107,8 +107,8 @@ class OptimizerSection(NamedSection):
             raise ValueError(NO_ADAFACTOR)
         if name not in RULES:
             eight = " with states: int8" if "8bit" in name else ""
-            near = f"; take adamw{eight}" if "adamw" in name else nearest(name, list(RULES))
-            raise ValueError(f"unknown optimizer {name!r}{near}")
+            hint = f"; take adamw{eight}" if "adamw" in name else nearest(name, list(RULES))
+            raise ValueError(f"unknown optimizer {name!r}{hint}")
         return name
 
     @property
@@ -249,12 +249,12 @@ class LossSection(NamedSection):
 
 def _loss_fields(name: str) -> dict[str, Any]:
     """The fields of a loss's class that are keys of a run file, with their defaults."""
-    known = LossSection.model_fields.keys()
+    own_fields = LossSection.model_fields.keys()
     elsewhere = () if name == "distill" else ("temperature",)  # in `rollout`
     return {
         field.name: field.default
         for field in fields(getattr(loss, _LOSSES[name][0]))
-        if field.name in known and field.name not in elsewhere
+        if field.name in own_fields and field.name not in elsewhere
     }
 
 
@@ -289,8 +289,8 @@ class RolloutSection(Section):
 
 def step_loss(loss: LossSection, rollout: RolloutSection) -> Loss:
     """The loss for a run's steps, with the rollouts' temperature."""
-    made: Any = loss.loss()
-    return replace(made, temperature=rollout.temperature) if loss.kind == "prompts" else made
+    value: Any = loss.loss()
+    return replace(value, temperature=rollout.temperature) if loss.kind == "prompts" else value
 
 
 # The run sets these options of schedules; given all steps they ignore `num_stable_steps`.
@@ -313,9 +313,9 @@ class ScheduleSection(Section):
         from transformers import SchedulerType
 
         needs_metric = {"reduce_lr_on_plateau", "greedy"}
-        known = [s.value for s in SchedulerType if s.value not in needs_metric]
-        if name not in known:
-            raise ValueError(f"unknown schedule {name!r}{nearest(name, known)}")
+        usable = [s.value for s in SchedulerType if s.value not in needs_metric]
+        if name not in usable:
+            raise ValueError(f"unknown schedule {name!r}{nearest(name, usable)}")
         return name
 
     def problems(self) -> Iterator[str]:

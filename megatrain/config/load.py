@@ -44,10 +44,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endless: bool = Fal
 def overridden(
     tree: Mapping[str, Any], source: str, overrides: Sequence[str], *, endless: bool = False
 ) -> Config:
-    """`tree` with `overrides` as a Config; `source` serves the message only.
-
-    Raises InputError: it is not a valid run file.
-    """
+    """`tree` with `overrides` as a Config; `source` serves the message only."""
     changed = copy.deepcopy(dict(tree))
     names = [_apply_override(changed, text) for text in overrides]
     training = changed.setdefault("training", {}) if endless else None
@@ -131,7 +128,7 @@ def _describe(detail: ErrorDetails, overridden: set[str]) -> str:
         message = f"should be a list, such as [{value}], got {shown(value)}"
     else:
         message = f"{message.replace('valid dictionary', 'mapping')}, got {shown(value)}"
-    return f"{'--set ' * (path in overridden)}{path}: {message}"
+    return f"{'--set ' if path in overridden else ''}{path}: {message}"
 
 
 def _name(detail: ErrorDetails) -> str:

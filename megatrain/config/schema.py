@@ -92,8 +92,8 @@ class DataSection(Section):
             raise ValueError("names no set")
         for name, of_set in paths.items() if isinstance(paths, dict) else [(None, paths)]:
             if of_set == []:
-                what = "there is no path" if name is None else f"the set {name!r} has no path"
-                raise ValueError(f"{what}: name at least one file, folder or glob")
+                problem = "there is no path" if name is None else f"the set {name!r} has no path"
+                raise ValueError(f"{problem}: name at least one file, folder or glob")
             if name is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
                 raise ValueError(f"name a set with letters, digits, _, . or -; got {shown(name)}")
         return paths
@@ -295,7 +295,7 @@ class Config(Section):
 
     def _of_the_loss(self) -> Iterator[str]:
         data, name, kind = self.data, f"loss.name {self.loss.name}", self.loss.kind
-        shared = "engine.sequence_parallel" * (self.engine.sequence_parallel > 1)
+        shared = "engine.sequence_parallel" if self.engine.sequence_parallel > 1 else None
         if kind not in (None, "prompts") and data.kind != "auto":
             yield f"{name} cannot have data.kind; leave it out"
         if kind is not None and data.weights:
@@ -319,10 +319,10 @@ class Config(Section):
             return
         if not rollout.rewards:
             yield f"loss.name {loss.name} needs rollout.rewards: functions, as [rewards.py:reward]"
-        if (most := loss.max_completion_length or 0) >= length:
+        if (longest := loss.max_completion_length or 0) >= length:
             yield (
                 f"data.sequence_length ({length}) is of a prompt and its reply together: it must "
-                f"be above loss.max_completion_length ({most})"
+                f"be above loss.max_completion_length ({longest})"
             )
 
     @property
@@ -334,10 +334,10 @@ class Config(Section):
     def _of_watched_metrics(self) -> Iterator[str]:
         metrics, every = self.eval_metrics, self.training.eval_every
         needed = "data.eval_path or data.eval_fraction"
-        wanted = {"checkpoint.best": self.checkpoint.best}
+        watched = {"checkpoint.best": self.checkpoint.best}
         if self.training.early_stopping is not None:
-            wanted["training.early_stopping"] = self.watched
-        for key, metric in wanted.items():
+            watched["training.early_stopping"] = self.watched
+        for key, metric in watched.items():
             if metric is not None and not (metrics and every):
                 yield f"{key} needs evaluations: set training.eval_every, and {needed}"
             elif metric is not None and metric not in metrics:

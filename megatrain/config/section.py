@@ -24,8 +24,7 @@ def _a_name(text: str) -> str:
         is_name = False
     if not is_name or (_VARIABLE.search(text) and not os.path.lexists(path)):
         raise ValueError(
-            f"should be a name or a path, got {shown(text)}: write it out "
-            "(variables are not filled in here)"
+            f"should be a name or a path, got {shown(text)}: write it without variables"
         )
     return text
 

@@ -89,36 +89,36 @@ def _message(message: object, where: str, images: bool) -> tuple[Message, bool]:
     if not isinstance(message, Mapping):
         raise InputError(f"{where} must be an object, not {type(message).__name__}")
     # Tables fill absent keys with null.
-    kept = {key: value for key, value in message.items() if value is not None}
-    if "role" not in kept and isinstance(kept.get("from"), str):
-        kept["role"] = kept.pop("from")
-        if kept["role"] not in SPEAKERS:
-            known = ", ".join(SPEAKERS)
-            raise InputError(f"{where}: 'from' is {kept['role']!r:.40}, none of these: {known}")
-        if "value" in kept and "content" in kept:
+    fields = {key: value for key, value in message.items() if value is not None}
+    if "role" not in fields and isinstance(fields.get("from"), str):
+        fields["role"] = fields.pop("from")
+        if fields["role"] not in SPEAKERS:
+            roles = ", ".join(SPEAKERS)
+            raise InputError(f"{where}: 'from' is {fields['role']!r:.40}, none of these: {roles}")
+        if "value" in fields and "content" in fields:
             raise InputError(f"{where} has both 'value' and 'content': keep one")
-        if "value" in kept:
-            kept["content"] = kept.pop("value")
-    if not isinstance(kept.get("role"), str):
+        if "value" in fields:
+            fields["content"] = fields.pop("value")
+    if not isinstance(fields.get("role"), str):
         raise InputError(f"{where} has no 'role' (system, user, assistant or tool)")
-    if kept["role"] == "function_call" and "content" in kept:
-        calls = from_json(kept.pop("content"), "value", where)
-        kept["tool_calls"] = calls if isinstance(calls, list) else [calls]
-    kept["role"] = SPEAKERS.get(kept["role"], kept["role"])
-    learnt = _learnt(kept, where)
-    refuse_unheeded_of_message(kept, where)
-    if isinstance(kept.get("content"), Sequence) and not isinstance(kept["content"], str):
-        kept |= _of_parts(kept.pop("content"), kept, where, images)
-    calls = from_json(kept.get("tool_calls"), "tool_calls", where)
+    if fields["role"] == "function_call" and "content" in fields:
+        calls = from_json(fields.pop("content"), "value", where)
+        fields["tool_calls"] = calls if isinstance(calls, list) else [calls]
+    fields["role"] = SPEAKERS.get(fields["role"], fields["role"])
+    learnt = _learnt(fields, where)
+    refuse_unheeded_of_message(fields, where)
+    if isinstance(fields.get("content"), Sequence) and not isinstance(fields["content"], str):
+        fields |= _of_parts(fields.pop("content"), fields, where, images)
+    calls = from_json(fields.get("tool_calls"), "tool_calls", where)
     if empty(calls):
-        kept.pop("tool_calls", None)
-    elif kept["role"] != "assistant":
-        raise InputError(f"{where}: 'tool_calls' of the role {kept['role']!r}: make it a reply")
+        fields.pop("tool_calls", None)
+    elif fields["role"] != "assistant":
+        raise InputError(f"{where}: 'tool_calls' of the role {fields['role']!r}: make it a reply")
     else:
-        kept["tool_calls"] = [_call(call, where) for call in _objects(calls, "tool_calls", where)]
-    if not isinstance(kept.get("content", "" if "tool_calls" in kept else None), str):
+        fields["tool_calls"] = [_call(call, where) for call in _objects(calls, "tool_calls", where)]
+    if not isinstance(fields.get("content", "" if "tool_calls" in fields else None), str):
         raise InputError(f"{where}: 'content' must be a string (or a list of text parts)")
-    return kept, learnt
+    return fields, learnt
 
 
 def _learnt(message: Message, where: str) -> bool:
@@ -174,8 +174,8 @@ def _call(call: object, where: str) -> dict[str, Any]:
         arguments = {}
     if not isinstance(arguments, dict):
         raise InputError(f"{where}: 'arguments' of a call must be an object: name each of them")
-    beside = {} if function is call else {k: v for k, v in call.items() if v is not None}
-    return {"type": "function", **beside, "function": {**function, "arguments": arguments}}
+    others = {} if function is call else {k: v for k, v in call.items() if v is not None}
+    return {"type": "function", **others, "function": {**function, "arguments": arguments}}
 
 
 _BEGINS = re.compile(r"\s*\[\s*\{")

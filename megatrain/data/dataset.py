@@ -122,10 +122,8 @@ class PackedDataset:
     Attributes:
         store: the tokens. documents: numbers of the documents to learn from.
         kind: text, chat (completions included), pairs, or classes.
-        sequence_length: the most tokens in a row.
         packing: True if rows may hold several documents (and all have the same length).
         has_images: some document has images; then `with_images` completes micro-batches.
-        image_processor: of the model, for rows with images.
         pad: the model's padding token, for heads that score rows.
     """
 
@@ -196,7 +194,7 @@ class PackedDataset:
         """One pass over the rows in their fixed order, `size` at once; no batch is of two steps."""
         for first in range(0, len(self), of_step):
             rows = range(len(self))[first : first + of_step]
-            yield from (self.batch(rows[at : at + size]) for at in range(0, len(rows), size))
+            yield from (self.batch(rows[i : i + size]) for i in range(0, len(rows), size))
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
         """A micro-batch of rows as `Layout.batch` makes it."""
@@ -244,8 +242,8 @@ class PackedDataset:
     def describe(self, row: int) -> str:
         """The origin of a row in words: `file:line`, and the token where a piece begins."""
         places = self.places(row)
-        more = len(places) - _MAX_PLACES
-        return ", ".join(places[:_MAX_PLACES]) + (f" and {more} more" if more > 0 else "")
+        unlisted = len(places) - _MAX_PLACES
+        return ", ".join(places[:_MAX_PLACES]) + (f" and {unlisted} more" if unlisted > 0 else "")
 
     def places(self, row: int) -> list[str]:
         """`file:line` of each segment of a row, and the token where a piece begins."""
@@ -279,17 +277,17 @@ class ClassDataset(PackedDataset):
         yield ids, labels
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
-        batch, own = super().batch(rows), [self._labels(row) for row in rows]
+        batch, of_rows = super().batch(rows), [self._labels(row) for row in rows]
         if self.kind == "tags":  # also of a row's first token, which texts do not learn
-            batch["labels"][:, 0] = torch.tensor([int(labels[0]) for labels in own])
+            batch["labels"][:, 0] = torch.tensor([int(labels[0]) for labels in of_rows])
             return batch
         labels = scored(batch["input_ids"], batch.get("attention_mask"), self.pad)
         if self.kind == "classes":
-            labels = labels.where(labels < 0, torch.tensor(np.stack(own)))
+            labels = labels.where(labels < 0, torch.tensor(np.stack(of_rows)))
         else:
             count = self._layout.num_classes
             shape, truths = (*labels.shape, count), torch.zeros(len(rows), count)
-            for truth, classes in zip(truths, own, strict=True):
+            for truth, classes in zip(truths, of_rows, strict=True):
                 truth[torch.from_numpy(classes)] = 1
             batch["classes"] = torch.arange(count).expand(shape).contiguous()
             batch["truths"] = truths[:, None].expand(shape).contiguous()
@@ -317,10 +315,10 @@ class ReplyDataset(PackedDataset):
 
     def pieces(self, row: int) -> Iterator[tuple[Ints, Ints]]:
         """As of any data set; a text to embed that is cut keeps the tokenizer's tokens after it."""
-        after = self.store.notes.get("after", 0) * (self.kind == "anchors")
-        for (at, _, end), piece in zip(self._segments(row), super().pieces(row), strict=True):
-            if after and end < (length := self.store.length(at)):
-                piece[0][-after:] = self.store.read(at, length - after, length)[0]
+        num_after = self.store.notes.get("after", 0) if self.kind == "anchors" else 0
+        for (document, _, end), piece in zip(self._segments(row), super().pieces(row), strict=True):
+            if num_after and end < (length := self.store.length(document)):
+                piece[0][-num_after:] = self.store.read(document, length - num_after, length)[0]
             yield piece
 
     def plain(self, rows: Sequence[int]) -> MicroBatch:
@@ -340,7 +338,7 @@ class ReplyDataset(PackedDataset):
         of_lines |= {"text": text} if self.loss.embeds else {"chosen": text == 0}
         if "margin" in self.loss.inputs:
             firsts = [int(self._segments(row).document[0]) for row in rows]
-            of_lines["margin"] = torch.tensor([self.store.margin(at) for at in firsts])[pairs]
+            of_lines["margin"] = torch.tensor([self.store.margin(i) for i in firsts])[pairs]
         for name, values in of_lines.items():
             batch[name] = values[:, None].expand(labels.shape).float().contiguous()
         if self.reference is not None:
@@ -409,7 +407,7 @@ def _shorten(
     store: TokenStore, lengths: NDArray[np.int64], learnable: NDArray[np.bool_], layout: Layout
 ) -> NDArray[np.int64]:
     """The tokens to keep of each conversation, by the rule for overlong ones; 0: it is dropped."""
-    limit, what = layout.sequence_length, documents_named(layout.kind)
+    limit, documents = layout.sequence_length, documents_named(layout.kind)
     overlong = np.flatnonzero(learnable & (lengths > limit))
     if len(overlong) == 0:
         return lengths
@@ -417,13 +415,13 @@ def _shorten(
     example = f"{store.place(overlong[0])} has {lengths[overlong[0]]}"
     if layout.overlong == "error":
         raise InputError(
-            f"{len(overlong)} {what} are longer than sequence_length {limit} ({example}): "
+            f"{len(overlong)} {documents} are longer than sequence_length {limit} ({example}): "
             "raise it, or set overlong to truncate or drop"
         )
     done = "truncated" if layout.overlong == "truncate" else "dropped"
     _log.warning(
         "%s %d of %d %s, which are longer than sequence_length %d (%s)",
-        done, len(overlong), len(lengths), what, limit, example,
+        done, len(overlong), len(lengths), documents, limit, example,
     )  # fmt: skip
     lengths = lengths.copy()
     lengths[overlong] = limit if layout.overlong == "truncate" else 0
@@ -441,15 +439,15 @@ def _report_unlearnable(store: TokenStore, learnable: NDArray[np.bool_], layout:
     useless = np.flatnonzero(~learnable)
     if len(useless) == 0:
         return
-    what, why = "conversations", "no reply of the assistant inside a row"
+    unit, reason = "conversations", "no reply of the assistant inside a row"
     if layout.kind in ("text", "anchors") or layout.num_classes:
-        what, why = "documents", "no text"
+        unit, reason = "documents", "no text"
     if len(useless) == len(learnable):
         raise InputError(
-            f"all {len(learnable)} {what} have {why} (first: {store.place(useless[0])}): "
+            f"all {len(learnable)} {unit} have {reason} (first: {store.place(useless[0])}): "
             "there is nothing to learn from"
         )
     _log.warning(
         "dropped %d of %d %s, which have %s (first: %s)",
-        len(useless), len(learnable), what, why, store.place(useless[0]),
+        len(useless), len(learnable), unit, reason, store.place(useless[0]),
     )  # fmt: skip

@@ -56,8 +56,8 @@ def say_left_out(log: logging.Logger, what: str, number: int, reasons: Sequence[
     log.warning("left out %d %s:", number, what)
     for reason in reasons[:SHOWN]:
         log.warning("  %s", reason)
-    if (more := number - len(reasons[:SHOWN])) > 0:
-        log.warning("  and %d more", more)
+    if (unlisted := number - len(reasons[:SHOWN])) > 0:
+        log.warning("  and %d more", unlisted)
 
 
 class PlacedExample(NamedTuple):
@@ -125,8 +125,8 @@ class Examples:
 
     def pass_over(self, names: Iterable[str]) -> None:
         """Remember fields that are not read."""
-        known = self.notes["unread"]
-        known += [n for n in names if n not in known][: SHOWN - len(known)]
+        unread = self.notes["unread"]
+        unread += [n for n in names if n not in unread][: SHOWN - len(unread)]
 
     def bad(self, error: InputError) -> None:
         """Count a row that cannot be trained on; raises its error unless such rows are skipped."""
@@ -139,7 +139,7 @@ class Examples:
     def _note(self, title: str, form: Format, source: DataSource) -> None:
         formats = self.notes["formats"]
         if self.notes["kind"] not in (None, form.kind):
-            (first, (_, where)), *_ = formats.items()
+            first, (_, where) = next(iter(formats.items()))
             raise InputError(
                 f"{source.name}: {title}, but {where} is {first}: train on one kind at a time, or "
                 "set data.kind"
@@ -210,8 +210,8 @@ class Encoder:
                 "the tokenizer has no end-of-sequence token, which parts documents: "
                 "set eos_token in its tokenizer_config.json"
             )
-        before, after = self._own_surroundings
-        return before, after if after[-1:] == [eos] else [*after, eos]
+        opening, closing = self._own_surroundings
+        return opening, closing if closing[-1:] == [eos] else [*closing, eos]
 
     def documents(self, examples: Examples) -> Iterator[Document]:
         """All documents in order. Raises InputError: the data or the tokenizer cannot be used."""
@@ -271,15 +271,15 @@ class Encoder:
 
     def _pieces(self, pieces: Sequence[tuple[PlacedExample, TextPiece]]) -> Iterator[Document]:
         """Each piece as a document. Raises InputError: an id is outside the vocabulary."""
-        texts, (before, after) = [piece.text for _, piece in pieces], self._surroundings
+        texts, (opening, closing) = [piece.text for _, piece in pieces], self._surroundings
         with tokenising(pieces[0][0].where):
             encoded = self._tokenizer(
                 texts, add_special_tokens=False, return_attention_mask=False, verbose=False
             )["input_ids"]
         for (place, piece), ids in zip(pieces, encoded, strict=True):
             if ids:
-                lead = absent(before, ids[: len(before)]) if piece.first else []
-                end = absent(after, ids[-len(after) :]) if piece.last else []
+                lead = absent(opening, ids[: len(opening)]) if piece.first else []
+                end = absent(closing, ids[-len(closing) :]) if piece.last else []
                 ids = [*lead, *ids, *end]
             tokens = token_ids(ids, self._vocab_size, place.where)
             yield Document(place.source, place.number, tokens, np.ones(len(tokens), dtype=bool))
@@ -289,15 +289,12 @@ class Encoder:
 
         A token that spans the prompt's end and the completion's beginning is learnt, but not a
         special token of the prompt that includes white space of the completion.
-
-        Raises InputError: the tokenizer cannot say where a token came from; an id is outside the
-            vocabulary.
         """
-        (prompt, completion), (before, after) = example, self._surroundings
+        (prompt, completion), (opening, closing) = example, self._surroundings
         ids, offsets = placed_tokens(self._tokenizer, prompt + completion, placed.where)
         first = first_token(prompt + completion, offsets, ids, self._added, len(prompt))
-        lead = absent(before, ids[: len(before)])
-        ids = [*lead, *ids, *absent(after, ids[-len(after) :])]
+        lead = absent(opening, ids[: len(opening)])
+        ids = [*lead, *ids, *absent(closing, ids[-len(closing) :])]
         targets = np.ones(len(ids), bool)
         targets[: len(lead) + first] = False
         if not completion:
@@ -306,19 +303,16 @@ class Encoder:
         return Document(placed.source, placed.number, tokens, targets)
 
     def _labelled(self, placed: PlacedExample, example: Labelled) -> Document:
-        """A text with the tokenizer's own special tokens, and its classes or those of its words.
-
-        A word's class is that of its first token, as in transformers' examples.
-        """
-        (text, labels, words), (before, after) = example, self._own_surroundings
+        """A text with the tokenizer's own special tokens, and its classes or those of its words."""
+        (text, labels, words), (opening, closing) = example, self._own_surroundings
         of_text, offsets = placed_tokens(self._tokenizer, text, placed.where)
-        ids = token_ids([*before, *of_text, *after], self._vocab_size, placed.where)
+        ids = token_ids([*opening, *of_text, *closing], self._vocab_size, placed.where)
         classes = np.array(labels, np.int32)
         if words is not None:
             firsts = [first_token(text, offsets, of_text, self._added, start) for start in words]
             places, of_tokens = np.array(firsts), np.full(len(ids), -100, np.int32)
             has_token = places < len(of_text)
-            of_tokens[len(before) + places[has_token]] = classes[has_token]
+            of_tokens[len(opening) + places[has_token]] = classes[has_token]
             classes = of_tokens
         targets = np.ones(len(ids), bool)
         return Document(placed.source, placed.number, ids, targets, labels=classes)
@@ -405,9 +399,9 @@ def refuse_unplaced(talk: Conversation, template: Template, where: str) -> None:
     for turn, message in enumerate(talk.messages, start=1):
         role = message["role"]
         if role not in ROLES and not (role and template.has_place(talk, role)):
-            known = ", ".join(ROLES)
+            roles = ", ".join(ROLES)
             raise InputError(
-                f"{where}: message {turn}: role {role!r:.40} is none of these: {known}"
+                f"{where}: message {turn}: role {role!r:.40} is none of these: {roles}"
             )
         for name, remedy in OF_CALLS.items():
             if not (empty(message.get(name)) or template.heeds(talk, turn - 1, name, where)):

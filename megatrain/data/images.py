@@ -68,7 +68,6 @@ class Medium(NamedTuple):
         size: width and height in pixels, after the number of a film's frames; samples of a sound.
         state: size and time (ns) of each file; of frames in a row the bytes of each.
         data: the encoded bytes, unless they are in a file.
-        kind: of `PLACES`.
         film: what its processor has to know of a film's frames (rate, places), as JSON.
         together: how many images its conversation has, if its processor makes them by that.
     """
@@ -116,10 +115,10 @@ class Medium(NamedTuple):
         return _decoded(self.kind, data, self.path, processor)
 
 
-def sources(value: object, kind: str, where: str) -> list[Source]:
+def sources(field: object, kind: str, where: str) -> list[Source]:
     """The images, films or sounds of a row's field: one, or a list."""
-    values = value if isinstance(value, list) else [value]
-    return [] if empty(value) else [_source(one, kind, where) for one in values]
+    values = field if isinstance(field, list) else [field]
+    return [] if empty(field) else [_source(value, kind, where) for value in values]
 
 
 def source_of(part: Mapping[str, Any], kind: str, where: str) -> Source | None:
@@ -184,12 +183,11 @@ def place_media(
             placed += [(kind, None)] * len(of_kind)
         if (places := placed.count((kind, None))) != len(of_kind):
             raise InputError(
-                f"{where}: {len(of_kind)} {kind}s in the row, and {places} places "
-                f"for them (<{kind}> in a question's text, or parts of the type {kind}): give each "
-                "one place"
+                f"{where}: {len(of_kind)} {kind}s in the row, and {places} places for them: give "
+                f"each one place (<{kind}> in a question's text, or a part of the type {kind})"
             )
-    rest = {kind: iter(of_kind) for kind, of_kind in media.items()}
-    return [(kind, next(rest[kind]) if source is None else source) for kind, source in placed]
+    unplaced = {kind: iter(of_kind) for kind, of_kind in media.items()}
+    return [(kind, next(unplaced[kind]) if source is None else source) for kind, source in placed]
 
 
 def read_media(
@@ -212,7 +210,8 @@ def read_medium(
     parts = source if isinstance(source, tuple) else (source,)
     paths = [str(folder / Path(part).expanduser()) for part in parts if isinstance(part, str)]
     data = [part for part in parts if isinstance(part, bytes)]
-    name, state = f"{where}: the {kind} in the row", tuple(map(len, data[1:] and data))
+    name = f"{where}: the {kind} in the row"
+    state = tuple(map(len, data)) if len(data) > 1 else ()
     if paths:
         name = f"{where}: {kind} {paths[0]}"
         data = [_read(path, f"{where}: {kind} {path}") for path in paths]
@@ -226,8 +225,8 @@ def read_medium(
         film = json.dumps(facts, default=methodcaller("tolist"))
     else:
         size, film = tuple(decoded.size if kind == "image" else decoded.shape), ""
-    kept, digest = b"" if paths else b"".join(data), _digest(b"".join(data))
-    return Medium("\n".join(paths), digest, size, state, kept, kind, film)
+    content, digest = b"" if paths else b"".join(data), _digest(b"".join(data))
+    return Medium("\n".join(paths), digest, size, state, content, kind, film)
 
 
 def _state(paths: Sequence[str]) -> tuple[int, ...]:
@@ -409,8 +408,8 @@ class ImageProcessor:
         inputs: dict[str, Any] = {}
         for kind, of_rows in media.items():
             token = self.token(kind)
-            text = [row + token * len(own) for row, own in zip(text, of_rows, strict=True)]
-            flat = [medium for own in of_rows for medium in own]
+            text = [row + token * len(of_row) for row, of_row in zip(text, of_rows, strict=True)]
+            flat = [medium for of_row in of_rows for medium in of_row]
             if kind == "video":
                 flat, facts = map(list, zip(*flat, strict=True))
                 if all(facts):
@@ -491,11 +490,10 @@ def with_media(
             kind = next(medium.kind for medium in media if processor.token(medium.kind) == token)
             raise InputError(
                 f"{where}: the chat template's text has {number} places of {kind}s ({token!r}), "
-                f"and the row {len(parts)} {kind}s: use a template that has a place for each, and "
-                "leave such words out of the text"
+                f"and the row {len(parts)} {kind}s: use a template with a place for each"
             )
-    rest = {token: iter(parts) for token, parts in of_kind.items()}
-    parts = [next(rest[match[0]]) for match in matches]
+    unplaced = {token: iter(parts) for token, parts in of_kind.items()}
+    parts = [next(unplaced[match[0]]) for match in matches]
     filler, places = iter(parts), [match.start() for match in matches]
     longer = (len(part) - len(match[0]) for part, match in zip(parts, matches, strict=True))
     grown = np.cumsum([0, *longer]).tolist()

@@ -28,11 +28,8 @@ class StepLoader:
     """Endless iterator over steps, each a list of micro-batches.
 
     Args:
-        dataset: the rows.
-        rows_per_step: rows of one optimizer step.
         rows_per_micro_batch: rows that pass a layer together; a step's last may have fewer. The
             attribute may be set before the first step is taken.
-        seed: of the order of rows.
         workers: steps prepared ahead, each by a thread; 0 prepares a step when it is asked for.
         finish: what a thread makes of a step, such as adding images; None: it stays as it is.
     """
@@ -103,10 +100,9 @@ class StepLoader:
         """
         if state["fingerprint"] != self.dataset.fingerprint:
             raise InputError(
-                "the data or its settings are not those of the saved run "
-                f"(fingerprint {state['fingerprint']!r:.40}, now {self.dataset.fingerprint}): "
-                "restore them, or begin a new run from its weights, with model.path: RUN"
-                f"{_DATED}"
+                "the data or its settings are not those of the saved run (fingerprint "
+                f"{state['fingerprint']!r:.40}, now {self.dataset.fingerprint}): restore them, or "
+                f"begin a new run from its weights, with model.path: RUN{_DATED}"
             )
         if state["seed"] != self._seed:
             raise InputError(
@@ -122,8 +118,8 @@ class StepLoader:
         step = max(self._steps - 1, 0) if step is None else step
         rows = [row for micro_batch in self._plan(step) for row in micro_batch]
         places = "; ".join(self.dataset.describe(row) for row in rows[:4])
-        more = f"; and {len(rows) - 4} more rows" if len(rows) > 4 else ""
-        return f"step {step}: {places}{more}"
+        unlisted = f"; and {len(rows) - 4} more rows" if len(rows) > 4 else ""
+        return f"step {step}: {places}{unlisted}"
 
     def close(self) -> None:
         """Ends the threads; the loader prepares steps on demand afterwards."""
@@ -138,8 +134,8 @@ class StepLoader:
 
     def _make(self, step: int) -> Step:
         batches: Any = [self.dataset.batch(rows) for rows in self._plan(step)]
-        made = batches if isinstance(self.dataset, Prompts) else numbered(batches)
-        return made if self._finish is None else self._finish(made)
+        micro_batches = batches if isinstance(self.dataset, Prompts) else numbered(batches)
+        return micro_batches if self._finish is None else self._finish(micro_batches)
 
     def _plan(self, step: int) -> list[list[int]]:
         first = self._first_row(step)

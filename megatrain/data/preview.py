@@ -36,20 +36,20 @@ class ShownDocument(NamedTuple):
 def summary(data: PackedDataset) -> list[str]:
     """A data set in numbers, a line each, from reading every token twice."""
     store, documents = data.store, data.documents
-    what, lengths = documents_named(data.kind), documents.lengths
-    formats = ", ".join(name for name in store.notes["formats"] if name != what)
+    unit, lengths = documents_named(data.kind), documents.lengths
+    formats = ", ".join(name for name in store.notes["formats"] if name != unit)
     pieces = (labels for row in range(len(data)) for _, labels in data.pieces(row))
     learnt = sum(int((labels[1:] != -100).sum()) for labels in pieces)
     return [
-        f"training: {len(lengths):,} {what}{formats and f' ({formats})'} in {len(data):,} rows of "
-        f"{data.sequence_length:,} tokens, {data.fill:.0%} full",
+        f"training: {len(lengths):,} {unit}{formats and f' ({formats})'} in {len(data):,} rows "
+        f"of {data.sequence_length:,} tokens, {data.fill:.0%} full",
         f"{data.num_tokens:,} tokens, of which {learnt:,} ({learnt / data.num_tokens:.0%}) are "
         "learnt",
-        f"tokens of {what}: {lengths.min():,} to {lengths.max():,}, half of them at most "
+        f"tokens of {unit}: {lengths.min():,} to {lengths.max():,}, half of them at most "
         f"{int(np.median(lengths)):,}",
         *_of_media(data),
-        *_repeated(data, what),
-        *_by_source(data, what),
+        *_repeated(data, unit),
+        *_by_source(data, unit),
     ]
 
 
@@ -64,30 +64,31 @@ def _of_media(data: PackedDataset) -> Iterator[str]:
         )
 
 
-def _repeated(data: PackedDataset, what: str) -> Iterator[str]:
+def _repeated(data: PackedDataset, unit: str) -> Iterator[str]:
     store, folder = data.store, folder_of(data.store.names)
-    seen: dict[bytes, int] = {}
+    first_of: dict[bytes, int] = {}
     repeated: list[tuple[int, int]] = []
     for segment in data.documents:
         ids, _ = store.read(*segment)
         digest = hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
-        if (first_seen := seen.setdefault(digest, segment[0])) != segment[0]:
+        if (first_seen := first_of.setdefault(digest, segment[0])) != segment[0]:
             repeated.append((segment[0], first_seen))
     if repeated:
         first, earlier = (store.place(n).removeprefix(folder) for n in repeated[0])
         repeats = "repeats" if len(repeated) == 1 else "repeat"
-        yield f"{len(repeated):,} of the {what} {repeats} another: {first} is {earlier}"
+        yield f"{len(repeated):,} of the {unit} {repeats} another: {first} is {earlier}"
 
 
-def _by_source(data: PackedDataset, what: str) -> Iterator[str]:
+def _by_source(data: PackedDataset, unit: str) -> Iterator[str]:
     names, documents = data.store.names, data.documents
     folder, sources = folder_of(names), data.store.documents()["source"][documents.document]
     tokens = np.bincount(sources, documents.lengths, minlength=len(names)).astype(np.int64)
     counts = np.bincount(sources, minlength=len(names))
     yield f"\ntokens by source{f' in {folder}' if folder else ''}"
     widest = np.argsort(-tokens, kind="stable")
-    for at in widest[:_SOURCES]:
-        yield f"  {tokens[at]:>14,}  {counts[at]:>10,} {what}  {names[at].removeprefix(folder)}"
+    for source in widest[:_SOURCES]:
+        name = names[source].removeprefix(folder)
+        yield f"  {tokens[source]:>14,}  {counts[source]:>10,} {unit}  {name}"
     if (num_hidden := len(names) - _SOURCES) > 0:
         yield f"  {tokens[widest[_SOURCES:]].sum():>14,}  in {num_hidden:,} more"
 

@@ -113,7 +113,6 @@ class Prompts:
     Args: `seed` decides which rows `hold_out` takes.
 
     Attributes:
-        kind: the kind of the rows.
         packing: always false: no row holds several prompts.
     """
 
@@ -205,9 +204,8 @@ def open_prompts(
             prompts.append(prompt)
             continue
         left_out.append(
-            f"{where}: the prompt has {len(prompt.ids)} tokens, and data.sequence_length less "
-            f"loss.max_completion_length leaves {longest}: raise sequence_length, or leave such "
-            "prompts out with data.overlong: drop"
+            f"{where}: the prompt has {len(prompt.ids)} tokens, and replies leave room for "
+            f"{longest}: raise data.sequence_length, or drop such prompts (data.overlong: drop)"
         )
         if not drop:
             raise InputError(left_out[-1])

@@ -79,10 +79,10 @@ def _refuse_other(file: DataSource) -> None:
     with file.path.open("rb") as stream:
         begins = stream.read(64)
     packed = file.path.suffix.lower() in (*_UNPACKED, ".zst")
-    for beginning, what in _BEGINNINGS.items():
-        of_its_name = beginning == _TABLES.get(file.format) or (packed and "packed by" in what)
+    for beginning, kind in _BEGINNINGS.items():
+        of_its_name = beginning == _TABLES.get(file.format) or (packed and "packed by" in kind)
         if begins.startswith(beginning) and not of_its_name:
-            raise InputError(f"{file.name}: {what}")
+            raise InputError(f"{file.name}: {kind}")
     if file.format != "text" and begins.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(_PAGES):
         raise InputError(f"{file.name}: a page of HTML, not rows: download the file itself")
 
@@ -243,8 +243,8 @@ def _read_json(file: DataSource, stream: IO[bytes]) -> Iterator[tuple[int, DataR
             return
         if len(text) - place > MAX_LINE_BYTES:
             raise _too_long(f"{where}: the row")
-        more = reader.read(max(PIECE_BYTES, len(text) - place))
-        text, place, ended = text[place:] + more, 0, not more
+        piece = reader.read(max(PIECE_BYTES, len(text) - place))
+        text, place, ended = text[place:] + piece, 0, not piece
 
 
 def _decoded(
@@ -279,8 +279,8 @@ def _unusable(where: str, error: Exception) -> InputError:
     if isinstance(error, json.JSONDecodeError):
         remedy = "correct the row (one that takes several lines needs a file named .json)"
         return InputError(f"{where}: not JSON: {error.msg} (column {error.colno}): {remedy}")
-    why = "nested too deeply" if isinstance(error, RecursionError) else str(error).split(";")[0]
-    return InputError(f"{where}: not usable JSON: {why}: correct the row")
+    reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).split(";")[0]
+    return InputError(f"{where}: not usable JSON: {reason}: correct the row")
 
 
 def _row(row: object, where: str) -> DataRow:
@@ -377,11 +377,11 @@ def _once(names: list[str], file: DataSource) -> None:
 def _rows(
     batches: Iterable[Any], names: list[str], wanted: Wanted
 ) -> Iterator[tuple[int, DataRow]]:
-    number, others = 0, dict.fromkeys((n for n in names if not wanted(n)), UNREAD)
+    number, unread = 0, dict.fromkeys((n for n in names if not wanted(n)), UNREAD)
     for batch in batches:
         for row in batch.to_pylist():
             number += 1
-            yield number, {**_without_nulls(row), **others}
+            yield number, {**_without_nulls(row), **unread}
 
 
 @contextmanager

@@ -60,9 +60,9 @@ def says_training(column: str) -> bool:
 
 def refuse_unheeded(rest: Mapping[str, Any], where: str, *, text: bool) -> None:
     """Raises InputError: an unread field asks for training that is not supported."""
-    known = _ROW if text else _ROW | _ROW_OF_TURNS
+    refusals = _ROW if text else _ROW | _ROW_OF_TURNS
     for name, value in rest.items():
-        remedy = known.get(name) or (_WEIGHTS if _WEIGHT.fullmatch(name) else None)
+        remedy = refusals.get(name) or (_WEIGHTS if _WEIGHT.fullmatch(name) else None)
         if remedy is None or empty(value):
             continue
         objects = isinstance(value, list) and isinstance(value[0], dict)  # a split's rows

@@ -53,21 +53,18 @@ class ReplySpans:
             self._refuse_tools_left_out()
 
     def span(self, turn: int) -> TextRange:
-        """The reply `messages[turn]` in the text, with its end of turn.
-
-        Raises InputError: it cannot be told.
-        """
+        """The reply `messages[turn]` in the text, with its end of turn."""
         if turn == 0:
             raise InputError(
                 f"{self._where}: the conversation starts with the assistant: drop that turn"
             )
-        asked = self._render(turn, asking=True)
-        if span := self._by_headers(turn, asked):
+        request = self._render(turn, asking=True)
+        if span := self._by_headers(turn, request):
             return span
-        span = self._by_prefixes(turn, asked) or self._by_signs(turn, asked)
+        span = self._by_prefixes(turn, request) or self._by_signs(turn, request)
         if span is not None:
-            span = self._unheaded(turn, asked, *span), span[1]
-        if span is None or self._opens_another(turn, asked, *span):
+            span = self._unheaded(turn, request, *span), span[1]
+        if span is None or self._opens_another(turn, request, *span):
             if not any(self._talk.messages[turn].get(n) for n in SAID):
                 raise InputError(
                     f"{self._where}: the chat template has no place for the empty reply in message "
@@ -98,8 +95,8 @@ class ReplySpans:
         the reply. Others write end tokens only before a question: they are the tokens between the
         reply and the question's header.
         """
-        following = self._talk.messages[turn + 1 :]
-        next_role = following[0]["role"] if following else None
+        later = self._talk.messages[turn + 1 :]
+        next_role = later[0]["role"] if later else None
         num_header_tokens, headers_end = self._template.header(self._talk, self._token)
         if headers_end and next_role not in (None, "assistant"):
             header = self._token.match(self.text, self._past_space(end))
@@ -109,8 +106,8 @@ class ReplySpans:
         question = None if has_end or next_role != "user" else self._start(turn + 1)
         if question is None:
             return end
-        between = self._token.findall(self.text, end, question)
-        return self._past(between[: len(between) - num_header_tokens], end)
+        tokens = self._token.findall(self.text, end, question)
+        return self._past(tokens[: len(tokens) - num_header_tokens], end)
 
     def _start(self, turn: int) -> int | None:
         """The place where a message's content begins in the text, if it can be found."""
@@ -140,9 +137,9 @@ class ReplySpans:
             self._texts[key] = text
         return self._texts[key]
 
-    def _by_headers(self, turn: int, asked: str) -> TextRange | None:
+    def _by_headers(self, turn: int, request: str) -> TextRange | None:
         """The part between a family's known header and end."""
-        header = next((known for known in HEADERS if known in asked), None)
+        header = next((each_header for each_header in HEADERS if each_header in request), None)
         if header is None:
             return None
         pattern = f"{re.escape(header)}(.*?(?:{HEADERS[header]}))"
@@ -151,19 +148,19 @@ class ReplySpans:
         if len(spans) != roles.count("assistant"):
             return None
         begin, end = spans[roles[:turn].count("assistant")]
-        begin += self._common(asked.rpartition(header)[2], begin)  # the request may be longer
+        begin += self._common(request.rpartition(header)[2], begin)  # the request may be longer
         follows = begin >= self._places.get(turn - 1, 0)  # not a header quoted in a message
         return (begin, end) if follows and self._says_alone(turn, begin, end) else None
 
-    def _by_prefixes(self, turn: int, asked: str) -> TextRange | None:
+    def _by_prefixes(self, turn: int, request: str) -> TextRange | None:
         """The part that a reply adds, if the text before it begins the whole text."""
         is_last = turn + 1 == len(self._talk.messages)
         upto = self.text if is_last else self._render(turn + 1)
-        if not (self.text.startswith(upto) and upto.startswith(asked)):
+        if not (self.text.startswith(upto) and upto.startswith(request)):
             return None
-        return len(asked), len(upto)
+        return len(request), len(upto)
 
-    def _opens_another(self, turn: int, asked: str, begin: int, end: int) -> bool:
+    def _opens_another(self, turn: int, request: str, begin: int, end: int) -> bool:
         """True if text[begin:end], found for a reply, has the header of a further turn in it.
 
         Replies with calls or reasoning are not checked: they have tokens of that kind themselves.
@@ -173,25 +170,25 @@ class ReplySpans:
             return False
         content = self._said(turn, begin, end) if message["content"].strip() else None
         start, stop = content or (begin, begin)
-        before, after = self.text[begin:start], self.text[stop:end]
-        tokens_after = self._token.findall(after)
-        if len(tokens_after) < 2 and not self._token.search(before):
+        earlier, later = self.text[begin:start], self.text[stop:end]
+        tokens_after = self._token.findall(later)
+        if len(tokens_after) < 2 and not self._token.search(earlier):
             return False
-        header_tokens = self._token.findall(self._header(turn, asked))
+        header_tokens = self._token.findall(self._header(turn, request))
         if header_tokens:
-            return header_tokens[0] in before + after
-        return len(tokens_after) > 1 and tokens_after[-1:] == self._token.findall(asked)[-1:]
+            return header_tokens[0] in earlier + later
+        return len(tokens_after) > 1 and tokens_after[-1:] == self._token.findall(request)[-1:]
 
-    def _unheaded(self, turn: int, asked: str, begin: int, end: int) -> int:
+    def _unheaded(self, turn: int, request: str, begin: int, end: int) -> int:
         """The beginning of a reply after a header that is written differently, or only once."""
         first = next(i for i, m in enumerate(self._talk.messages) if i and m["role"] == "assistant")
         header = self._header(first, self._render(first, asking=True))
-        asks = header.strip() in self._header(turn, asked)
-        if asks and self.text.startswith(asked):
+        asks = header.strip() in self._header(turn, request)
+        if asks and self.text.startswith(request):
             return begin
         content = self._start(turn)
-        before = self._places.get(turn - 1, begin)
-        start, stop = self._headed(header, before, end if content is None else content)
+        previous_end = self._places.get(turn - 1, begin)
+        start, stop = self._headed(header, previous_end, end if content is None else content)
         return begin if asks and self.text[begin:start].strip() else max(begin, stop)
 
     def _headed(self, header: str, begin: int, end: int) -> TextRange:
@@ -202,27 +199,27 @@ class ReplySpans:
             return -1, -1
         return match.start(), match.end() + self._same(header[len(header.rstrip()) :], match.end())
 
-    def _header(self, turn: int, asked: str) -> str:
+    def _header(self, turn: int, request: str) -> str:
         """The text that asks for a reply; it may replace the end of the text."""
         unasked = self._render(turn)
-        if not asked.startswith(unasked) and self._talk.messages[turn - 1]["role"] != "assistant":
+        if not request.startswith(unasked) and self._talk.messages[turn - 1]["role"] != "assistant":
             unasked = unasked.rstrip()
             ends = (token for token in self._names if token and unasked.endswith(token))
             unasked = unasked.removesuffix(max(ends, key=len, default=""))
-        return asked[len(unasked) :] if asked.startswith(unasked) else ""
+        return request[len(unasked) :] if request.startswith(unasked) else ""
 
-    def _by_signs(self, turn: int, asked: str) -> TextRange | None:
+    def _by_signs(self, turn: int, request: str) -> TextRange | None:
         """The reply's place, found by the text around it when it is the last message."""
         places = self._places
-        before = self._find(turn, asked, asking=True).get(turn - 1)
+        start_sign = self._find(turn, request, asking=True).get(turn - 1)
         upto = self._render(turn + 1)
-        after = self._find(turn + 1, upto).get(turn)
-        if before is None or after is None or not {turn - 1, turn} <= places.keys():
+        end_sign = self._find(turn + 1, upto).get(turn)
+        if start_sign is None or end_sign is None or not {turn - 1, turn} <= places.keys():
             return None
-        header = self._header(turn, asked)
-        begin = self._begin(asked[before:], header, places[turn - 1], places[turn])
-        closings = self._token.findall(asked[before : len(asked) - len(header)])
-        end = self._end(upto[after:], closings, places[turn], turn)
+        header = self._header(turn, request)
+        begin = self._begin(request[start_sign:], header, places[turn - 1], places[turn])
+        closings = self._token.findall(request[start_sign : len(request) - len(header)])
+        end = self._end(upto[end_sign:], closings, places[turn], turn)
         messages = self._talk.messages
         if begin is None and messages[turn - 1]["role"] == "tool":  # it continues the turn
             content = messages[turn].get("content", "").rstrip()
@@ -233,11 +230,11 @@ class ReplySpans:
             return None
         return begin, end
 
-    def _begin(self, asked: str, header: str, place: int, end: int) -> int | None:
+    def _begin(self, query: str, header: str, place: int, end: int) -> int | None:
         """The end of the longest beginning of `asked`, which ends with `header`, at `place`."""
-        common = self._common(asked, place)
-        reached = common > len(asked) - len(header)  # it includes a part of the request for a reply
-        if reached if header else self._token.search(asked, common) is None:
+        common = self._common(query, place)
+        is_past = common > len(query) - len(header)  # it includes a part of the request for a reply
+        if is_past if header else self._token.search(query, common) is None:
             return place + common
         opening = self._token.match(header.lstrip())
         start = -1 if opening is None else self.text.find(opening.group(), place, end)
@@ -247,19 +244,16 @@ class ReplySpans:
         return None if start < 0 or self.text[place:start].strip() else stop
 
     def _end(self, closing: str, closings: list[str], place: int, turn: int) -> int:
-        """The end of the tokens that end the turn; `closing` follows the reply as last message.
-
-        `closings`: tokens that end other turns, and may end this one if more turns follow.
-        """
-        same = self._same(closing, place)
+        """The end of the tokens that end the turn; `closing` follows the reply as last message."""
+        length = self._same(closing, place)
         first = self._tokens.search(closing)
-        if "tool_calls" not in self._talk.messages[turn] and first and first.end() <= same:
+        if "tool_calls" not in self._talk.messages[turn] and first and first.end() <= length:
             return place + first.end()
         for token in self._tokens.finditer(closing):
-            if token.start() <= same < token.end():
+            if token.start() <= length < token.end():
                 place = self._past(self._token.findall(token.group()), place + token.start())
-                other = next((t for t in closings if self.text.startswith(t, place)), "")
-                return place + len(other)
+                other_closing = next((t for t in closings if self.text.startswith(t, place)), "")
+                return place + len(other_closing)
         return place + self._common(closing, place)
 
     def _past(self, tokens: list[str], place: int) -> int:
@@ -281,10 +275,10 @@ class ReplySpans:
 
     def _common(self, expected: str, place: int) -> int:
         """Length of `expected` found at `place`: all, or up to the end of a token or a space."""
-        same = self._same(expected, place)
-        if same == len(expected):
-            return same
-        return max((m.end() for m in self._borders.finditer(expected, 0, same)), default=0)
+        length = self._same(expected, place)
+        if length == len(expected):
+            return length
+        return max((m.end() for m in self._borders.finditer(expected, 0, length)), default=0)
 
     def _says_alone(self, turn: int, begin: int, end: int) -> bool:
         """True if all of this message is in this part of the text, and no other one ends there."""
@@ -307,8 +301,8 @@ class ReplySpans:
             return {}
         ends: dict[int, int] = {}
         places: dict[str, list[int]] = {}
-        for before, sign in enumerate(self._sign.finditer(shown)):
-            places.setdefault(sign.group(), []).append(sign.start() - before)
+        for number, sign in enumerate(self._sign.finditer(shown)):
+            places.setdefault(sign.group(), []).append(sign.start() - number)
         for turn, (message, of_content, of_calls) in enumerate(self._signs[:num_messages]):
             calls = "tool_calls" in message  # templates repeat the calls' names with their results
             ends_of_message = places.get(of_calls if calls else of_content, [])

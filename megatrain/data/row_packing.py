@@ -136,27 +136,27 @@ def fit_rows(segments: Segments, row_length: int) -> PackedRows:
 def split_rows(segments: Segments, row_length: int) -> PackedRows:
     """One segment in each row; segments longer than a row are cut."""
     starts = np.cumsum(segments.lengths) - segments.lengths
-    inside = [np.arange(s + row_length, s + n, row_length, dtype=np.int64)
+    cuts = [np.arange(s + row_length, s + n, row_length, dtype=np.int64)
               for s, n in zip(starts.tolist(), segments.lengths.tolist(), strict=True)
               if n > row_length]  # fmt: skip
-    pieces = segments.cut(np.concatenate(inside)) if inside else segments
+    pieces = segments.cut(np.concatenate(cuts)) if cuts else segments
     return PackedRows(pieces, np.arange(len(pieces) + 1, dtype=np.int64))
 
 
 def _best_fit(order: list[int], lengths: Ints, row_length: int) -> list[list[int]]:
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens free, row), sorted
+    free_rows: list[tuple[int, int]] = []  # (tokens free, row), sorted
     for segment in order:
         length = int(lengths[segment])
-        place = bisect.bisect_left(room, (length, -1))
-        if place < len(room):
-            free, row = room.pop(place)
+        place = bisect.bisect_left(free_rows, (length, -1))
+        if place < len(free_rows):
+            free, row = free_rows.pop(place)
             rows[row].append(segment)
         else:
             free, row = row_length, len(rows)
             rows.append([segment])
         if free > length:
-            bisect.insort(room, (free - length, row))
+            bisect.insort(free_rows, (free - length, row))
     return rows
 
 

@@ -153,27 +153,24 @@ def _content(message: Any) -> str:
 
 
 def _taken_apart(replies: list[Any], prompt: Any, where: str) -> tuple[Any, list[Any]]:
-    """The prompt with which all replies begin, as in TRL, and the rest of each reply.
-
-    A separate prompt becomes the user's message if the messages have none.
-    """
-    differ = (at for at, pair in enumerate(zip(*replies, strict=False)) if pair[0] != pair[1])
+    """The prompt with which all replies begin, as in TRL, and the rest of each reply."""
+    differ = (index for index, pair in enumerate(zip(*replies, strict=False)) if pair[0] != pair[1])
     shared = replies[0][: next(differ, min(map(len, replies)))]
     if isinstance(shared, str):
         shared = shared.removesuffix(" ")
-    rest = [reply[len(shared) :] for reply in replies]
-    if isinstance(shared, list) and not (all(rest) and (shared or prompt)):
+    endings = [reply[len(shared) :] for reply in replies]
+    if isinstance(shared, list) and not (all(endings) and (shared or prompt)):
         raise InputError(
             f"{where}: 'chosen' and 'rejected' must begin with the same messages, and "
             "each must then have a reply"
         )
     if isinstance(prompt, str) and shared and prompt.strip() and not _is_said(prompt, shared):
         raise InputError(
-            f"{where}: 'prompt' is not what 'chosen' and 'rejected' begin with, which is taken as "
-            "the prompt: make it one of these messages (data.fields: {prompt: null} passes it over)"
+            f"{where}: 'prompt' is not among the messages that begin 'chosen' and 'rejected': make "
+            "it one of them, or ignore it with data.fields: {prompt: null}"
         )
     question = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else shared
-    return shared or question, rest
+    return shared or question, endings
 
 
 def _repeats(prompt: Any, reply: Any, where: str) -> bool:
@@ -183,10 +180,10 @@ def _repeats(prompt: Any, reply: Any, where: str) -> bool:
         return len(prompt) > _BY_CHANCE and bool(goes_on)
     if not (isinstance(prompt, list) and isinstance(reply, list) and prompt and reply):
         return False
-    before, replied = (
+    given_replies, replied = (
         messages(part, "messages", where, images=True)[0] for part in (prompt, reply)
     )
-    return before == replied[: len(before)]
+    return given_replies == replied[: len(given_replies)]
 
 
 def _completed(row: DataRow, prompt: Any, completion: Any, where: str) -> Conversation | Completion:
@@ -199,15 +196,15 @@ def _completed(row: DataRow, prompt: Any, completion: Any, where: str) -> Conver
         raise InputError(
             f"{where}: 'prompt' and 'completion' must both be strings, or both lists of messages"
         )
-    asked, _ = messages(prompt, "prompt", where, images=True)
+    given, _ = messages(prompt, "prompt", where, images=True)
     replied, learnt = messages(completion, "completion", where)
-    return _conversation(asked + replied, [False] * len(asked) + learnt, row, where)
+    return _conversation(given + replied, [False] * len(given) + learnt, row, where)
 
 
 def of_question(row: DataRow, where: str) -> Conversation:
     """A question, or an instruction with its input, and the answer."""
-    asked = (row.get(name) for name in ("question", "instruction", "input"))
-    question = "\n".join(filter(None, asked))
+    questions = (row.get(name) for name in ("question", "instruction", "input"))
+    question = "\n".join(filter(None, questions))
     if not question:
         raise InputError(f"{where}: it asks nothing: fill its question in, or leave the row out")
     reply = {"role": "assistant", "content": row.get("answer", row.get("output"))}
@@ -229,8 +226,8 @@ def _conversation(
         turns, learnt = [{"role": "system", "content": system}, *turns], [False, *learnt]
     options = row.get("chat_template_kwargs") or {}
     if not isinstance(options, dict) or _RESERVED & set(options):
-        kept = ", ".join(sorted(_RESERVED))
-        raise InputError(f"{where}: 'chat_template_kwargs' must be an object without {kept}")
+        reserved = ", ".join(sorted(_RESERVED))
+        raise InputError(f"{where}: 'chat_template_kwargs' must be an object without {reserved}")
     media = {kind: sources(row.get(name), kind, where) for name, kind in _MEDIA.items()}
     images = place_media(turns, media, where)
     return Conversation(turns, learnt, tools(row.get("tools"), where, wrap=wrap), options, images)
@@ -249,7 +246,6 @@ class Format:
     """Fields by our name, each with the names that it goes by in data.
 
     Attributes:
-        title: its name in messages.
         needs: fields without which a row has another format.
         may: fields that a row may have besides.
         read: an example of the fields found, by our names.
@@ -266,8 +262,8 @@ class Format:
         names: dict[str, str] = {}
         for name, aliases in {**self.needs, **self.may}.items():
             mapped = fields.get(name)
-            known = (mapped,) if mapped else tuple(a for a in aliases if a not in fields)
-            present = [a for a in known if a in row]
+            columns = (mapped,) if mapped else tuple(a for a in aliases if a not in fields)
+            present = [a for a in columns if a in row]
             filled = [a for a in present if not empty(row[a])] or present[:1]
             if len(filled) > 1:
                 first, second = filled[:2]
@@ -339,7 +335,6 @@ class Reading:
     """How to read rows: the formats to look for, and the names of fields.
 
     fields: our name -> the data's; null: a field of the data that is passed over on purpose.
-    labels: the names of classes, by their numbers.
     lines: texts of a row that is several: 2 of a pair; an anchor, its positive, its negatives.
     """
 
@@ -352,15 +347,15 @@ class Reading:
         """Raises InputError: an unknown name of ours."""
         for name, theirs in self.fields.items():
             if theirs is not None and name not in KNOWN:
-                known = ", ".join(KNOWN)
-                raise InputError(f"data.fields: {name!r:.40} is not a field; fields are {known}")
+                kinds = ", ".join(KNOWN)
+                raise InputError(f"data.fields: {name!r:.40} is not a field; fields are {kinds}")
 
     def wanted(self, column: str) -> bool:
         """True if a column of a table should be read."""
         mapped = column in self.fields.values()
         names = _names_of((*_EVERY, *_OF_KIND.get(self.kind, ())))
-        known = column in (*names, *_BESIDE, "role") or says_training(column)
-        return mapped or (column not in self.fields and known)
+        is_known = column in (*names, *_BESIDE, "role") or says_training(column)
+        return mapped or (column not in self.fields and is_known)
 
     def find(self, row: DataRow, where: str) -> Format:
         """The format of a row. Raises InputError: none fits, or only one that cannot be trained."""
@@ -374,19 +369,19 @@ class Reading:
                         "'messages' of one row (role: null in data.fields passes it over)"
                     )
                 return form
-        rest = {n: v for n, v in row.items() if n not in self.fields and n not in _names_of(forms)}
-        refuse_unheeded(rest, where, text=self.kind == "text")
+        extra = {n: v for n, v in row.items() if n not in self.fields and n not in _names_of(forms)}
+        refuse_unheeded(extra, where, text=self.kind == "text")
         if "prompt" in row and self.kind in ("auto", "chat"):
             raise InputError(
                 f"{where}: a prompt alone has no reply to learn: give a 'completion' (or train on "
                 "the prompts as text with data.fields: {text: prompt})"
             )
         needs = [", ".join(self.fields.get(n) or n for n in form.needs) for form in forms]
-        known = "; ".join(dict.fromkeys(needs))
+        needed = "; ".join(dict.fromkeys(needs))
         names = [n for n in row if self.fields.get(n, n) is not None]
         raise InputError(
             f"{where}: its fields are {listed(names)}, and no format has these (a row needs one "
-            f"of: {known}): rename them by data.fields, as {{question: title, answer: body}} "
+            f"of: {needed}): rename them by data.fields, as {{question: title, answer: body}} "
             "(rows in a field: jq -c '.FIELD[]' FILE > rows.jsonl)"
         )
 
@@ -401,16 +396,16 @@ class Reading:
                 f"{where}: not of the first row's format ({form.title}): its fields are "
                 f"{listed(row)}: keep formats in files of their own"
             )
-        rest = {n: v for n, v in row.items() if n not in (*names.values(), *self.fields)}
+        others = {n: v for n, v in row.items() if n not in (*names.values(), *self.fields)}
         of_replies = form.kind in ("chat", "pairs") and form.needs is not _TALKS
         prompts = _PROMPTS if form.kind == "pairs" and "prompt" not in names else ()
         for name in (*prompts, *(_BESIDE if of_replies else ())):
-            if not empty(rest.get(name)):
+            if not empty(others.get(name)):
                 raise InputError(
                     f"{where}: field {name!r} is not read beside {form.title}: say with "
                     f"data.fields what it is, as {{prompt: {name}}} ({name}: null passes it over)"
                 )
-        refuse_unheeded(rest, where, text=form.kind == "text")
+        refuse_unheeded(others, where, text=form.kind == "text")
         values = {name: row[theirs] for name, theirs in names.items()}
         for name in (n for n in _TEXTS if not isinstance(values.get(n, ""), str)):
             needed = name in form.needs and name != "instruction"  # beside it, the input may ask
@@ -420,13 +415,13 @@ class Reading:
                     f"{where}: field {names[name]!r} must be a string, not {kind}: fill it in, or "
                     "write it as one (messages as 'messages', a table by columns row by row)"
                 )
-        unread = [n for n, v in rest.items() if not empty(v)]
+        unread = [n for n, v in others.items() if not empty(v)]
         example = form.read(values, where)
         if isinstance(example, Pair):
-            more = len(example.replies) - 2
-            if more < self.lines - 2 or (more and self.lines == 2):
+            surplus = len(example.replies) - 2
+            if surplus < self.lines - 2 or (surplus and self.lines == 2):
                 raise InputError(
-                    f"{where}: it has {more} negatives, and loss.negatives is {self.lines - 2}: "
+                    f"{where}: it has {surplus} negatives, and loss.negatives is {self.lines - 2}: "
                     "set it to the number that every row has"
                 )
             example = example._replace(replies=example.replies[: self.lines])
@@ -455,9 +450,9 @@ class Reading:
             return label  # else it may mean the class of that name
         if type(label) is int and (label, self.kind) == _NONE:
             return label
-        known = ", ".join(self.labels[:8])
+        names = ", ".join(self.labels[:8])
         raise InputError(
-            f"{where}: {label!r:.40} is no class: they are {known} (loss.labels), or their numbers "
+            f"{where}: {label!r:.40} is no class: they are {names} (loss.labels), or their numbers "
             "from 0 on if no class has such a name"
         )
 

@@ -40,11 +40,9 @@ class DataSource:
     """A file to read, or a data set of the hub, which `datasets` keeps in memory-mapped files.
 
     Attributes:
-        name: in errors and descriptions of rows.
         place: equal for all names of one file: links, other spellings of its path.
         identity: equal as long as the source does not change.
         named: the user wrote this very path, so an empty file is an error.
-        rows: of the hub's data set.
     """
 
     name: str
@@ -68,8 +66,8 @@ def load_hub(name: str, config: str | None, split: str) -> DataSource:
         import datasets
 
         rows = datasets.load_dataset(name, config, split=split)
-    whole = f"{name}[{split}]"
-    return DataSource(whole, "hub", whole, (whole, rows._fingerprint, len(rows)), rows=rows)
+    title = f"{name}[{split}]"
+    return DataSource(title, "hub", title, (title, rows._fingerprint, len(rows)), rows=rows)
 
 
 def open_sources(
@@ -94,11 +92,11 @@ def open_sources(
         files = find_files(entry, kind)
         if files and (hub_config is not None or hub_split != "train"):
             _log.warning("%s: hub_config and hub_split choose nothing here: these are files", entry)
-        for one in files or [load_hub(str(entry), hub_config, hub_split)]:
-            if weighted and chosen.get(one.place, (one, group))[1] != group:
-                raise InputError(f"{one.name}: named twice: a weight is for one of them, keep one")
-            chosen.setdefault(one.place, (one, group))
-    return [one for one, _ in chosen.values()], [group for _, group in chosen.values()]
+        for file in files or [load_hub(str(entry), hub_config, hub_split)]:
+            if weighted and chosen.get(file.place, (file, group))[1] != group:
+                raise InputError(f"{file.name}: named twice: a weight is for one of them, keep one")
+            chosen.setdefault(file.place, (file, group))
+    return [file for file, _ in chosen.values()], [group for _, group in chosen.values()]
 
 
 def find_files(source: str | Path, kind: DataKind) -> list[DataSource] | None:
@@ -134,8 +132,8 @@ def find_files(source: str | Path, kind: DataKind) -> list[DataSource] | None:
     of_rows = kind not in ("auto", "text")
     files = rows if of_rows or (kind == "auto" and rows) else described
     if not files:
-        wanted = "non-empty file" + (" of rows, such as .jsonl" if of_rows else "")
-        raise InputError(f"no {wanted} in {text!r}: check the path")
+        kind_of_file = "non-empty file" + (" of rows, such as .jsonl" if of_rows else "")
+        raise InputError(f"no {kind_of_file} in {text!r}: check the path")
     _refuse_splits(text, path, files)
     if len(files) < len(described):
         texts = [f.name for f in described if f.format == "text"]
@@ -152,8 +150,8 @@ def _refuse_splits(text: str, folder: Path, files: list[DataSource]) -> None:
             split |= {kind: file.name for kind, names in _SPLITS.items() if names.search(place)}
     if len(split) > 1:
         raise InputError(
-            f"{text}: it has rows to train on and others to test with ({split['train']}, "
-            f"{split['test']}): name the files to train on, and the others as data.eval_path"
+            f"{text}: it has rows to train on and rows to test with ({split['train']}, "
+            f"{split['test']}): name the former as data.path, the latter as data.eval_path"
         )
 
 

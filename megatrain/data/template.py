@@ -162,11 +162,11 @@ class Template:
             shape = self._shape(talk._replace(messages=trial))
             text, alone = (self._tried(talk, map(shape.put, part)) for part in (trial, trial[:2]))
             opening = token.findall(text.partition(_ASKED["content"])[0])
-            between = token.findall(text.rpartition(_VALUE)[2].partition(_ASKED["content"])[0])
-            pairs = zip(reversed(opening), reversed(between), strict=False)
+            tokens = token.findall(text.rpartition(_VALUE)[2].partition(_ASKED["content"])[0])
+            pairs = zip(reversed(opening), reversed(tokens), strict=False)
             common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
             ended = token.search(alone.rpartition(_VALUE)[2]) is not None
-            self._headers[key] = common, 0 < common == len(between) and not ended
+            self._headers[key] = common, 0 < common == len(tokens) and not ended
         return self._headers[key]
 
     def _named(self, talk: Conversation, message: Message) -> Message:

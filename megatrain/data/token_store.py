@@ -55,10 +55,8 @@ class TokenStore:
     """Documents and their tokens on disk; reading raises RunFailed where they are damaged.
 
     Attributes:
-        names: of the sources.
         notes: findings about them, as JSON.
         digest: of all tokens and records.
-        has_images: some document has images.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -111,15 +109,15 @@ class TokenStore:
         Not `whole`: without bytes that no file holds.
         """
         record, images = self._record(document), list[Medium]()
-        at, size = int(record["images"]), int(record["images_size"])
+        offset, size = int(record["images"]), int(record["images_size"])
         if not size:
             return 0, images
-        end, entries = json.loads(bytes(self._images(at, size)))
-        at += size
-        for path, digest, dimensions, state, length, *rest in entries:
-            data = bytes(self._images(at, length)) if whole and length else b""
-            images.append(Medium(path, digest, (*dimensions,), (*state,), data, *rest))
-            at += length
+        end, entries = json.loads(bytes(self._images(offset, size)))
+        offset += size
+        for path, digest, dimensions, state, length, *frames in entries:
+            data = bytes(self._images(offset, length)) if whole and length else b""
+            images.append(Medium(path, digest, (*dimensions,), (*state,), data, *frames))
+            offset += length
         return end, images
 
     def place(self, document: int) -> str:
@@ -170,11 +168,11 @@ def alone(path: Path, doing: str) -> Iterator[None]:
 
     lock = FileLock(path)
     try:
-        held = lock.acquire(timeout=0)
+        acquired = lock.acquire(timeout=0)
     except Timeout:
         _log.info("another run is %s: waiting until it has ended (%s)", doing, path)
-        held = lock.acquire()
-    with held:
+        acquired = lock.acquire()
+    with acquired:
         yield
 
 
@@ -189,9 +187,9 @@ def _kept(path: Path) -> tuple[int, int, list[int]]:
 class _KeptFile:
     """A file to read, whose bytes must be as they were written."""
 
-    def __init__(self, path: Path, kept: tuple[int, int, list[int]]) -> None:
+    def __init__(self, path: Path, record: tuple[int, int, list[int]]) -> None:
         """Open a file; `kept`: as `_kept` had it. Raises OSError, ValueError: another file."""
-        self._path, (self.num_bytes, time_ns, sums) = path, kept
+        self._path, (self.num_bytes, time_ns, sums) = path, record
         self._sums = array("I", sums)
         self._file = path.open("rb", buffering=0)
         status = os.fstat(self._file.fileno())
@@ -207,16 +205,15 @@ class _KeptFile:
         start = first * _BLOCK_BYTES
         stop = min(-(-(offset + num_bytes) // _BLOCK_BYTES) * _BLOCK_BYTES, self.num_bytes)
         data = self._read(start, max(stop, offset + num_bytes) - start)
-        for block, at in enumerate(range(0, len(data), _BLOCK_BYTES), first):
-            if zlib.crc32(data[at : at + _BLOCK_BYTES]) != self._sums[block]:
-                raise self._damage(f"block {block}", start + at, _BLOCK_BYTES)
+        for block, place in enumerate(range(0, len(data), _BLOCK_BYTES), first):
+            if zlib.crc32(data[place : place + _BLOCK_BYTES]) != self._sums[block]:
+                raise self._damage(f"block {block}", start + place, _BLOCK_BYTES)
         return data[offset - start :][:num_bytes]
 
-    def _damage(self, what: str, offset: int, num_bytes: int) -> RunFailed:
+    def _damage(self, problem: str, offset: int, num_bytes: int) -> RunFailed:
         return RunFailed(
-            f"{self._path}: {what} ({num_bytes:,} bytes at byte {offset:,}) is not as it was "
-            "written: the disk or memory is faulty, or another program has changed it; delete "
-            f"{self._path.parent}, and the next start makes it again"
+            f"{self._path}: {problem} ({num_bytes:,} bytes at byte {offset:,}) is not as it was "
+            f"written: the disk or memory is faulty; delete {self._path.parent}, and start again"
         )
 
     def _read(self, offset: int, num_bytes: int) -> memoryview:

@@ -72,11 +72,7 @@ def open_dataset(
         bad_rows: raise at the first unusable row, or leave such rows out and list them.
         weights, repeat: shares of the tokens, one for each source; see `row_packing.mixed`.
         seed: decides which documents share rows and which are held out.
-        vocab_size: the model's; ids beyond it are refused.
         overlong: what to do with conversations longer than a row. (Text is always split.)
-        hub_config, hub_split: which configuration and split of a hub data set.
-        images: of the model, for rows with images.
-        labels: the names of classes.
         lines: texts of each row: 2 of "pairs"; of "anchors" these, their positives and negatives.
 
     Raises InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
@@ -88,7 +84,7 @@ def open_dataset(
     sources, groups = open_sources(source, kind, hub_config, hub_split, weighted=weighted)
     examples = Examples(sources, reading, bad_rows)
     settings = [kind, reading.fields, bad_rows, vocab_size, identity(tokenizer), *labels]
-    settings += [lines] * (kind == "anchors")
+    settings += [lines] if kind == "anchors" else []
     images = images or ImageProcessor(None)
     of_images = [images.identity] if images.identity else []
     key = json.dumps([_FORMAT, settings, [s.identity for s in sources], *of_images])
@@ -110,7 +106,7 @@ def open_dataset(
     if weights is not None:
         of_source = np.array(groups, np.int64)[store.documents()["source"]]
         documents = mixed(documents, of_source, weights, repeat, seed)
-        part += f", weights {list(weights)}{' with repetition' * repeat}"
+        part += f", weights {list(weights)}{' with repetition' if repeat else ''}"
     if store.has_images:
         images.load()
         part += f", images {images.digest}"

@@ -209,10 +209,7 @@ def first_token(
 
 
 def check_encodable(text: str, where: str) -> None:
-    """Refuse half of a surrogate pair, which JSON can write but is no character.
-
-    Raises InputError: the text has one.
-    """
+    """Refuse half of a surrogate pair, which JSON can write but is no character."""
     if text.isascii():
         return
     try:

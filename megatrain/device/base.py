@@ -137,7 +137,6 @@ class Abilities:
         shares_host_memory: its memory is the host's: one budget.
         reads_in_place: its work reads and writes pinned `host` buffers, as `in_place` gives them.
         counts_memory: it has memory of its own, of which `memory` tells.
-        compiles: torch.compile works for it.
         overlaps: copies and host threads run beside its work, not in program order.
         attends_with_sums: its attention also returns the logarithms of the softmax's sums.
         slow_dtypes: it computes in them without instructions for them.

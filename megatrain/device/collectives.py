@@ -21,7 +21,7 @@ class Collectives:
     def __init__(self, device: Device, ranks: Ranks) -> None:
         self._device, self.ranks = device, ranks
 
-    def all_gather(self, parts: Sequence[Buffer], what: str, stream: str = COPY_IN) -> Any:
+    def all_gather(self, parts: Sequence[Buffer], label: str, stream: str = COPY_IN) -> Any:
         """Gather all ranks' blocks in each of these buffers; `stream` writes this rank's block.
 
         Returns the event after which the buffers are whole.
@@ -31,16 +31,16 @@ class Collectives:
             return device.record(stream)
         device.wait(GATHER, device.record(stream), "shard arrived")
         for part in parts:
-            self._run(GATHER, f"gather {what}", shards.all_gather, part)
+            self._run(GATHER, f"gather {label}", shards.all_gather, part)
         return device.record(GATHER)
 
-    def complete(self, values: Buffer, what: str) -> None:
+    def complete(self, values: Buffer, label: str) -> None:
         """Let COMPUTE, which has written this rank's block of a buffer, have all ranks' blocks."""
         if self.ranks.shards.together:
-            every = self.all_gather([values], what, COMPUTE)
-            self._device.wait(COMPUTE, every, "blocks of all ranks")
+            gathered = self.all_gather([values], label, COMPUTE)
+            self._device.wait(COMPUTE, gathered, "blocks of all ranks")
 
-    def reduce_scatter(self, sums: Buffer, what: str) -> None:
+    def reduce_scatter(self, sums: Buffer, name: str) -> None:
         """Sum a buffer over the ranks; COMPUTE gets this rank's block of it."""
         device, shards, replicas = self._device, self.ranks.shards, self.ranks.replicas
         if not (self.ranks.together and len(sums.data)):
@@ -48,23 +48,23 @@ class Collectives:
         done, mine = device.record(COMPUTE), sums
         if shards.together:
             device.wait(REDUCE, done, "sums ready")
-            self._run(REDUCE, f"sum {what}", shards.reduce_scatter, sums)
+            self._run(REDUCE, f"sum {name}", shards.reduce_scatter, sums)
             block = len(sums.data) // shards.size
             mine = sums.piece(shards.rank * block, (shards.rank + 1) * block)
             done = device.record(REDUCE)
         if replicas.together:
             device.wait(HOSTS, done, "sums of this host")
-            self._run(HOSTS, f"sum {what} of all hosts", replicas.all_reduce, mine, Kind.ALL_REDUCE)
+            self._run(HOSTS, f"sum {name} of all hosts", replicas.all_reduce, mine, Kind.ALL_REDUCE)
             done = device.record(HOSTS)
         device.wait(COMPUTE, done, "sums of all ranks")
 
-    def all_reduce(self, numbers: Buffer, what: str) -> Any:
+    def all_reduce(self, numbers: Buffer, label: str) -> Any:
         """Sum numbers that COMPUTE has written over the ranks; returns the event of the end."""
         if not self.ranks.together:
             return self._device.record(COMPUTE)
         stream = REDUCE if self.ranks.shards.together else HOSTS  # where tiles are summed first
         self._device.wait(stream, self._device.record(COMPUTE), "numbers ready")
-        self._run(stream, f"sum {what}", self.ranks.all_reduce, numbers)
+        self._run(stream, f"sum {label}", self.ranks.all_reduce, numbers)
         return self._device.record(stream)
 
     def gather_by_sum(
@@ -79,21 +79,21 @@ class Collectives:
         if not self.ranks.together:
             return list(mine)
         device, sizes = self._device, [prod(shape) for shape in shapes]
-        every = device.empty("numbers of all ranks", sum(sizes), torch.float32)
-        parts = every.data.split(sizes)
+        total = device.empty("numbers of all ranks", sum(sizes), torch.float32)
+        parts = total.data.split(sizes)
 
         def copy_mine() -> None:
-            every.data.zero_()  # the other ranks' places: a sum with zeros keeps every bit
+            total.data.zero_()  # the other ranks' places: a sum with zeros keeps every bit
             for part, values in zip(parts[first:], mine, strict=False):
                 part.copy_(values.flatten())
 
-        device.run(COMPUTE, "note own numbers", copy_mine, writes=[every])
-        device.wait(COMPUTE, self.all_reduce(every, "numbers of all ranks"), "numbers of all ranks")
+        device.run(COMPUTE, "note own numbers", copy_mine, writes=[total])
+        device.wait(COMPUTE, self.all_reduce(total, "numbers of all ranks"), "numbers of all ranks")
 
         def shaped() -> list[Any]:
             return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
-        gathered = device.run(COMPUTE, "take numbers of all ranks", shaped, [every])
+        gathered = device.run(COMPUTE, "take numbers of all ranks", shaped, [total])
         return gathered or [None] * len(sizes)
 
     def _run(

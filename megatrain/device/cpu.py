@@ -17,7 +17,8 @@ from megatrain.errors import DoesNotFit, InputError, explained
 from megatrain.telemetry.host import host_available_bytes, usable_cores
 
 # torch falls back to plain loops there.
-_SLOW = (torch.bfloat16,) * (torch.backends.cpu.get_cpu_capability() in ("NO AVX", "AVX2"))
+_IS_SLOW = torch.backends.cpu.get_cpu_capability() in ("NO AVX", "AVX2")
+_SLOW = (torch.bfloat16,) if _IS_SLOW else ()
 
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux 4.14, for which Python has no name
 

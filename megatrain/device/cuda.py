@@ -128,7 +128,7 @@ class CudaDevice(Device):
         if not len(flat):
             return replace(buffer, data=flat.to(self.torch_device))
         first = flat.data_ptr()
-        if not any(0 <= first - at < pinned.nbytes for at, pinned in self._pinned.items()):
+        if not any(0 <= first - start < pinned.nbytes for start, pinned in self._pinned.items()):
             raise InputError(
                 f"placement.slots is 0, but {buffer.name} is not pinned, so the GPU cannot read it "
                 "in place; raise the locked-memory limit (ulimit -l unlimited), or take slots: 1"
@@ -278,12 +278,12 @@ class CudaDevice(Device):
         if self.can.shares_host_memory:  # to the driver the page cache is taken
             total = min(total, host_limit_bytes())
             free = min(total, host_available_bytes(self._host_limit))
-        taken = torch.cuda.memory_reserved(self.torch_device)
+        reserved = torch.cuda.memory_reserved(self.torch_device)
         if self._limit is not None:
             total = min(total, self._limit)
-            free = min(free, max(0, total - self._context_bytes - taken))
+            free = min(free, max(0, total - self._context_bytes - reserved))
         return {
-            "device_bytes": taken,
+            "device_bytes": reserved,
             "device_peak_bytes": torch.cuda.max_memory_reserved(self.torch_device),
             "device_used_bytes": torch.cuda.memory_allocated(self.torch_device),
             "device_used_peak_bytes": torch.cuda.max_memory_allocated(self.torch_device),

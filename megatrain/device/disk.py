@@ -38,8 +38,8 @@ def disk_bytes(folder: str | os.PathLike[str], most: int | None) -> int:
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
-        what = "not a folder" if path.exists() else "no such folder"
-        raise InputError(f"disk is {os.fspath(folder)!r}: {what}; make it, or name another")
+        problem = "not a folder" if path.exists() else "no such folder"
+        raise InputError(f"disk is {os.fspath(folder)!r}: {problem}; make it, or name another")
     if not os.access(path, os.W_OK | os.X_OK):
         raise InputError(f"disk is {os.fspath(folder)!r}: it cannot be written into; name another")
     free = shutil.disk_usage(path).free
@@ -114,8 +114,8 @@ class PlaneFile:
 
 def _take_room(handle: int, folder: Path, num_bytes: int) -> None:
     """Allocate all blocks, so that the disk cannot be full later; raises DoesNotFit."""
-    room = os.fstatvfs(handle)
-    free = room.f_bavail * room.f_frsize
+    status = os.fstatvfs(handle)
+    free = status.f_bavail * status.f_frsize
     problem = f"{size(num_bytes - free)} are missing"
     if num_bytes <= free:
         try:
@@ -151,9 +151,10 @@ class DiskRoom:
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype, moved: int) -> "DiskBuffer":
         """Reserve zeros that begin with a block; updates move `moved` elements at a time."""
-        at, self.num_bytes = self.num_bytes, self.num_bytes + align(numel * dtype.itemsize, BLOCK)
+        first = self.num_bytes
+        self.num_bytes += align(numel * dtype.itemsize, BLOCK)
         data = torch.empty(numel, dtype=dtype, device="meta")
-        return DiskBuffer(name, data, (), self, at, moved)
+        return DiskBuffer(name, data, (), self, first, moved)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,9 +178,9 @@ class DiskBuffer(Buffer):
         return tuple(f"{self.name} {piece}" for piece in range(first, stop))
 
     def piece(self, start: int, stop: int) -> "DiskBuffer":
-        at, first = self.at + start * self.data.itemsize, self.start + start
+        byte, first = self.at + start * self.data.itemsize, self.start + start
         data = self.data[start:stop]
-        return DiskBuffer(self.name, data, self.parts, self.room, at, self.moved, first)
+        return DiskBuffer(self.name, data, self.parts, self.room, byte, self.moved, first)
 
     def read(self, to: Tensor) -> None:
         """Read whole blocks from the first byte on into `to`. Raises RunFailed."""
@@ -202,14 +203,14 @@ class DiskBuffer(Buffer):
         yield memory[inside].view(self.data.dtype)
         with self.room.lock:
             # Elements of others in the first and the last block keep their values.
-            for edge, others in (inside.start, slice(0, inside.start)), (
+            for edge, outside in (inside.start, slice(0, inside.start)), (
                 inside.stop, slice(inside.stop % BLOCK, BLOCK)
             ):  # fmt: skip
                 if edge % BLOCK:
                     first = edge // BLOCK * BLOCK
                     block = _memory(BLOCK)
                     replace(blocks, at=blocks.at + first).read(block)
-                    memory[first : first + BLOCK][others] = block[others]
+                    memory[first : first + BLOCK][outside] = block[outside]
             blocks.write(memory)
 
     def _blocks(self, place: slice) -> tuple["DiskBuffer", Tensor, slice]:
@@ -222,9 +223,9 @@ class DiskBuffer(Buffer):
 
 
 def _memory(num_bytes: int) -> Tensor:
-    room = torch.empty(num_bytes + BLOCK, dtype=torch.uint8)
-    start = -room.data_ptr() % BLOCK
-    return room[start : start + num_bytes]
+    memory = torch.empty(num_bytes + BLOCK, dtype=torch.uint8)
+    start = -memory.data_ptr() % BLOCK
+    return memory[start : start + num_bytes]
 
 
 def move(to: Buffer, source: Buffer, numel: int | None = None) -> None:

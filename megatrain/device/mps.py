@@ -41,8 +41,8 @@ class MpsDevice(CpuDevice):
     def in_place(self, buffer: Buffer) -> Buffer:
         flat = buffer.data
         storage = self._storages[flat.untyped_storage().data_ptr()]
-        here = torch.empty(0, dtype=flat.dtype, device=self.torch_device)
-        return replace(buffer, data=here.set_(storage, flat.storage_offset(), flat.shape, (1,)))
+        moved = torch.empty(0, dtype=flat.dtype, device=self.torch_device)
+        return replace(buffer, data=moved.set_(storage, flat.storage_offset(), flat.shape, (1,)))
 
     def free(self, buffer: Buffer) -> None:
         self._storages.pop(buffer.data.data_ptr(), None)

@@ -83,10 +83,13 @@ class Assembly(Shared):
             waiting -= {t for t in on_device.intersection(visited) if not t.layout.owned}
         if any(name in spec.epilogue for name in spec.gathered):  # waits for rows of a tied table
             waiting.add(self.head)
-        kept = visited if passes > 1 else summed_in_place(waiting, self.dtype)
-        shared = [0 if t in kept else t.layout.local.trainable_numel for t in visited]
-        before = max(shared[0], *shared[len(visited) - len(self.media) :], 0)
-        work = ScratchArena(device, max(shared), before if passes == 1 else 0, self.dtype)
+        with_own_sums = visited if passes > 1 else summed_in_place(waiting, self.dtype)
+        scratch = {
+            tile: 0 if tile in with_own_sums else tile.layout.local.trainable_numel
+            for tile in visited
+        }
+        prologue = max(scratch[tile] for tile in (self.prologue, *self.media))
+        work = ScratchArena(device, max(scratch.values()), prologue, self.dtype)
         in_order = sorted(waiting, key=lambda tile: tile.index)
         sink = self.sinks(self, in_order, update, work)
         parts = self._parts(sink, work)

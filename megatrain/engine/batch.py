@@ -1,6 +1,6 @@
 """The micro-batches of one optimizer step, checked and brought to the device."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import inf, isfinite
 from typing import Any, NamedTuple
@@ -82,28 +82,28 @@ class Intake:
         that has a target.
         """
         spec, setup = self._program.spec, self._setup
-        ranks, device = setup.ranks, setup.device.torch_device
+        ranks = setup.ranks
         shares: list[Mapping[str, Tensor]] = []
-        has_media: list[bool] = []
 
         def check_and_share() -> _Part:
             if not isinstance(micro_batches, list | tuple) or not micro_batches:
                 got = "none" if micro_batches == [] else f"a {type(micro_batches).__name__}"
                 raise InputError(f"a step needs a list of at least one micro-batch; it got {got}")
+            has_media = False
             for index, micro in enumerate(micro_batches):
                 text = _without_media(f"micro-batch {index}", micro, spec.capture.is_media)
                 self._check(f"micro-batch {index}", text, loss)
-                has_media.append(text is not micro)
+                has_media |= text is not micro
             shift = spec.label_shift
             losses = [] if loss is None else [_loss_inputs(m, loss, shift) for m in micro_batches]
             checksum = share.check(micro_batches, losses, loss, self._max_tokens)
-            shares[:] = [share.micro(micro) for micro in micro_batches]
+            shares.extend(share.micro(micro) for micro in micro_batches)
             ids = torch.cat([micro["input_ids"].reshape(-1) for micro in shares])
             # Some forwards embed token 0 in the place of what features then overwrite.
-            others = [*spec.constants, 0] if any(has_media) else spec.constants
-            unique = torch.unique(torch.cat([ids, torch.tensor(others, dtype=ids.dtype)]))
+            constants = [*spec.constants, 0] if has_media else spec.constants
+            unique = torch.unique(torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)]))
             targets = share.judged(losses)
-            return _Part(targets, unique, len(shares), len(ids), checksum, any(has_media))
+            return _Part(targets, unique, len(shares), len(ids), checksum, has_media)
 
         parts = ranks.agree(check_and_share)
         require_same([{"checksum of the step's rows": str(part.checksum)} for part in parts])
@@ -113,15 +113,19 @@ class Intake:
             raise InputError(
                 "no token of this step has a label; check the data's labels (all -100)"
             )
-        unique_U, own = _by_owner([part.unique for part in parts], ranks.shards, self._rows_each)
-        mine, all_tokens = parts[ranks.rank], sum(part.num_tokens for part in parts)
-        if share.cuts_rows:  # without what fills them up
+        unique_U, own_slice = _by_owner(
+            [part.unique for part in parts], ranks.shards, self._rows_each
+        )
+        mine = parts[ranks.rank]
+        if share.cuts_rows:  # parts have tokens that fill them up
             all_tokens = sum(micro["input_ids"].numel() for micro in micro_batches)
-        most = max(part.num for part in parts)
+        else:
+            all_tokens = sum(part.num_tokens for part in parts)
+        most_micro = max(part.num for part in parts)
         if self._program.exchanges:  # equally often on all ranks: rows that count nothing follow
             ids = torch.full_like(shares[0]["input_ids"][:1], int(mine.unique[0]))
-            empty = {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}
-            shares.extend([empty] * (most - mine.num))
+            uncounted = {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}
+            shares.extend([uncounted] * (most_micro - mine.num))
         batch = Batch(
             [self._moved(micro, unique_U) for micro in shares],
             normaliser,
@@ -129,23 +133,15 @@ class Intake:
             unique_U,
             derived_seed(setup.seed, self._steps),
             before=sum(part.num for part in parts[: ranks.rank]),
-            own=own,
+            own=own_slice,
             all_tokens=all_tokens,
-            most=most,
+            most=most_micro,
             idle=len(shares) - mine.num,
             has_media=any(part.has_media for part in parts),
         )
         if loss is not None:
-            joint = isinstance(loss, JointLoss)
-            for targets, extras in losses if joint else mine.losses:
-                batch.loss_inputs.append((targets.to(device), [e.to(device) for e in extras]))
-            local = batch.loss_inputs[batch.before if joint else 0 :]
-            for micro, (targets, extras) in zip(batch.micro, local, strict=False):
-                micro.targets, micro.loss, micro.extras = targets, loss, extras
-            for micro in batch.micro[mine.num :]:
-                micro.targets, micro.loss = torch.full_like(micro.rows.ids, IGNORED), loss
-                shape, beside = micro.targets.shape, batch.loss_inputs[0][1]
-                micro.extras = [extra.new_zeros(*shape, *extra.shape[2:]) for extra in beside]
+            is_joint = isinstance(loss, JointLoss)
+            _give_loss(batch, loss, losses if is_joint else mine.losses)
         return batch
 
     def _moved(self, micro: Mapping[str, Tensor], unique_U: Tensor) -> MicroBatch:
@@ -153,45 +149,45 @@ class Intake:
         # see each other, else nothing; of zeros (rows that stand for none) nothing can be right.
         device, capture = self._setup.device.torch_device, self._program.spec.capture
         mask = micro.get("attention_mask", torch.ones(1))
-        plain = (bool(mask.all()) and not starts_anew(micro)) or not bool(mask.any())
-        plain |= self.share.cuts_rows
-        inputs = {
-            key: (micro[key].clone() if micro[key].is_inference() else micro[key]).to(device)
-            for key in micro
-            if (key == "input_ids" or capture.accepts(key))
-            and not (key == "attention_mask" and plain)
-        }
-        media = {
-            key: as_computed(inputs.pop(key), self._program.dtype)
-            for key in [*inputs]
-            if capture.is_media(key)
-        }
-        counted_N = None if bool(mask.all()) else mask.flatten().float().to(device)
+        all_count, none_counts = bool(mask.all()), not bool(mask.any())
+        drops_mask = self.share.cuts_rows or none_counts
+        drops_mask = drops_mask or (all_count and not starts_anew(micro))
+        inputs, media = {}, {}
+        for key, value in micro.items():
+            is_input = key == "input_ids" or capture.accepts(key)
+            if not is_input or (key == "attention_mask" and drops_mask):
+                continue
+            moved = (value.clone() if value.is_inference() else value).to(device)
+            if capture.is_media(key):
+                media[key] = as_computed(moved, self._program.dtype)
+            else:
+                inputs[key] = moved
+        counted_N = None if all_count else mask.flatten().float().to(device)
         index_BT = torch.searchsorted(unique_U, micro["input_ids"].contiguous())
         rows = Rows(inputs["input_ids"], index_BT.to(device), {}, unique_U)
         documents = {}
         if is_packed(micro):
-            places, taken = micro["position_ids"], {key: micro[key] for key in [*inputs, *media]}
-            inputs["position_ids"] = packed_positions(capture.model, taken).to(device)
-            by_lengths = self._program.may_attend_by_lengths
-            documents = length_arguments(places, device) if by_lengths else {}
+            on_cpu = {key: micro[key] for key in [*inputs, *media]}
+            inputs["position_ids"] = packed_positions(capture.model, on_cpu).to(device)
+            if self._program.may_attend_by_lengths:
+                documents = length_arguments(micro["position_ids"], device)
         return MicroBatch(inputs, None, rows, documents=documents, counted_N=counted_N, media=media)
 
     def _check(self, where: str, micro: Mapping[str, Tensor], loss: Loss | None) -> None:
         if not isinstance(micro, Mapping):
             kind = type(micro).__name__
             raise InputError(f"{where} is a {kind}; it must be a dictionary of tensors")
-        taken = () if loss is None else (*loss.inputs, *loss.choices)
-        needed = ["input_ids", *(() if loss is None else ("labels", *taken))]
+        needed = ["input_ids"]
+        if loss is not None:
+            needed += ["labels", *loss.inputs, *loss.choices]
         for key in needed:
             if key not in micro:
                 raise InputError(f"{where} has no {key}")
-        known, accepts = {*needed, "labels"}, self._program.spec.capture.accepts
-        if unknown := sorted(key for key in micro if key not in known and not accepts(key)):
+        usable, accepts = {*needed, "labels"}, self._program.spec.capture.accepts
+        if unknown := sorted(key for key in micro if key not in usable and not accepts(key)):
             raise InputError(
                 f"{where} has {unknown[0]!r}, which neither the model's forward nor the loss "
-                f"takes for tokens; give {', '.join(needed)} (labels of -100 do not count), and "
-                "further values of each token that the forward takes"
+                f"takes for tokens; give {', '.join(needed)}, and other inputs of the forward"
             )
         for key, value in micro.items():
             if not isinstance(value, Tensor):
@@ -199,20 +195,8 @@ class Intake:
         shape = micro["input_ids"].shape
         if len(shape) != 2 or 0 in shape:
             raise InputError(f"{where}: input_ids must be [rows, tokens], not {list(shape)}")
-        for key, value in micro.items():
-            numbers, sized = key in taken, [*shape]
-            if loss is not None and key in loss.choices:
-                numbers = key != (ids := loss.choices[0])
-                sized.append(max([1, *micro[ids].shape[2:3]]))  # K, which all of them have
-            typed = value.is_floating_point() if numbers else value.dtype == torch.int64
-            if [*value.shape] != sized or not typed or value.device.type != "cpu":
-                wanted = "of floating-point numbers" if numbers else "of integers"
-                raise InputError(
-                    f"{where}: {key} is {list(value.shape)} {value.dtype} on {value.device}; it "
-                    f"must be {sized} {wanted} on the cpu"
-                )
-            if numbers and not bool(value.isfinite().all()):
-                raise InputError(f"{where}: {key} holds a number that is not finite")
+        for key in micro:
+            _check_value(where, micro, key, loss)
         _check_ids(f"{where}: input_ids", micro["input_ids"], self._vocab_size)
         if loss is not None:
             labels = micro["labels"]
@@ -254,8 +238,8 @@ def _as_int64(micro_batches: Any) -> Any:
         return value.long() if isinstance(value, Tensor) and value.dtype in narrow else value
 
     return [
-        {name: widened(name, v) for name, v in each.items()} if isinstance(each, Mapping) else each
-        for each in micro_batches
+        {name: widened(name, v) for name, v in m.items()} if isinstance(m, Mapping) else m
+        for m in micro_batches
     ]
 
 
@@ -284,15 +268,54 @@ def _by_owner(ids: Sequence[Tensor], ranks: Ranks, rows_each: int) -> tuple[Tens
         return ids[0], slice(None)
     every_U = torch.unique(torch.cat(list(ids)))
     bounds = torch.arange(ranks.size + 1) * rows_each
-    places = torch.searchsorted(every_U, bounds).tolist()
-    block = max(stop - start for start, stop in pairwise(places))
-    kept = [
-        torch.cat([every_U[start:stop], last.expand(block - (stop - start))])
-        for start, stop in pairwise(places)
-        for last in [every_U[stop - 1] if stop else torch.tensor(-1)]
-    ]
-    start, stop = places[ranks.rank : ranks.rank + 2]
-    return torch.cat(kept), slice(ranks.rank * block, ranks.rank * block + stop - start)
+    spans = [*pairwise(torch.searchsorted(every_U, bounds).tolist())]
+    longest = max(stop - start for start, stop in spans)
+    blocks = []
+    for start, stop in spans:
+        last = every_U[stop - 1] if stop else torch.tensor(-1)
+        blocks += [every_U[start:stop], last.expand(longest - (stop - start))]
+    start, stop = spans[ranks.rank]
+    first = ranks.rank * longest
+    return torch.cat(blocks), slice(first, first + stop - start)
+
+
+def _check_value(where: str, micro: Mapping[str, Tensor], key: str, loss: Loss | None) -> None:
+    """Check a value of every token: its shape, type and device.
+
+    A loss's inputs `[B, T]` are numbers; of its choices `[B, T, K]` the first are ids.
+    """
+    inputs, choices = ((), ()) if loss is None else (loss.inputs, loss.choices)
+    value, shape = micro[key], [*micro["input_ids"].shape]
+    if key in choices:
+        of_ids = micro[choices[0]].shape[2:3]
+        shape.append(max([1, *of_ids]))
+    is_number = key in inputs or key in choices[1:]
+    has_type = value.is_floating_point() if is_number else value.dtype == torch.int64
+    if [*value.shape] != shape or not has_type or value.device.type != "cpu":
+        kind = "of floating-point numbers" if is_number else "of integers"
+        raise InputError(
+            f"{where}: {key} is {list(value.shape)} {value.dtype} on {value.device}; it must "
+            f"be {shape} {kind} on the cpu"
+        )
+    if is_number and not bool(value.isfinite().all()):
+        raise InputError(f"{where}: {key} holds a number that is not finite")
+
+
+def _give_loss(batch: Batch, loss: Loss, inputs: Iterable[Judged]) -> None:
+    """Give the batch a loss's targets and inputs: of all ranks if joint, else of this rank."""
+    device = batch.micro[0].rows.ids.device
+    for targets, extras in inputs:
+        batch.loss_inputs.append((targets.to(device), [extra.to(device) for extra in extras]))
+    first = batch.before if isinstance(loss, JointLoss) else 0
+    num = len(batch.micro) - batch.idle
+    for micro, (targets, extras) in zip(
+        batch.micro[:num], batch.loss_inputs[first : first + num], strict=True
+    ):
+        micro.targets, micro.loss, micro.extras = targets, loss, extras
+    for micro in batch.micro[num:]:
+        micro.targets, micro.loss = torch.full_like(micro.rows.ids, IGNORED), loss
+        shape, (_, extras) = micro.targets.shape, batch.loss_inputs[0]
+        micro.extras = [extra.new_zeros(*shape, *extra.shape[2:]) for extra in extras]
 
 
 class _Part(NamedTuple):
@@ -306,8 +329,8 @@ class _Part(NamedTuple):
 
 def _loss_inputs(micro: Mapping[str, Tensor], loss: Loss, shift: int) -> Judged:
     ids = loss.choices[:1]  # all others are numbers
-    taken = [(name, micro[name]) for name in (*loss.inputs, *loss.choices)]
-    extras = [targets_of(t if name in ids else t.float(), shift, 0) for name, t in taken]
+    inputs = [(name, micro[name]) for name in (*loss.inputs, *loss.choices)]
+    extras = [targets_of(t if name in ids else t.float(), shift, 0) for name, t in inputs]
     return targets_of(micro["labels"], shift), extras
 
 
@@ -341,9 +364,9 @@ def _check_positions(where: str, micro: Mapping[str, Tensor], max_tokens: int | 
 
 
 def _check_ids(where: str, ids: Tensor, vocab_size: int) -> None:
-    outside = ids[(ids < 0) | (ids >= vocab_size)]
-    if len(outside):
+    unknown = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(unknown):
         raise InputError(
-            f"{where} holds token {int(outside[0])}, outside the model's vocabulary (or classes) "
+            f"{where} holds token {int(unknown[0])}, outside the model's vocabulary (or classes) "
             f"of {vocab_size}; use the model's own tokenizer (or more num_labels)"
         )

@@ -126,12 +126,16 @@ class UpdateSums:
             rule.update(part, group, options._replace(sums=sums))
             return
         data = (part.weights, part.remainder, *part.states, part.grad)
-        for blocks in (sums.read, sums.written):
-            if blocks is sums.written and rule is not None:
-                rule.update(part, group, options)
-            for plane, total, at in zip(data, blocks, sums.first, strict=True):
+
+        def add_to(totals: Sequence[Tensor | None]) -> None:
+            for plane, total, byte in zip(data, totals, sums.first, strict=True):
                 if plane is not None and total is not None:
-                    kernels.checksum(plane.view(torch.uint8), total, at, threads=options.threads)
+                    kernels.checksum(plane.view(torch.uint8), total, byte, threads=options.threads)
+
+        add_to(sums.read)
+        if rule is not None:
+            rule.update(part, group, options)
+        add_to(sums.written)
 
 
 class BitChecks:
@@ -213,23 +217,23 @@ class BitChecks:
             # Of a tile with owned experts only what comes from this rank: the rest is elsewhere.
             ranks: Sequence[int] = [tile.rank] if tile.layout.owned else range(tile.layout.ranks)
             for part, rank in product(parts, ranks):
-                now = self._sum_block(part, rank, weights)
-                key = part.copied(version, rank)
-                if (before := copies.get(key)) is not None:  # of one step's visits, keep both
-                    now = torch.cat((before, now))
-                copies[key] = now
+                key, of_visit = part.copied(version, rank), self._sum_block(part, rank, weights)
+                # Of several visits in a step the checksums follow each other.
+                copies[key] = torch.cat((copies[key], of_visit)) if key in copies else of_visit
 
         self._device.run(COMPUTE, f"sum copy of {tile.name}", work, [weights])
 
     def _sum_block(self, part: _Part, rank: int, weights: Buffer) -> Tensor:
         """The checksum of a rank's part of a tile, of a copy of the tile's weights."""
-        blocks, start = _zero_sums(part.stop, weights), 0
-        for at, numel in part.tile.layout.local_blocks(rank):
-            first, last = max(part.start, start), min(part.stop, start + numel)
-            if first < last:
-                values = weights.data[at + first - start : at + last - start].view(torch.uint8)
-                kernels.checksum(values, blocks, first * weights.data.itemsize)
-            start += numel
+        blocks = _zero_sums(part.stop, weights)
+        block_start = 0  # in the rank's plane
+        for offset, numel in part.tile.layout.local_blocks(rank):
+            start, stop = max(part.start, block_start), min(part.stop, block_start + numel)
+            if start < stop:
+                shift = offset - block_start
+                values = weights.data[start + shift : stop + shift].view(torch.uint8)
+                kernels.checksum(values, blocks, start * weights.data.itemsize)
+            block_start += numel
         return blocks
 
     def compare_on_device(self, gradients: Sequence[tuple[Tile, Buffer]]) -> None:
@@ -242,8 +246,8 @@ class BitChecks:
 
         def compare(tile: Tile, gradient: Buffer) -> None:
             if (landed := self._gradients.pop(tile.index, None)) is not None:
-                now = self._sum(gradient, 0, own_numel(tile))
-                self._count_difference(f"{tile.name}: the gradient (device)", landed, now)
+                computed = self._sum(gradient, 0, own_numel(tile))
+                self._count_difference(f"{tile.name}: the gradient (device)", landed, computed)
 
         for tile, gradient in gradients:
             if tile.rests.gradient is Tier.DEVICE:
@@ -252,23 +256,24 @@ class BitChecks:
 
     def _compare_on(self, stream: str, tile: Tile, parts: Sequence[_Part]) -> None:
         work = partial(self._compare_now, parts, on_device=stream == COMPUTE)
-        reads, writes = [part.buffer for part in parts], [self.flag] * (stream == COMPUTE)
+        writes = [self.flag] if stream == COMPUTE else []
+        reads = [part.buffer for part in parts]
         self._device.run(stream, f"check {tile.name}", work, reads, writes)
 
     def _compare_now(self, parts: Iterable[_Part], *, on_device: bool = False) -> None:
         for part in parts:
-            if (kept := self._checksums.get(part.key)) is None:
+            if (expected := self._checksums.get(part.key)) is None:
                 continue
-            now = self._sum(part.buffer, part.start, part.stop)
+            computed = self._sum(part.buffer, part.start, part.stop)
             if on_device:
-                self._count_difference(part.text, kept, now)
+                self._count_difference(part.text, expected, computed)
             else:
-                _require_equal(part.text, kept, now, part.buffer)
+                _require_equal(part.text, expected, computed, part.buffer)
 
-    def _count_difference(self, text: str, kept: Tensor, now: Tensor) -> None:
-        kept = kept.to(now.device)
-        self.flag.data.add_((kept != now).any())
-        self._differences.append((text, kept, now))
+    def _count_difference(self, text: str, expected: Tensor, computed: Tensor) -> None:
+        expected = expected.to(computed.device)
+        self.flag.data.add_((expected != computed).any())
+        self._differences.append((text, expected, computed))
 
     def report(self, differing: float, ranks: Ranks) -> None:
         """Read a step's count, and compare the copies of weights that its visits have used."""
@@ -284,18 +289,20 @@ class BitChecks:
             self._compare_copies(copies, ranks)
 
     def _compare_copies(self, copies: dict[_Copied, Tensor], ranks: Ranks) -> None:
-        known = {key: kept for key in copies if (kept := self._weights.get(key)) is not None}
-        for others in ranks.all_gather_object({k: v.cpu() for k, v in known.items()}):
-            known = others | known
+        known = {key: self._weights[key] for key in copies if key in self._weights}
+        for of_a_rank in ranks.all_gather_object({k: v.cpu() for k, v in known.items()}):
+            known = of_a_rank | known
         tiles = {tile.index: tile for tile in self._tiles}
-        for (index, trained, version, rank), sums in copies.items():
-            if (kept := known.get((index, trained, version, rank))) is None:
+        for key, of_visits in copies.items():
+            if key not in known:
                 continue
-            tile = tiles[index]
-            for now in sums.cpu().split(len(kept)):
-                if not torch.equal(now, kept.cpu()) and tile.version == version:
+            index, _, version, _ = key
+            tile, expected = tiles[index], known[key].cpu()
+            for of_visit in of_visits.cpu().split(len(expected)):
+                if not torch.equal(of_visit, expected) and tile.version == version:
                     self._compare_now(_parts(tile))  # if its source has changed, that is named
-                _require_equal(f"{tile.name}: the copy of weights on the device", kept, now)
+                text = f"{tile.name}: the copy of weights on the device"
+                _require_equal(text, expected, of_visit)
 
     def update_sums(self, tile: Tile, host_gradient: Buffer) -> UpdateSums | None:
         """Empty checksums for a tile's update to fill; None: this run takes none."""
@@ -319,9 +326,9 @@ class BitChecks:
             if part.tier is Tier.DEVICE:
                 self._keep(part, sums.version)
                 continue
-            kept, read = self._checksums.get(part.key), sums.read.get(part.plane)
-            if kept is not None and read is not None:
-                _require_equal(part.text, kept, read, part.buffer)
+            expected, read = self._checksums.get(part.key), sums.read.get(part.plane)
+            if expected is not None and read is not None:
+                _require_equal(part.text, expected, read, part.buffer)
             self._note(part, sums.written[part.plane], sums.version)
         if tile.layout.copies:  # which have been made anew
             for part in _parts(tile):
@@ -338,10 +345,10 @@ class BitChecks:
         Args: `start`: the state's first value in its plane.
         """
         [part] = [p for p in _parts(tile) if p.plane.on_device]
-        kept, size = self._checksums.get(part.key), len(state.data)
-        if self._compares and kept is not None:
-            now = self._sum(state, 0, size, start)
-            self._count_difference(part.text, kept[: len(now)], now)
+        expected, size = self._checksums.get(part.key), len(state.data)
+        if self._compares and expected is not None:
+            computed = self._sum(state, 0, size, start)
+            self._count_difference(part.text, expected[: len(computed)], computed)
         yield
         if self._makes:
             self._checksums[part.key] = self._sum(state, 0, size, start)
@@ -373,23 +380,23 @@ class BitChecks:
                 tile.updated = self._device.record(UPDATE)
 
 
-def _require_equal(text: str, kept: Tensor, now: Tensor, buffer: Buffer | None = None) -> None:
+def _require_equal(text: str, saved: Tensor, now: Tensor, buffer: Buffer | None = None) -> None:
     """Raises RunFailed: checksums differ; says where, and if one flipped bit may explain it."""
-    kept, now = kept.cpu(), now.cpu()
-    if torch.equal(kept, now):
+    saved, now = saved.cpu(), now.cpu()
+    if torch.equal(saved, now):
         return
-    blocks = (kept != now).any(1).nonzero().flatten().tolist()
+    blocks = (saved != now).any(1).nonzero().flatten().tolist()
     first, address = blocks[0] * SUMMED_BYTES, ""
     if isinstance(buffer, disk.DiskBuffer):
         address = f", {buffer.at + first} of the file on the disk"
     elif buffer is not None:
         address = f", address {buffer.data.data_ptr() + first:#x}"
-    why = "no single flipped bit explains it"
-    if len(blocks) == 1 and (place := _flipped(*(now - kept)[blocks[0]].tolist())) is not None:
-        why = f"one flipped bit may explain it{place}, a fault of the hardware"
+    cause = "no single flipped bit explains it"
+    if len(blocks) == 1 and (place := _flipped(*(now - saved)[blocks[0]].tolist())) is not None:
+        cause = f"one flipped bit may explain it{place}, a fault of the hardware"
     raise RunFailed(
         f"{text} differs from its checksum in {len(blocks)} blocks of {SUMMED_BYTES:,} bytes, the "
-        f"first from byte {first:,} on{address}; {why}. {_REMEDY}"
+        f"first from byte {first:,} on{address}; {cause}. {_REMEDY}"
     )
 
 

@@ -38,7 +38,6 @@ class _Table:
     Attributes:
         tied: the head streams it as well.
         rows, sums: a step's rows on the device, and the sums of their gradients.
-        staging: a step's rows on the host.
         free: event after which `staging` may be written again.
     """
 
@@ -63,9 +62,8 @@ class _Table:
         stops = dict(self.tile.layout.parts)
         if self.entry.offset not in stops:
             raise InputError(
-                f"several ranks cannot share the rows of {self.entry.name!r}, because it is not "
-                "the first of the trained (or of the frozen) parameters in its tile; put it into "
-                "the optimizer's first group with weight decay"
+                f"several ranks cannot share the rows of {self.entry.name!r}, which is not first "
+                "in its tile; put it into the optimizer's first group with weight decay"
             )
         return (stops[self.entry.offset] - self.entry.offset) // ranks // self.width
 
@@ -144,9 +142,9 @@ class Embedding:
             table.rows = table.sums = _NOWHERE  # they would hold on to a range that is replaced
             rows = min(self._capacity, table.rows_each * table.tile.layout.ranks)
             sizes.append((table.entry.name, rows * table.width, table.entry.group is not None))
-        rooms = self._work.tables(sizes, kept=self._keep_rows)
-        for table, room, (_, length, _) in zip(self._tables, rooms, sizes, strict=True):
-            table.rows, table.sums = room
+        buffers = self._work.tables(sizes, kept=self._keep_rows)
+        for table, pair, (_, length, _) in zip(self._tables, buffers, sizes, strict=True):
+            table.rows, table.sums = pair
             if grows and not table.tile.rests.local:
                 if table.staging is not _NOWHERE:
                     self._device.free(table.staging)

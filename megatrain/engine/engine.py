@@ -169,8 +169,8 @@ class PlacedEngine:
             else assembly.training(self.optimizer, opened.max_grad_norm)
         )
         self._policies = assembly.policies
-        kept = self._opened.source.untrained.buffers
-        self._expert_loads = ExpertLoads(self.device, self._spec, kept)
+        buffers = self._opened.source.untrained.buffers
+        self._expert_loads = ExpertLoads(self.device, self._spec, buffers)
         rows_each = self._parts.embedding.rows_each
         losses = partial(self._forward_only, finish=Head.losses)
         self._intake = Intake(opened, self._program, rows_each, losses)
@@ -241,8 +241,7 @@ class PlacedEngine:
         if has_saved_tensor_hooks():
             raise InputError(
                 "a step runs within torch.autograd.graph.saved_tensors_hooks or save_on_cpu, but "
-                "the engine saves tensors itself; call step outside of them (the placement says "
-                "what is saved)"
+                "the engine saves tensors itself, as the placement says; call step outside of them"
             )
         start = time.perf_counter()
         if self._lean and router_shares is None:  # halves would have other losses of routers
@@ -306,10 +305,10 @@ class PlacedEngine:
 
     def _can_be_leaner(self, parts: TrainingParts, batch: Batch) -> bool:
         """True if a step that ran out of memory may be tried again; several ranks cannot agree."""
-        whole = self._lean or parts.update.torn or self.ranks.size > 1
+        is_final = self._lean or parts.update.torn or self.ranks.size > 1
         rows = max(len(micro.inputs["input_ids"]) for micro in batch.micro)
-        kept = any(policy != RECOMPUTE for policy in self._policies())
-        return not whole and (rows > 1 or kept)
+        has_graphs = any(policy != RECOMPUTE for policy in self._policies())
+        return not is_final and (rows > 1 or has_graphs)
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits `[B, T, V]`, fp32 on the CPU, of one micro-batch without labels."""
@@ -353,8 +352,8 @@ class PlacedEngine:
         self._require_texts()
         self.flush()
         self._program.train(False)
-        whole = whole_model(self._opened, self._parts, self._store, spare, apart=apart)
-        with self._undisturbed(), whole as model:
+        context = whole_model(self._opened, self._parts, self._store, spare, apart=apart)
+        with self._undisturbed(), context as model:
             yield model
 
     def require_held(self) -> None:
@@ -409,25 +408,23 @@ class PlacedEngine:
                 yield
         except torch.OutOfMemoryError as error:
             reason = str(error).split(". ")[0]
-            unchanged = " (no weight has been changed)" * (self._opened.max_grad_norm is not None)
+            clips = self._opened.max_grad_norm is not None
+            unchanged = " (no weight has been changed)" if clips else ""
             raise DoesNotFit(
                 f"the device has no memory left ({reason}); use smaller micro-batches, "
-                "placement.layer_inputs: host, fewer resident tiles or slots, less other torch work"
-                f"{unchanged}"
+                f"placement.layer_inputs: host, fewer resident tiles or slots{unchanged}"
             ) from error
         except TypeError as error:
             if "float64" not in str(error):
                 raise
             raise InputError(
-                f"this computation needs float64, which {self.device.kind} lacks ({error}); take "
-                "device cpu"
+                f"this needs float64, which {self.device.kind} lacks ({error}); take device cpu"
             ) from error
         except RuntimeError as error:
             if "device meta" in str(error):
                 raise InputError(
-                    "a layer's code keeps its weights beyond the layer's forward, as "
-                    "torch.utils.checkpoint does; call it without: placement says what is computed "
-                    "again"
+                    "a layer's code keeps its weights after the layer's forward, as "
+                    "torch.utils.checkpoint does; leave that out: the placement recomputes layers"
                 ) from error
             if self._dtype != torch.bfloat16 or not re.search(_TYPES_DIFFER, str(error)):
                 raise

@@ -23,9 +23,9 @@ _log = logging.getLogger(__name__)
 class ExpertLoads:
     """The loads of the last steps, and the biases that steps move."""
 
-    def __init__(self, device: Device, spec: ModelSpec, kept: dict[str, Tensor]) -> None:
+    def __init__(self, device: Device, spec: ModelSpec, buffers: dict[str, Tensor]) -> None:
         """Args: `kept`: buffers that saves and exports write, by name."""
-        self._device, self._spec, self._kept = device, spec, kept
+        self._device, self._spec, self._kept = device, spec, buffers
         self._window: list[Tensor] = []
 
     def after_step(self, loads: Sequence[Tensor]) -> dict[str, float]:

@@ -97,8 +97,8 @@ class Head(StreamedModule):
             rows = slice(start, start + self._tokens)
             with torch.enable_grad():
                 chunk_CD = hidden_ND[None, rows].detach().requires_grad_()
-                beside = [extra[rows] for extra in extras]
-                part = summed(logits_of(chunk_CD)[0], targets_N[rows], *beside)
+                chunk_extras = [extra[rows] for extra in extras]
+                part = summed(logits_of(chunk_CD)[0], targets_N[rows], *chunk_extras)
                 share = part / count
             grads = torch.autograd.grad(share, [chunk_CD, *parameters], allow_unused=True)
             gradient_ND[rows] = grads[0][0]
@@ -147,30 +147,27 @@ class Head(StreamedModule):
         return sum(sums, torch.zeros(shape, dtype=torch.float64, device=self.program.device))
 
     def _weighed(self, slot: Buffer, batch: Batch, h: State) -> tuple[Batch, list[Any]]:
-        """For a joint loss: the batch with slopes by labels, and losses; visits the head for it.
-
-        For any other loss: the batch as it is, and no losses.
-        """
+        """For a joint loss: the batch with slopes by labels, and losses; visits the head for it."""
         loss = batch.micro[0].loss if batch.micro else None
         if not isinstance(loss, JointLoss):
             return batch, []
         num = len(batch.micro) - batch.idle
-        here = slice(batch.before, batch.before + num)
+        of_this_rank = slice(batch.before, batch.before + num)
         targets, extras = zip(*batch.loss_inputs, strict=True)
         width = self.program.spec.num_logits if loss.embeds else None
         shapes = [(len(target), width or target.shape[1]) for target in targets]
-        own = self.losses(slot, batch, h)
-        log_probs = self.collectives.gather_by_sum(own[:num], shapes, here.start)
+        own_losses = self.losses(slot, batch, h)
+        log_probs = self.collectives.gather_by_sum(own_losses[:num], shapes, of_this_rank.start)
         work = partial(loss.weigh, log_probs, targets, extras, batch.normaliser)
         nothing: Any = [None] * len(log_probs), [None] * len(log_probs), {}
         losses, slopes, measured = self.device.run(COMPUTE, _NAME, work) or nothing
         batch.measured |= measured
-        idle = map(torch.zeros_like, own[num:])
+        idle = map(torch.zeros_like, own_losses[num:])
         micro_batches = [
             replace(micro, loss=Sloped(loss), extras=[of_labels])
-            for micro, of_labels in zip(batch.micro, [*slopes[here], *idle], strict=True)
+            for micro, of_labels in zip(batch.micro, [*slopes[of_this_rank], *idle], strict=True)
         ]
-        return replace(batch, micro=micro_batches, normaliser=1.0), losses[here]
+        return replace(batch, micro=micro_batches, normaliser=1.0), losses[of_this_rank]
 
     def loss(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
         """Each micro-batch's share of the step's loss, without gradients."""
@@ -182,7 +179,7 @@ class Head(StreamedModule):
             zero = torch.zeros((), dtype=torch.float32, device=self.program.device)
             return sum(parts, zero) / batch.normaliser
 
-        joint = self._weighed(slot, batch, h)[1]
+        _, joint = self._weighed(slot, batch, h)
         return joint or self.each(_NAME, batch, share, h, reads=[slot])
 
     def losses(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:

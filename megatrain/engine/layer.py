@@ -44,9 +44,7 @@ class Layer(StreamedModule):
     """One layer of the stack.
 
     Attributes:
-        name, backward_name: of its work.
         policy: the tensors of its forward that are saved for its backward, and their place.
-        inputs: the activations that it reads.
         waiting: a graph or attention results that wait for the backward, by micro-batch.
     """
 
@@ -61,8 +59,8 @@ class Layer(StreamedModule):
         self.visit, self.policy, self.offload = visit, policy, offload
         self.inputs = spec.layers[visit].inputs
         self.outputs = spec.outputs[visit]
-        before = spec.outputs[visit - 1] if visit else spec.prologue_outputs
-        self.new_inputs = [ref for ref in before if ref in spec.read]
+        entering = spec.outputs[visit - 1] if visit else spec.prologue_outputs
+        self.new_inputs = [ref for ref in entering if ref in spec.read]
         self.live_out = spec.live_after[visit]
         self.waiting: dict[int, Any] = {}
 
@@ -79,9 +77,9 @@ class Layer(StreamedModule):
         Both share one `waiting`, so that a step of either drops what an aborted step of the other
         has left there.
         """
-        other = copy.copy(self)
-        other.policy = policies[self.visit]
-        return other
+        layer = copy.copy(self)
+        layer.policy = policies[self.visit]
+        return layer
 
     def begin(self) -> None:
         """Drop the graphs of an earlier step: none may be used again, and their memory is free."""
@@ -108,8 +106,8 @@ class Layer(StreamedModule):
     def forward(self, at: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:
         """The activations after this layer, of one micro-batch."""
         produced = self._forward(at, leaving, train=train)
-        kept = {ref: value for ref, value in at.values.items() if ref in self.live_out}
-        return {**kept, **produced}
+        passed_on = {ref: value for ref, value in at.values.items() if ref in self.live_out}
+        return {**passed_on, **produced}
 
     def _forward(self, at: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:
         saves = self.saves(at) if train else None
@@ -124,9 +122,9 @@ class Layer(StreamedModule):
             graph.saved, self.waiting[at.index] = saved, graph
             return produced
         if train and self.policy.saves == "attention":
-            with KeepAttention() as kept:
+            with KeepAttention() as attention:
                 _, produced = self._graph(at)
-            results = kept.results
+            results = attention.results
             if leaving is not None:
                 results = pytree.tree_map_only(Tensor, leaving.view, results)
             self.waiting[at.index] = results

@@ -37,9 +37,7 @@ class Graph:
 
     Attributes:
         inputs: as autograd leaves; a table's rows by its name.
-        parameters: the trained ones, by their names in the tile.
         edges: of the outputs that have a gradient.
-        outputs: all of them.
         saved: its SavedTensors, where it waits. They must not hold the graph, whose hooks hold
             them: nothing frees such a cycle, since half of it is torch's.
     """
@@ -58,18 +56,18 @@ class Graph:
     def backward(self, dh: Activations, accumulator: GradAccumulator) -> dict[Any, Tensor]:
         """Sum the parameters' gradients; in `dh`, replace the outputs' by the inputs'."""
         pairs = [(self.edges[ref], dh[ref]) for ref in self.edges if ref in dh]
-        rest = {ref: gradient for ref, gradient in dh.items() if ref not in self.outputs}
+        passed_on = {ref: gradient for ref, gradient in dh.items() if ref not in self.outputs}
         inputs = {ref: value for ref, value in self.inputs.items() if value.requires_grad}
         sources = [*inputs.values(), *self.parameters.values()]
         if not (pairs and sources):
-            return rest
+            return passed_on
         outputs, gradients = zip(*pairs, strict=True)
         grads = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
         accumulator.add(self.parameters, grads[len(inputs) :])
         for ref, gradient in zip(inputs, grads, strict=False):
             if gradient is not None:
-                rest[ref] = rest[ref] + gradient if ref in rest else gradient
-        return rest
+                passed_on[ref] = passed_on[ref] + gradient if ref in passed_on else gradient
+        return passed_on
 
 
 def differentiable(values: Activations) -> Activations:
@@ -84,7 +82,6 @@ class StreamedModule:
     """The weights of one tile as a function.
 
     Attributes:
-        tile: holds its weights.
         prefix: the start of the tile's parameter names that the function's names lack.
         visit: its place among the layers, from 0.
         inputs: the activations that it reads; `new_inputs`: those that no unit before it reads.

@@ -57,11 +57,7 @@ class _View:
 
 
 class OffloadPlan:
-    """Collects whole allocations to send to the host, so that all views of them are kept.
-
-    Attributes:
-        memory: the allocations, as bytes.
-    """
+    """Collects whole allocations to send to the host, so that all views of them are kept."""
 
     def __init__(self) -> None:
         self.memory: list[Tensor] = []
@@ -168,22 +164,22 @@ class HostOffload:
     @property
     def host_bytes(self) -> int:
         """Bytes of pinned host memory held."""
-        return sum(r.data.nbytes for rooms in self._rooms.values() for r in rooms.buffers)
+        return sum(r.data.nbytes for group in self._rooms.values() for r in group.buffers)
 
     def begin(self) -> None:
         """Begin a step: forget all items."""
         self._items.clear()
         self._order = []
         self._fetched = self._num_taken = 0
-        for rooms in self._rooms.values():
-            rooms.at = rooms.offset = 0
+        for group in self._rooms.values():
+            group.at = group.offset = 0
 
     def release(self) -> None:
         """Free all memory, between two steps."""
         self.begin()
-        for rooms in self._rooms.values():
-            for room in rooms.buffers:
-                self._device.free(room)
+        for group in self._rooms.values():
+            for buffer in group.buffers:
+                self._device.free(buffer)
         self._rooms.clear()
         for lane in (*self._out, *self._in):
             lane.buffer, lane.free = _lane(lane.buffer.name).buffer, None
@@ -207,11 +203,11 @@ class HostOffload:
         staged = Name(Kind.PACK, f"stage {self._what}")
         device.run(COMPUTE, staged, stage, writes=[buffer.piece(0, num_bytes)])
         device.wait(COPY_OUT, device.record(COMPUTE), f"{self._what} ready")
-        room = self._room(group, key, num_bytes, later_bytes)
-        device.copy(COPY_OUT, room, buffer, num_bytes)
+        host_buffer = self._room(group, key, num_bytes, later_bytes)
+        device.copy(COPY_OUT, host_buffer, buffer, num_bytes)
         lane.free = device.record(COPY_OUT)
         sizes = [(tensor.shape, tensor.dtype, tensor.nbytes) for tensor in tensors]
-        self._items[key] = _Item(room, num_bytes, sizes, lane.free)
+        self._items[key] = _Item(host_buffer, num_bytes, sizes, lane.free)
 
     def expect(self, *takes: Sequence[Hashable]) -> None:
         """Announce the keys of the next `take`s, in their order; they come before earlier ones."""
@@ -409,11 +405,7 @@ def _is_attention(func: Any, args: tuple, kwargs: dict) -> bool:
 
 
 class KeepAttention(TorchDispatchMode):
-    """Keeps the results of attention within the context.
-
-    Attributes:
-        results: of each operation, in order.
-    """
+    """Keeps the results of attention within the context."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,8 +23,6 @@ class Shared:
     """The values that the parts of a step share.
 
     Attributes:
-        dtype: that layers compute in.
-        tiles: all of them.
         visited: those that sweeps visit; the others are looked up by rows, or unused.
         threads: of each piece of work on a host stream.
     """
@@ -38,10 +36,11 @@ class Shared:
     verify: Verify = "off"
 
     def __post_init__(self) -> None:
-        of, threads = self.store.of, max(1, update_threads() // self.ranks.on_host)
-        self.tiles, self.threads = self.store.tiles, self.placement.update_threads or threads
-        self.layers, self.media = of(TileKind.LAYER), of(TileKind.MEDIA)  # one of media, or none
-        [self.prologue], [self.head] = of(TileKind.PROLOGUE), of(TileKind.HEAD)
+        store, fair_share = self.store, max(1, update_threads() // self.ranks.on_host)
+        self.threads = self.placement.update_threads or fair_share
+        self.tiles, self.layers = store.tiles, store.of(TileKind.LAYER)
+        self.media = store.of(TileKind.MEDIA)  # one tile, or none
+        [self.prologue], [self.head] = store.of(TileKind.PROLOGUE), store.of(TileKind.HEAD)
         self.visited = [self.prologue, *self.layers, self.head, *self.media]
         self.collectives = Collectives(self.device, self.ranks)
         self.checks = BitChecks(self.device, self.tiles, self.verify, self.threads)

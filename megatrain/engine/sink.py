@@ -80,11 +80,11 @@ class ScratchArena:
             )
             for (name, numel, trained), start, row in zip(sizes, sums, rows, strict=True)
         ]
-        every = [buffer for of_table in buffers for buffer in of_table]
-        self._overlapping = tuple(sums for _, sums in buffers) if kept else tuple(every)
+        all_buffers = [buffer for of_table in buffers for buffer in of_table]
+        self._overlapping = tuple(sums for _, sums in buffers) if kept else tuple(all_buffers)
         # Earlier sums in this memory were used in the order of COMPUTE; earlier rows have left,
         # since a step ends when all its copies out have ended.
-        self._device.run(COMPUTE, "lay out rows", lambda: None, writes=every)
+        self._device.run(COMPUTE, "lay out rows", lambda: None, writes=all_buffers)
         return buffers
 
 
@@ -156,16 +156,23 @@ class Sink:
         device, placement, dtype = shared.device, shared.placement, shared.dtype
         tiles, visited = shared.tiles, shared.visited
         self._device, self.updates, self._work = device, updates, work
-        numel = max(map(own_numel, tiles))
-        largest = max([1, *(t.layout.local.trainable_numel for t in visited)])
-        layer = max((t.layout.local.trainable_numel for t in shared.layers), default=0)
+        self._collectives = shared.collectives
+        self._first, self._last = True, True  # of the passes
+        self._reached = set[str]()  # by the encoders' gradient, of earlier passes as well
+        self.with_rows = set[int]()
+        self.landed: dict[int, tuple[Lane, Any]] = {}
+        largest = max([1, *(tile.layout.local.trainable_numel for tile in visited)])
+        layer = max((tile.layout.local.trainable_numel for tile in shared.layers), default=0)
         self._piece = min(self._most_at_once(layer, placement.gradient_lanes), largest)
+        num_lanes = placement.gradient_lanes or max(1, -(-layer // self._piece))
+        if all(tile.rests.shared for tile in visited):  # no gradient leaves the device
+            num_lanes = 0
         self._lanes = [
             Lane(device.empty(Name(Memory.GRADIENTS, f"leaving gradient {i}"), self._piece, dtype))
-            for i in range(placement.gradient_lanes or max(1, -(-layer // self._piece)))
-            if not all(tile.rests.shared for tile in visited)
+            for i in range(num_lanes)
         ]
-        their_own = summed_in_place(waiting, dtype)
+        self._next_lane = cycle(self._lanes)
+        summed = summed_in_place(waiting, dtype)
         self._sums = {
             id(tile): device.empty(
                 Name(Memory.KEPT_SUMS, f"{tile.name} sums"),
@@ -173,32 +180,28 @@ class Sink:
                 torch.float32,
             )
             for tile in (visited if placement.passes > 1 else ())
-            if tile not in their_own
+            if tile not in summed
         }
-        self._first, self._last, self._next_lane = True, True, cycle(self._lanes)
-        self._collectives = shared.collectives
-        self._reached = set[str]()  # by the encoders' gradient, of earlier passes as well
         self.squares = device.empty("squares", len(tiles) + 1, torch.float32)
         device.run(COMPUTE, "clear squares", self.squares.data.zero_, writes=[self.squares])
         layouts, tiers = [t.layout for t in waiting], [t.rests.gradient for t in waiting]
         buffers = planes(device, gradient_plane(dtype), layouts, tiers)
         self._own = {t.index: Lane(b) for t, b in zip(waiting, buffers, strict=True)}
-        for tile in their_own:
-            own = in_place(device, tile, self._own[tile.index].buffer)
-            self._sums[id(tile)] = own.piece(0, tile.layout.local.trainable_numel)
-        others = [tile for tile in tiles if tile.index not in self._own]
-        alike = any(tile.rests.gradient is Tier.HOST for tile in others)
+        for tile in summed:
+            gradient = in_place(device, tile, self._own[tile.index].buffer)
+            self._sums[id(tile)] = gradient.piece(0, tile.layout.local.trainable_numel)
+        sharing = [tile for tile in tiles if tile.index not in self._own]
+        any_on_host = any(tile.rests.gradient is Tier.HOST for tile in sharing)
+        numel = max(map(own_numel, tiles))
         self._shared = [
-            Lane(device.host(name, numel, dtype, pinned=True))
-            for name in (
-                Name(Memory.GRADIENTS, f"host gradient {i}")
-                for i in range(placement.host_grad_buffers * alike)
+            Lane(
+                device.host(Name(Memory.GRADIENTS, f"host gradient {i}"), numel, dtype, pinned=True)
             )
+            for i in range(placement.host_grad_buffers if any_on_host else 0)
         ]
-        self._claimed, self.with_rows = 0, set[int]()
-        self.landed: dict[int, tuple[Lane, Any]] = {}
+        self._claimed = 0  # of the shared ones
         on_host = [self._own[t.index] for t in waiting if t.rests.gradient is Tier.HOST]
-        self.host_bytes = sum(s.buffer.data.nbytes for s in (*on_host, *self._shared))
+        self.host_bytes = sum(lane.buffer.data.nbytes for lane in (*on_host, *self._shared))
 
     def _most_at_once(self, layer: int, lanes: int | None) -> int:
         """Elements of a lane; `layer`: trainable elements of the largest layer."""
@@ -241,7 +244,7 @@ class Sink:
             tile.idle = {entry.name for entry in tile.layout.trainable} - set().union(*reached)
 
         def measure() -> None:
-            squares = [torch.linalg.vector_norm(sums.data[own]) ** 2 for own in tile.sums]
+            squares = [torch.linalg.vector_norm(sums.data[part]) ** 2 for part in tile.sums]
             self.squares.data[tile.index] = reduce(torch.add, squares)
 
         device.run(COMPUTE, f"measure {tile.name}", measure, [sums], [self.squares])
@@ -264,12 +267,12 @@ class Sink:
         if tile.rests.local:
             if host_grad.buffer.name != accumulator.sums.name:  # else they are the same memory
                 to = in_place(device, tile, host_grad.buffer)
-                for span, own in zip(tile.spans, tile.sums, strict=False):
-                    self._round(accumulator, own, to.piece(span.start, len(to.data)))
+                for span, part in zip(tile.spans, tile.sums, strict=False):
+                    self._round(accumulator, part, to.piece(span.start, len(to.data)))
             return device.record(COMPUTE)
         for span in tile.spans:
-            left = max(0, min(span.numel, numel - span.slot))  # the rest is frozen
-            for start, stop in self._pieces(left):
+            trained = max(0, min(span.numel, numel - span.slot))  # the rest is frozen
+            for start, stop in self._pieces(trained):
                 lane = next(self._next_lane)
                 device.wait(COMPUTE, lane.free, "outgoing buffer free")
                 self._round(accumulator, slice(span.slot + start, span.slot + stop), lane.buffer)
@@ -285,7 +288,9 @@ class Sink:
         numel = trained.stop - trained.start
         sums = self._sums.get(id(tile)) or self._work.sums(tile.layout.trainable_numel)
         gradient = in_place(device, tile, host_grad.buffer)
-        for start in range(0, numel * (sums.name != gradient.name), self._piece):
+        if gradient.name == sums.name:  # the same memory
+            return GradAccumulator(tile, sums)
+        for start in range(0, numel, self._piece):
             source = gradient.piece(start, min(start + self._piece, numel))
             first = trained.start + start
             to = sums.piece(first, first + len(source.data))

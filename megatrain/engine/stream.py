@@ -52,7 +52,7 @@ class Stream:
             Buffer(f"slot {i}", self._memory.data[i * numel : (i + 1) * numel])
             for i in range(count)
         ]
-        kept = {
+        staying = {
             tile.index: device.empty(
                 Name(Memory.KEPT_WEIGHTS, f"{tile.name} kept weights"),
                 tile.layout.local.numel,
@@ -65,7 +65,7 @@ class Stream:
         device.run(COMPUTE, "allocate slots", lambda: None, writes=pieces)
         allocated = device.record(COMPUTE)
         self._slots = [Lane(piece, allocated) for piece in pieces]
-        self._staying = {i: _Place([Lane(b, allocated)], b) for i, b in kept.items()}
+        self._staying = {i: _Place([Lane(b, allocated)], b) for i, b in staying.items()}
         local = (tile for tile in shared.visited if tile.rests.local)
         self._local = {tile.index: in_place(device, tile, tile.weights) for tile in local}
         layouts = [tile.layout.local for tile in shared.layers]
@@ -193,7 +193,7 @@ class Stream:
         while self._loaded <= last:
             place = self._places[self._loaded]
             ahead = self._places[self._visited : self._loaded]
-            if any(slot in place.slots for other in ahead for slot in other.slots):
+            if any(slot in place.slots for visit in ahead for slot in visit.slots):
                 break  # the current visit, or one loaded ahead, has its weights there
             self._load(self._itinerary[self._loaded].tile, place)
             self._loaded += 1

@@ -62,14 +62,12 @@ class Directions:
             )
         moving = [tile for tile in with_state if not tile.rests.local]
         numels = [stop - start for start, stop in map(self._range, moving)]
-        rooms = [
-            Lane(device.empty(Name(Memory.GRADIENTS, name), max(numels), torch.float32))
-            for name in (f"state {i} of directions" for i in range(_ROOMS if numels else 0))
-        ]
-        for room in rooms:
-            device.run(COMPUTE, "allocate state of directions", lambda: None, writes=[room.buffer])
-            room.free = device.record(COMPUTE)
-        self._next_room = cycle(rooms)
+        names = [Name(Memory.GRADIENTS, f"state {i} of directions") for i in range(_ROOMS)]
+        lanes = [Lane(device.empty(name, max(numels), torch.float32)) for name in names if numels]
+        for lane in lanes:
+            device.run(COMPUTE, "allocate state of directions", lambda: None, writes=[lane.buffer])
+            lane.free = device.record(COMPUTE)
+        self._next_room = cycle(lanes)
 
     def has_any(self, tile: Tile) -> bool:
         """True if a tile has parameters whose gradients become directions."""
@@ -77,8 +75,8 @@ class Directions:
 
     def _state(self, tile: Tile) -> Buffer:
         start, stop = self._range(tile)
-        [whole] = [buffer for plane, buffer in tile.states.items() if plane.on_device]
-        return in_place(self._device, tile, whole.piece(start, stop))
+        [state] = [buffer for plane, buffer in tile.states.items() if plane.on_device]
+        return in_place(self._device, tile, state.piece(start, stop))
 
     def _range(self, tile: Tile) -> tuple[int, int]:
         entries, block = self._directed[tile.index], tile.trained
@@ -99,13 +97,12 @@ class Directions:
         """Start copying the state to the device, ahead of the time its gradient is complete."""
         if not self.has_any(tile) or tile.rests.local:
             return
-        room, device = next(self._next_room), self._device
-        self._fetched[tile.index], state = room, self._state(tile)
-        to = room.buffer.piece(0, len(state.data))
-        device.wait(COPY_IN, room.free, "directions' room free")
+        device, state, lane = self._device, self._state(tile), next(self._next_room)
+        device.wait(COPY_IN, lane.free, "directions' room free")
         # It is the newest state: the tile's weights were loaded on this stream after its update.
-        device.copy(COPY_IN, to, state)
-        room.ready = device.record(COPY_IN)
+        device.copy(COPY_IN, lane.buffer.piece(0, len(state.data)), state)
+        lane.ready = device.record(COPY_IN)
+        self._fetched[tile.index] = lane
 
     def replace_gradients(
         self, tile: Tile, sums: Buffer, settings: Mapping[str, Settings], scale: float = 1.0
@@ -118,10 +115,10 @@ class Directions:
             return
         self._average(tile, sums, settings, scale)
         self._collectives.complete(sums, f"averages of {tile.name}")
-        rule, here = self._rule, [*self._parameters_here(tile)]
+        rule, parameters = self._rule, [*self._parameters_here(tile)]
 
         def work() -> None:
-            for entry, start, stop in here:
+            for entry, start, stop in parameters:
                 rule.direct(entry, _matrices(entry, sums.data, start, stop))
 
         self._device.run(COMPUTE, f"direct {tile.name}", work, [], [sums])
@@ -130,31 +127,34 @@ class Directions:
         self, tile: Tile, sums: Buffer, settings: Mapping[str, Settings], scale: float
     ) -> None:
         """Average a tile's gradient into its momentum on the device, then send that back."""
-        device, whole, room = self._device, self._state(tile), self._fetched.pop(tile.index, None)
-        state = whole
-        if room is None:
+        device, rule, checks = self._device, self._rule, self._checks
+        at_rest, lane = self._state(tile), self._fetched.pop(tile.index, None)
+        if lane is None:
+            state = at_rest
             self._release(tile, COMPUTE)
         else:
-            device.wait(COMPUTE, room.ready, "directions' state arrived")
-            state = room.buffer.piece(0, len(whole.data))
-        at, rule, here = self._range(tile)[0], self._rule, self._parameters_here(tile)
-        first, checks = tile.trained.start + at, self._checks
+            device.wait(COMPUTE, lane.ready, "directions' state arrived")
+            state = lane.buffer.piece(0, len(at_rest.data))
+        start_in_plane, _ = self._range(tile)
+        state_start = tile.trained.start + start_in_plane
+        parameters = self._parameters_here(tile)
 
         def work() -> None:
             proceed = self._proceed.data[0].isfinite()
-            with checks.averaging(tile, state, at):
-                for entry, start, stop in here:
-                    gradient, kept = sums.data[start:stop], state.data[start - first : stop - first]
-                    rule.average(gradient.mul_(scale), kept, settings[entry.name], proceed)
+            with checks.averaging(tile, state, start_in_plane):
+                for entry, start, stop in parameters:
+                    gradient = sums.data[start:stop].mul_(scale)
+                    momentum = state.data[start - state_start : stop - state_start]
+                    rule.average(gradient, momentum, settings[entry.name], proceed)
 
         writes = [sums, state, checks.flag]
         device.run(COMPUTE, f"average {tile.name}", work, [self._proceed], writes)
-        if room is None:
+        if lane is None:
             return
         device.wait(COPY_OUT, device.record(COMPUTE), "directions' state ready")
         self._release(tile, COPY_OUT)
-        device.copy(COPY_OUT, whole, state)
-        room.free = device.record(COPY_OUT)
+        device.copy(COPY_OUT, at_rest, state)
+        lane.free = device.record(COPY_OUT)
 
     def _release(self, tile: Tile, stream: str) -> None:
         """Before `stream` overwrites a state, let it wait for a save that still reads the tile."""
@@ -216,9 +216,9 @@ class _Run:
     def in_planes(self, tile: Tile) -> Iterator["_Run"]:
         """The parts of this run that the rank has, by their places in its planes."""
         for span in tile.spans:
-            part, back = self.within(span.at, span.at + span.numel), span.at - span.start
-            moved = back - span.moved
-            yield replace(part, start=part.start - back, stop=part.stop - back, moved=moved)
+            part, shift = self.within(span.at, span.at + span.numel), span.at - span.start
+            moved = shift - span.moved
+            yield replace(part, start=part.start - shift, stop=part.stop - shift, moved=moved)
 
 
 @dataclass(frozen=True)
@@ -381,26 +381,26 @@ class Update:
                 "computed from the same state before: a fault of the hardware. No weight has been "
                 "changed; test this machine's memory and GPU, and go on from the last checkpoint"
             )
-        finite = [math.isfinite(number) for number in measured]
-        if not all(finite):
-            if not finite[0]:
+        loss_is_finite, norm_is_finite = map(math.isfinite, measured)
+        if not (loss_is_finite and norm_is_finite):
+            if not loss_is_finite:
                 for tile in self._started:  # only to be refused
                     tile.version -= 1
                     tile.skipped.subtract(tile.idle)
                 self._started = []
             self._checks.compare_all()
-        if not finite[0]:
+        if not loss_is_finite:
             bad = [i for i, share in enumerate(self._losses) if not math.isfinite(share)]
             ranks = self._collectives.ranks
             whose = "" if ranks.size == 1 else f" of rank {ranks.rank}"
-            what = f"the loss is {loss} (micro-batches {bad}{whose})"
-            raise StepRefused(f"{what}: {_INTACT}", intact=True, measured=measured)
-        if finite[1] and norm <= self.norm_limit:
+            problem = f"the loss is {loss} (micro-batches {bad}{whose})"
+            raise StepRefused(f"{problem}: {_INTACT}", intact=True, measured=measured)
+        if norm_is_finite and norm <= self.norm_limit:
             return
-        above = f", above {self.norm_limit:.4g}" if finite[1] else ""
+        above = f", above {self.norm_limit:.4g}" if norm_is_finite else ""
         damage = _INTACT if self.deferred else _DAMAGED
-        what = f"the gradient norm is {norm:.4g}{above}"
-        raise StepRefused(f"{what}: {damage}", intact=self.deferred, measured=measured)
+        problem = f"the gradient norm is {norm:.4g}{above}"
+        raise StepRefused(f"{problem}: {damage}", intact=self.deferred, measured=measured)
 
     def _start(self, tile: Tile, host_grad: Lane, landed: Any, scale: float) -> None:
         """Put a tile's update on its stream; it waits for the gradient and for a save's reads."""
@@ -457,11 +457,11 @@ class Update:
                 yield _Run(self._groups[index], start, stop, states, version, scale)
             return
         for entry in tile.layout.trainable:
-            kept = [plane for plane in states if plane.has(entry)]
+            with_entry = [plane for plane in states if plane.has(entry)]
             group = self._groups[self._group_of[entry.name]] | {"shape": entry.shape}
             clipping = 1.0 if self._optimizer.rule.directed(entry) else scale
             stop, version = entry.offset + entry.numel, versions[entry.name]
-            yield _Run(group, entry.offset, stop, kept, version, clipping)
+            yield _Run(group, entry.offset, stop, with_entry, version, clipping)
 
     def expect(self, tile: Tile) -> None:
         """Prepare for a tile's gradient, which will soon be complete on the device."""
@@ -485,16 +485,16 @@ class Update:
             for buffer in (tile.weights, tile.remainder)
         )
         for run in runs:
-            here = slice(run.start - first, run.stop - first)
+            in_part = slice(run.start - first, run.stop - first)
             part = TileRange(
-                tile.weights.data[here],
-                None if tile.remainder is None else tile.remainder.data[here],
-                [tile.states[p].data[p.place(here.start, here.stop)] for p in run.states],
+                tile.weights.data[in_part],
+                None if tile.remainder is None else tile.remainder.data[in_part],
+                [tile.states[p].data[p.place(in_part.start, in_part.stop)] for p in run.states],
                 # Kept fp32 sums are rounded like gradients that are sent to the host.
                 gradient[run.start : run.stop].to(tile.weights.data.dtype),
             )
-            at = tile.index * MOST_ELEMENTS + run.start + run.moved
-            options = UpdateOptions(at, run.version or 0, run.scale, self._threads)
+            seed_offset = tile.index * MOST_ELEMENTS + run.start + run.moved
+            options = UpdateOptions(seed_offset, run.version or 0, run.scale, self._threads)
             rule = None if run.version is None else self._optimizer.rule
             if sums is not None:
                 planes = [weights, remainder, *run.states]

@@ -56,10 +56,10 @@ def whole_model(
         model = stack.enter_context(spec.capture.with_layers())
         places, dtype = _Places(model), store.tiles[0].weights.data.dtype
         stack.callback(places.restore)
-        first, _ = next(model.named_parameters())  # which tells the model's device
-        nothing = torch.full((), torch.nan, device=device.torch_device, dtype=dtype)
-        for name in {first, *spec.unused, *spec.media}:
-            places.put(name, nothing.expand(model.get_parameter(name).shape))
+        first_name, _ = next(model.named_parameters())  # which tells the model's device
+        nan = torch.full((), torch.nan, device=device.torch_device, dtype=dtype)
+        for name in {first_name, *spec.unused, *spec.media}:
+            places.put(name, nan.expand(model.get_parameter(name).shape))
         encoders = {*spec.media}
 
         def encoded(encoder: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -73,19 +73,20 @@ def whole_model(
             return encoder(*args, **kwargs)
 
         stack.enter_context(replaced(calls_of(model, spec.media), encoded))
-        held, every = False, [*parts.trunk, parts.head]
+        units = [*parts.trunk, parts.head]
         gathered = [(tile, e) for tile, e in store.entries() if e.name in spec.gathered]
+        fits = False
         if spare is not None and not ranks.together:
-            units = {unit.tile for unit in every}
-            numel = sum(t.layout.unpacked.numel for t in units if not parts.stream.keeps(t))
+            to_copy = {unit.tile for unit in units if not parts.stream.keeps(unit.tile)}
+            numel = sum(tile.layout.unpacked.numel for tile in to_copy)
             numel += sum(entry.numel for _, entry in gathered)
-            held = spare + numel * dtype.itemsize <= _HELD * free_bytes(device, opened.host_limit)
+            fits = spare + numel * dtype.itemsize <= _HELD * free_bytes(device, opened.host_limit)
         tables = {entry.name: _table(opened, tile, entry) for tile, entry in gathered}
-        if held:
+        if fits:
             for name, table in tables.items():
                 places.put(name, table)
-            parts.stream.begin(every)
-            for unit, slot in parts.stream.visit(every):
+            parts.stream.begin(units)
+            for unit, slot in parts.stream.visit(units):
                 data = slot.data if parts.stream.keeps(unit.tile) else slot.data.clone()
                 for name, values in unit.tile.layout.values(data).items():
                     places.put(name, values)
@@ -141,8 +142,8 @@ def _table(opened: EngineSetup, tile: Tile, entry: Entry) -> Tensor:
         return entry.view(flat).to(device)
     [(start, stop)] = [part for part in tile.layout.parts if part[0] <= entry.offset < part[1]]
     whole = torch.empty(stop - start, dtype=flat.dtype, device=device)
-    [own] = [span for span in tile.spans if start <= span.at < stop]
-    whole[own.at - start :][: own.numel] = flat[own.start : own.stop]
+    [block] = [span for span in tile.spans if start <= span.at < stop]
+    whole[block.at - start :][: block.numel] = flat[block.start : block.stop]
     ranks.all_gather(whole)
     return whole[entry.offset - start :][: entry.numel].view(entry.shape)
 
@@ -158,15 +159,16 @@ class _Experts(NamedTuple):
 def _experts(model: PreTrainedModel, units: Iterable[StreamedModule]) -> Iterator[_Experts]:
     """The experts whose matrices can be read one by one."""
     tiles = [unit.tile for unit in units if Stream.reads_rows(unit.tile)]
-    held = {entry.name: (tile, entry) for tile in tiles for entry in tile.layout.entries}
+    placed = {entry.name: (tile, entry) for tile in tiles for entry in tile.layout.entries}
     for path, part in model.named_modules():
         if not takes_grouped_products(part, []):
             continue
         names = (f"{path}.{name}" for name, _ in part.named_parameters(recurse=False))
-        places = [held[name] for name in names if name in held and len(held[name][1].shape) == 3]
-        stack = [e for tile, e in places if e.cut_in_rows() and e.name not in tile.layout.copies]
-        if stack:
-            yield _Experts(model.get_submodule(base_path(path)), places[0][0], stack)
+        here = [placed[name] for name in names if name in placed]
+        stacks = [(tile, entry) for tile, entry in here if len(entry.shape) == 3]
+        rows = [e for tile, e in stacks if e.cut_in_rows() and e.name not in tile.layout.copies]
+        if rows:
+            yield _Experts(model.get_submodule(base_path(path)), stacks[0][0], rows)
 
 
 class _Feed:
@@ -181,8 +183,8 @@ class _Feed:
         """Register hooks on the model and its layers; the caller removes them."""
         units: list[StreamedModule] = [*self._parts.trunk, self._parts.head]
         experts, stacks = [*_experts(model, units)], defaultdict[int, list[Entry]](list)
-        for each in experts:
-            stacks[each.tile.index] += each.stack
+        for owner in experts:
+            stacks[owner.tile.index] += owner.stack
         num_chosen, num_experts = experts_of_a_token(model.config)
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -200,9 +202,9 @@ class _Feed:
                 raise RunFailed("the model's forward has left out a layer")
 
         yield model.register_forward_pre_hook(begin, with_kwargs=True)
-        for each in experts:
-            choose = partial(self._choose, each)
-            yield each.module.register_forward_pre_hook(choose, with_kwargs=True)
+        for owner in experts:
+            choose = partial(self._choose, owner)
+            yield owner.module.register_forward_pre_hook(choose, with_kwargs=True)
         for number, layer in enumerate(layers, 1):
             yield layer.register_forward_pre_hook(
                 lambda module, args, number=number: self._next(number), prepend=True

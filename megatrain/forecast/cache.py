@@ -26,6 +26,7 @@ from megatrain.model.spec import PROBE_SHAPE, ModelSpec
 from megatrain.optim import PlaneKind
 from megatrain.placement import Placement, Precision
 from megatrain.source.tiles import DTYPES, Model
+from megatrain.store.store import Tile
 from megatrain.tile import TileKind
 
 # Memory of a step that is free while replies are generated.
@@ -69,8 +70,9 @@ def needs_of(
 
     Of a step's `tokens`, if they are known, `distinct` ones differ; None: they may all.
     """
-    device, dtype, model = _Counting(), DTYPES[model.precision], model.placed(placement)
-    assembly = assembled(device, model, placement)
+    counting, model = _Counting(), model.placed(placement)
+    assembly = assembled(counting, model, placement)
+    device, host = counting.needs.device, counting.needs.host
     parts: Parts
     if model.optimizer is None:
         parts = assembly.inference()
@@ -78,23 +80,26 @@ def needs_of(
         parts = assembly.training(model.optimizer, 1.0 if clip else None)
     if tokens is not None:
         # The range is replaced by a larger one, if it must grow: the first is given back.
-        sums = device.needs.device.pop(Memory.SUMS.value)
+        sums = device.pop(Memory.SUMS.value)
         parts.embedding.reserve(tokens if distinct is None else distinct)
-        device.needs.device[Memory.SUMS.value] = max(sums, device.needs.device[Memory.SUMS.value])
+        device[Memory.SUMS.value] = max(sums, device[Memory.SUMS.value])
     if isinstance(parts, TrainingParts):
-        unsummed = [0]  # the largest gradient of one backward; of a whole head, one parameter's
-        for tile in assembly.visited:
-            copies, trained = tile.layout.copies, tile.layout.local.trainable
-            each = [e.numel * (4 if e.name in copies else dtype.itemsize) for e in trained]
-            unsummed += each if tile.layout.kind is TileKind.HEAD else [sum(each)]
-        device.needs.device[UNSUMMED] += max(unsummed)
-        at_once = (tokens or 0) // placement.passes  # at least: of one pass
-        where = device.needs.host if placement.layer_inputs == "host" else device.needs.device
+        dtype = DTYPES[model.precision]
+        device[UNSUMMED] += max(_unsummed_bytes(tile, dtype) for tile in assembly.visited)
         layers = zip(model.spec.layers, model.spec.outputs, strict=True)
         examples = [layer.kind.example[ref.leaf] for layer, refs in layers for ref in refs]
         numels = [e.numel() // prod(PROBE_SHAPE) for e in examples if torch.is_tensor(e)]
-        where[_BOUNDARIES] += sum(numels) * dtype.itemsize * at_once
-    return device.needs
+        tokens_of_pass = (tokens or 0) // placement.passes  # at least
+        where = host if placement.layer_inputs == "host" else device
+        where[_BOUNDARIES] += sum(numels) * dtype.itemsize * tokens_of_pass
+    return counting.needs
+
+
+def _unsummed_bytes(tile: Tile, dtype: torch.dtype) -> int:
+    """Bytes of a tile's largest gradient of one backward: a head has each parameter's in turn."""
+    copies, trained = tile.layout.copies, tile.layout.local.trainable
+    sizes = [e.numel * (4 if e.name in copies else dtype.itemsize) for e in trained]
+    return max(sizes, default=0) if tile.layout.kind is TileKind.HEAD else sum(sizes)
 
 
 class ForecastCache(Once):
@@ -116,19 +121,19 @@ class ForecastCache(Once):
 
     def needs(self, workload: Workload, placement: Placement) -> Needs:
         """The memory that lives as long as an engine for the workload."""
-        alike = replace(placement, head_tokens=1, layer_inputs="device", layer_input_lanes=1)
+        choices = replace(placement, head_tokens=1, layer_inputs="device", layer_input_lanes=1)
 
         def count() -> Needs:
             measured = self.measured(workload)
             return needs_of(
                 self.model(workload),
-                alike,
+                choices,
                 clip=workload.clip,
                 tokens=workload.rows * workload.sequence_length,
                 distinct=len(measured.distinct(workload.rows * workload.all_ranks)),
             )
 
-        needs = self.once((workload, alike), count)
+        needs = self.once((workload, choices), count)
         if placement.layer_inputs == "host":
             needs = Needs(needs.device.copy(), needs.host.copy())
             needs.host[_BOUNDARIES] = needs.device.pop(_BOUNDARIES)
@@ -188,8 +193,8 @@ class ForecastCache(Once):
             return generation_bytes(self._notes.opened(), dtype, *size)
 
         generated = self._notes.noted(int, ("generation", dtype, *size), generation)
-        more = generated - sum(step.device_bytes.get(name, 0) for name in _FREE)
-        step = replace(step, device_bytes=step.device_bytes | {"generation": max(0, more)})
+        missing = generated - sum(step.device_bytes.get(name, 0) for name in _FREE)
+        step = replace(step, device_bytes=step.device_bytes | {"generation": max(0, missing)})
         if not replies.reference:
             return step
         return self._with_second(step, "reference model", self.spec, workload)

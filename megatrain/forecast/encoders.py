@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from megatrain.base.units import on_line
 from megatrain.compat.torch import TorchDispatchMode, pytree, without_modes
 from megatrain.compat.transformers import sdpa_attention_forward
-from megatrain.forecast.op_counter import MediaWork, Prologue, Work, counted, on_line, tensors
+from megatrain.forecast.op_counter import MediaWork, Prologue, Work, counted, tensors
 from megatrain.model.attention import BY_IMAGES, attention_within_images
 from megatrain.model.capture import Call
 from megatrain.model.media import FrozenParts, as_computed
@@ -77,25 +78,29 @@ def _to_some_keys(
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0], None
 
 
-def calls_of_rows(one: Sequence[Call], two: Sequence[Call], rows: int) -> list[Call]:
+def calls_of_rows(of_one: Sequence[Call], of_two: Sequence[Call], rows: int) -> list[Call]:
     """The layers' calls for so many rows, by those for one and for two; leaves have no data."""
-    made: dict[int, Any] = {}
-    for single, other in zip(one, two, strict=True):
-        for leaf, double in zip(single.leaves, other.leaves, strict=True):
-            if isinstance(leaf, Tensor) and id(leaf) not in made:
-                shape = on_line(leaf.shape, double.shape, rows - 1, 1)
-                made[id(leaf)] = torch.empty(shape, dtype=leaf.dtype, device="meta")
-    return [Call([made.get(id(x), x) for x in call.leaves], call.spec) for call in one]
+    tensors_of_rows: dict[int, Tensor] = {}
+    for call, call_of_two in zip(of_one, of_two, strict=True):
+        for leaf, leaf_of_two in zip(call.leaves, call_of_two.leaves, strict=True):
+            if isinstance(leaf, Tensor) and id(leaf) not in tensors_of_rows:
+                shape = on_line(leaf.shape, leaf_of_two.shape, rows - 1, 1)
+                tensors_of_rows[id(leaf)] = torch.empty(shape, dtype=leaf.dtype, device="meta")
+    return [
+        Call([tensors_of_rows.get(id(leaf), leaf) for leaf in call.leaves], call.spec)
+        for call in of_one
+    ]
 
 
 def give_media(micro: MicroBatch, inputs: Mapping[str, Tensor], program: ModelProgram) -> None:
     """Give a micro-batch the tensors of rows with images or sounds."""
-    capture, skipped = program.capture, ("attention_mask", "labels")
-    taken = {n: v for n, v in inputs.items() if capture.accepts(n) and n not in skipped}
-    taken["input_ids"] = inputs["input_ids"]
-    media = [name for name in taken if capture.is_media(name)]
-    micro.media = {name: as_computed(taken.pop(name), program.dtype) for name in media}
-    micro.inputs, micro.rows = taken, replace(micro.rows, ids=taken["input_ids"])
+    micro.inputs, micro.media = {"input_ids": inputs["input_ids"]}, {}
+    for name, value in inputs.items():
+        if program.capture.is_media(name):
+            micro.media[name] = as_computed(value, program.dtype)
+        elif program.capture.accepts(name) and name not in ("attention_mask", "labels"):
+            micro.inputs[name] = value
+    micro.rows = replace(micro.rows, ids=inputs["input_ids"])
 
 
 def media_work(
@@ -122,7 +127,8 @@ def media_work(
             encode()
     with torch.no_grad():
         encoding, features_N = counted(encode, ignored, real=True)
-    kept, again = sum(row.nbytes for _, row in micro.kept), Work()
+    kept_bytes = sum(row.nbytes for _, row in micro.kept)
+    again = Work()
     if trained:
         again, _ = counted(
             partial(_with_gradients, encode, trained), (*ignored, micro.kept), real=True
@@ -134,8 +140,8 @@ def media_work(
         entering, values = counted(enter, (ignored, leaf_N), real=True)
     sources = [*micro.rows.tables.values(), *prologue.values(), leaf_N]
     leaving, _ = counted(partial(_with_gradients, enter, sources), (ignored, leaf_N), real=True)
-    sizes = kept, features_N.nbytes
-    return MediaWork(encoding, again, entering, leaving, *sizes, Prologue.of(micro.calls, values))
+    before_layers, feature_bytes = Prologue.of(micro.calls, values), features_N.nbytes
+    return MediaWork(encoding, again, entering, leaving, kept_bytes, feature_bytes, before_layers)
 
 
 def _with_gradients(run: Callable[[], Any], sources: Sequence[Tensor]) -> None:

@@ -76,8 +76,8 @@ def _forward(
     ids = torch.zeros(rows, tokens, dtype=torch.int64)
     mask = torch.ones(rows, before + tokens, dtype=torch.int64)
     inputs = {**(past or {}), "attention_mask": mask, "use_cache": cached}
-    taken = signature(model.forward).parameters
-    more = {"logits_to_keep": 1, "position_ids": ids}  # of padded rows, each has its own
-    inputs |= {name: value for name, value in more.items() if name in taken}
+    accepted = signature(model.forward).parameters
+    optional = {"logits_to_keep": 1, "position_ids": ids}  # of padded rows, each has its own
+    inputs |= {name: value for name, value in optional.items() if name in accepted}
     with OneAttention():
         return functional_call(model, weights, (ids,), inputs)

@@ -86,7 +86,7 @@ class Op(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):
-    """Takes down operations without data, bytes of storages, and whether any is random."""
+    """Records operations without data, the bytes of storages, and if any operation is random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,18 +110,24 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        reads, known = self.numbers((args, kwargs)), len(self.sizes)
+        reads, first_new = self.numbers((args, kwargs)), len(self.sizes)
         out = func(*args, **kwargs)
-        writes = sorted(n for n in self.numbers(out) if n >= known)
+        writes = sorted(n for n in self.numbers(out) if n >= first_new)
         if not is_view(func):
             work, scratch = work_of(func, args, kwargs, out)
             name = schema_of(func).name
-            reads = set() if name.startswith(_SHAPED_LIKE) else reads
-            product = 4 * out.numel() if func is SOFTMAX_BACKWARD else 0
-            again, scratch = name not in _NOT_AGAIN, scratch + product // 2
-            light = func is EXPERTS or work.attention_flops > 0
-            traits = again, product, light, name == "aten::index"
-            self.ops.append(Op(work, (*sorted(reads),), (*writes,), scratch, *traits))
+            product_bytes = 4 * out.numel() if func is SOFTMAX_BACKWARD else 0
+            op = Op(
+                work,
+                () if name.startswith(_SHAPED_LIKE) else (*sorted(reads),),
+                (*writes,),
+                scratch + product_bytes // 2,
+                again=name not in _NOT_AGAIN,
+                product_bytes=product_bytes,
+                light=func is EXPERTS or work.attention_flops > 0,
+                gathers=name == "aten::index",
+            )
+            self.ops.append(op)
         return out
 
 
@@ -204,8 +210,8 @@ def eager_work(run: Callable[[], Activations], inputs: list[Any]) -> LayerWork:
     values, gradients = ends(outputs)
     counter.ignore(gradients)
     result_bytes = sum(value.nbytes for value in outputs.values())
-    kept = counter.total_bytes - result_bytes
-    keeping = counter.work._replace(peak_bytes=counter.peak_bytes, kept_bytes=kept)
+    kept_bytes = counter.total_bytes - result_bytes
+    keeping = counter.work._replace(peak_bytes=counter.peak_bytes, kept_bytes=kept_bytes)
     counter.restart()
     with counter:
         torch.autograd.grad(values, leaves(inputs), gradients, allow_unused=True)
@@ -239,13 +245,13 @@ class Compiled:
         self._producer = {n: op for op in trace.ops for n in op.writes}
         self._maker = {n: i for i, op in enumerate(self._forward) for n in op.writes}
         self._bases: dict[int, frozenset[int]] = {}
-        inside = self._maker.keys() - trace.inputs
-        read = {n for op in self._backward for n in op.reads} & inside
-        by_library = {n for op in self._backward if op.extern for n in op.reads} & inside
+        made_inside = self._maker.keys() - trace.inputs
+        read = {n for op in self._backward for n in op.reads} & made_inside
+        by_library = {n for op in self._backward if op.extern for n in op.reads} & made_inside
         # All that any product or attention would have to be run again for.
         self._least = {base for n in read for base in self._base(n)} - trace.inputs
-        rest = self._least_cut(read - by_library, by_library | trace.inputs)
-        self._saved = by_library - trace.inputs | rest
+        recomputable = self._least_cut(read - by_library, by_library | trace.inputs)
+        self._saved = by_library - trace.inputs | recomputable
         self._fewest = self._least_cut(read, trace.inputs, light=True)
 
     def forward(self) -> Work:
@@ -273,28 +279,25 @@ class Compiled:
         return work._replace(touched_bytes=int(fused) + by_library)
 
     def _held(self, share: float | None) -> set[int]:
-        """Storages that wait between the two, inputs left out, as torch's partitioner tries it.
-
-        Products are computed again only where what they are read from is not little enough.
-        """
+        """Storages that wait between the two, inputs left out, as torch's partitioner tries it."""
         if share is None:
             return self._saved
-        few = 0 < self._size(self._fewest) < share * self._size(self._saved)
-        return self._fewest if few else self._knapsack(share)
+        is_less = 0 < self._size(self._fewest) < share * self._size(self._saved)
+        return self._fewest if is_less else self._knapsack(share)
 
     def _with_again(self, held: set[int]) -> list[Op]:
         """The backward, with operations of the forward that it needs and that are not held."""
         done: set[int] = set()
         ops: list[Op] = []
         for op in self._backward:
-            needed, asked = set(), [op]
-            while asked:
-                for n in asked.pop().reads:
+            needed, pending = set(), [op]
+            while pending:
+                for n in pending.pop().reads:
                     maker = self._maker.get(n)
                     if n not in held and maker is not None and maker not in done:
                         done.add(maker)
                         needed.add(maker)
-                        asked.append(self._forward[maker])
+                        pending.append(self._forward[maker])
             ops += [*(self._forward[maker] for maker in sorted(needed)), op]
         return ops
 
@@ -342,29 +345,31 @@ class Compiled:
         """
         graph = nx.DiGraph()
         graph.add_nodes_from(("forward", "backward"))
-        asked = [*(wanted - kept)]
-        graph.add_edges_from(((n, "held"), "backward") for n in asked)
-        while asked:
-            n = asked.pop()
+        pending = [*(wanted - kept)]
+        graph.add_edges_from(((n, "held"), "backward") for n in pending)
+        while pending:
+            n = pending.pop()
             if graph.has_edge((n, "made"), (n, "held")):
                 continue
             graph.add_edge((n, "made"), (n, "held"), capacity=self._t.sizes[n])
             op = self._producer.get(n)
-            passed = light and op is not None and op.light
-            if op is None or (op.extern and not passed) or not op.again or self._small(n, op):
+            runs_again = op is not None and op.again and (not op.extern or (light and op.light))
+            if op is None or not runs_again or self._small(n, op):
                 graph.add_edge("forward", (n, "made"))
                 continue
             reads = [read for read in op.reads if read not in kept]
             graph.add_edges_from(((read, "held"), (n, "made")) for read in reads)
-            asked += reads
-        _, (before, after) = nx.minimum_cut(graph, "forward", "backward")
-        return {n for n, side in before - {"forward"} if side == "made" and (n, "held") in after}
+            pending += reads
+        _, (forward, backward) = nx.minimum_cut(graph, "forward", "backward")
+        made = {n for n, side in forward - {"forward"} if side == "made"}
+        return {n for n in made if (n, "held") in backward}
 
     def _small(self, storage: int, op: Op) -> bool:
         largest = max((self._t.sizes[n] for n in op.reads), default=0)
         return self._t.sizes[storage] * _SMALL <= largest
 
     def _phase(self, ops: list[Op], before: set[int], ends: set[int]) -> Work:
+        """The work of kernels, and its peak; storages `before` are alive first, `ends` at last."""
         inputs, sizes = self._t.inputs, self._t.sizes
         # Libraries, those below and small results read and write memory; other results are fused.
         by_library = {n for op in ops if op.extern for n in (*op.reads, *op.writes)}
@@ -373,30 +378,35 @@ class Compiled:
         real = by_library | small | before | ends | inputs
         ops = [op for op in ops if op.extern or not op.writes or not real.isdisjoint(op.writes)]
         sources = [frozenset(s for n in op.reads for s in self._sources(n, real)) for op in ops]
-        left = Counter(n for read in sources for n in read)  # how many operations will read it
+        reads_left = Counter(n for read in sources for n in read)
         alive = before - inputs
-        peak, made, work = self._size(alive), 0, Work()
+        peak, made, total = self._size(alive), 0, Work()
         for kernel in self._kernels(ops, sources):
-            reads = {n for i in kernel for n in sources[i]}
-            new = {n for i in kernel for n in ops[i].writes if n in real} - inputs - alive
-            fused, own = [ops[i] for i in kernel], ops[kernel[0]].work
-            if not fused[0].extern:
+            fused = [ops[i] for i in kernel]
+            new = {n for op in fused for n in op.writes if n in real} - inputs - alive
+            if fused[0].extern:
+                work = fused[0].work
+                work = work if work.expert_flops else work._replace(kernels=1)
+            else:
+                reads = {n for i in kernel for n in sources[i]}
                 touched = self._size(reads | new) + self._again_bytes(fused, real)
-                own = Work(touched_bytes=touched, kernels=max(op.work.kernels for op in fused) or 1)
+                launches = max(op.work.kernels for op in fused) or 1
+                work = Work(touched_bytes=touched, kernels=launches)
                 for i in kernel:  # it writes over a read of its result's size that is the last one
-                    writes = sizes[ops[i].writes[0]] if ops[i].writes else 0
-                    gone = sources[i] & (alive - ends)
-                    over = (n for n in gone if left[n] == 1 and sizes[n] == writes)
-                    alive.discard(next(over, -1))
+                    result_bytes = sizes[ops[i].writes[0]] if ops[i].writes else 0
+                    candidates = sources[i] & (alive - ends)
+                    last = (
+                        n for n in candidates if reads_left[n] == 1 and sizes[n] == result_bytes
+                    )
+                    alive.discard(next(last, -1))
             alive |= new
-            scratch = max(ops[i].scratch_bytes for i in kernel)
+            scratch = max(op.scratch_bytes for op in fused)
             peak = max(peak, self._size(alive) + scratch)
             made = max(made, self._size(alive - before) + scratch)
-            launches = 1 if fused[0].extern and not own.expert_flops else own.kernels
-            work = added(work, own._replace(kernels=launches))
-            left.subtract(n for i in kernel for n in sources[i])
-            alive = {n for n in alive if left[n] or n in ends}
-        return work._replace(peak_bytes=peak, made_bytes=made)
+            total = added(total, work)
+            reads_left.subtract(n for i in kernel for n in sources[i])
+            alive = {n for n in alive if reads_left[n] or n in ends}
+        return total._replace(peak_bytes=peak, made_bytes=made)
 
     def _kernels(self, ops: list[Op], sources: list[frozenset[int]]) -> list[list[int]]:
         """The operations (numbers) of each kernel, in the order in which they run.
@@ -410,36 +420,39 @@ class Compiled:
         waits.add_edges_from(
             (i, maker[n]) for i, read in enumerate(sources) for n in read if maker.get(n, i) != i
         )
-        kernel = list(range(len(ops)))  # of each operation
-        writers: dict[tuple[int, int], int] = {}  # by memory read, and size: the last of them
+        kernel_of = list(range(len(ops)))  # each operation's kernel
+        last_writer: dict[tuple[int, int], int] = {}  # by memory read, and size
         for i, op in enumerate(ops):
             if op.extern or not op.writes:
                 continue
             size = max(self._t.sizes[n] for n in op.writes)
             for n in (*sources[i], *op.writes):
                 if self._t.sizes[n] == size:
-                    kept, gone = sorted((kernel[writers.get((n, size), i)], kernel[i]))
-                    if kept != gone and not _by_a_third(waits, {kept, gone}):
-                        nx.contracted_nodes(waits, kept, gone, self_loops=False, copy=False)
-                        kernel = [kept if number == gone else number for number in kernel]
-                    writers[n, size] = i
+                    other = last_writer.get((n, size), i)
+                    into, merged = sorted((kernel_of[other], kernel_of[i]))
+                    if into != merged and not _waits_by_a_third(waits, {into, merged}):
+                        nx.contracted_nodes(waits, into, merged, self_loops=False, copy=False)
+                        kernel_of = [into if kernel == merged else kernel for kernel in kernel_of]
+                    last_writer[n, size] = i
         # Postorder lists the kernels first that a kernel waits for.
-        order = nx.DiGraph()
-        order.add_nodes_from(sorted(waits))
-        order.add_edges_from(sorted(waits.edges))
-        ran = nx.dfs_postorder_nodes(order)
-        return [[i for i, number in enumerate(kernel) if number == each] for each in ran]
+        in_order = nx.DiGraph()
+        in_order.add_nodes_from(sorted(waits))
+        in_order.add_edges_from(sorted(waits.edges))
+        kernels = nx.dfs_postorder_nodes(in_order)
+        return [[i for i, kernel in enumerate(kernel_of) if kernel == each] for each in kernels]
 
     def _again_bytes(self, ops: list[Op], real: set[int]) -> int:
         """Bytes that a kernel reads again, of rows that it takes by index more than once."""
-        asked, again = [*ops], dict[int, int]()
-        while asked:
-            op = asked.pop()
+        pending, again_bytes = [*ops], dict[int, int]()  # by the rows that are taken
+        while pending:
+            op = pending.pop()
             if op.gathers:
-                taken = {s for n in op.reads for s in self._sources(n, real)}
-                again[op.writes[0]] = max(0, self._t.sizes[op.writes[0]] - self._size(taken))
-            asked += [self._producer[n] for n in op.reads if n in self._producer.keys() - real]
-        return sum(again.values())
+                rows, table = op.writes[0], {s for n in op.reads for s in self._sources(n, real)}
+                again_bytes[rows] = max(0, self._t.sizes[rows] - self._size(table))
+            pending += [
+                self._producer[n] for n in op.reads if n in self._producer and n not in real
+            ]
+        return sum(again_bytes.values())
 
     def _sources(self, storage: int, real: set[int]) -> frozenset[int]:
         """Storages in memory from which fused work computes one."""
@@ -449,11 +462,11 @@ class Compiled:
         return frozenset(s for n in op.reads for s in self._sources(n, real))
 
 
-def _by_a_third(waits: nx.DiGraph, two: set[int]) -> bool:
+def _waits_by_a_third(waits: nx.DiGraph, pair: set[int]) -> bool:
     """True if one of two kernels waits for the other by way of a third."""
-    between = {first for one in two for first in waits.successors(one)} - two
-    seen = set(between)
-    while between:
-        between = {n for one in between for n in waits.successors(one)} - seen
-        seen |= between
-    return not two.isdisjoint(seen)
+    reached = {other for kernel in pair for other in waits.successors(kernel)} - pair
+    new = reached
+    while new:
+        new = {other for kernel in new for other in waits.successors(kernel)} - reached
+        reached = reached | new
+    return not pair.isdisjoint(reached)

@@ -63,19 +63,19 @@ _MOST = 1 << 24  # parameters of a part that is tried in its own size
 
 
 Measure = Callable[[nn.Module, dict[str, Tensor], tuple[int, ...], torch.dtype], LayerWork]
-"""Of a part, its weights and buffers without data, and the sizes `[1, C, D]` and type of a tile."""
+"""Measures a part: its module, its weights and buffers, a tile's sizes `[1, C, D]` and dtype."""
 
 
 @contextmanager
 def measured_tiles(modules: Sequence[nn.Module], tokens: int, measure: Measure) -> Iterator[None]:
     """Within this context these modules are measured as if they ran in tiles of `tokens`."""
-    before = [(part, part.__dict__.pop("forward", None)) for part in modules]
+    replaced = [(part, part.__dict__.pop("forward", None)) for part in modules]
     try:
         for part in modules:
             part.forward = _MeasuredTiles(part, tokens, measure)
         yield
     finally:
-        for part, forward in before:
+        for part, forward in replaced:
             del part.forward
             if forward is not None:
                 part.forward = forward
@@ -93,7 +93,8 @@ class _MeasuredTiles(ChunkedOverTokens):
         return acts_alone(self._alone, bound, x.shape[-1])
 
     def _over_tiles(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
-        key, count = (x.shape[-1], x.dtype), -(-x.shape[:-1].numel() // self._tokens)
+        key = x.shape[-1], x.dtype
+        count = -(-x.shape[:-1].numel() // self._tokens)
         if key not in self._works:
             sizes = (1, self._tokens, x.shape[-1])
             self._works[key] = self._measure(self._alone, bound, sizes, x.dtype)
@@ -126,12 +127,13 @@ def acts_alone(part: nn.Module, bound: dict[str, Tensor], width: int) -> bool:
 
 
 class _AllTiles(torch.autograd.Function):
-    """A part over all its tiles: counts their work, and keeps what model/token_chunks.py keeps."""
+    """Counts the work of a part over all its tiles; saves what model/token_chunks.py saves."""
 
     @staticmethod
     def forward(ctx: Any, work: LayerWork, count: int, x_BTD: Tensor, *values: Tensor) -> Tensor:
-        ctx.work, ctx.count, out = work, count, work.outputs[0]
+        ctx.work, ctx.count = work, count
         ctx.save_for_backward(x_BTD, *values)
+        out = work.outputs[0]
         out_BTE = x_BTD.new_empty((*x_BTD.shape[:-1], out.sizes[-1]), dtype=out.dtype)
         copied = Work(touched_bytes=2 * out.num_bytes, kernels=1)
         # The result of the tile before stays until this tile has its own.
@@ -142,8 +144,9 @@ class _AllTiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_BTE: Tensor) -> tuple[Tensor | None, ...]:
         x_BTD, *values = ctx.saved_tensors
-        work, out, trains = ctx.work, ctx.work.outputs[0], ctx.needs_input_grad[3:]
-        trained = [value for value, train in zip(values, trains, strict=True) if train]
+        work, out = ctx.work, ctx.work.outputs[0]
+        is_trained = ctx.needs_input_grad[3:]
+        trained = [value for value, is_one in zip(values, is_trained, strict=True) if is_one]
         sums = [torch.zeros_like(value, dtype=torch.float32) for value in trained]
         dx_BTD = torch.empty_like(x_BTD)
         grad_bytes = sum(value.nbytes for value in trained)
@@ -155,7 +158,7 @@ class _AllTiles(torch.autograd.Function):
         peak = work.backward.peak_bytes + grad_bytes + tile_bytes + out.num_bytes
         _count(added(added(work.again, work.backward), summing), ctx.count, peak)
         rounded = iter([s.to(v.dtype) for s, v in zip(sums, trained, strict=True)])
-        return None, None, dx_BTD, *(next(rounded) if train else None for train in trains)
+        return None, None, dx_BTD, *(next(rounded) if is_one else None for is_one in is_trained)
 
 
 def _count(work: Work, times: int, peak_bytes: int) -> None:
@@ -188,7 +191,7 @@ class Measurer:
         self.program = ModelProgram(spec, _CPU, workload.dtype)
         self.program.train(True)
         self._calls: dict[int, list[Call]] = {}  # of the layers, by rows
-        self._size = owners
+        self._num_owners = owners
         self._owners = ExpertOwners(Ranks(0, owners)) if owners > 1 else None
 
     @cached_property
@@ -273,21 +276,20 @@ class Measurer:
             sums = Buffer("sums", torch.empty(layout.trainable_numel))
             embeds = isinstance(loss, Sloped) and loss.of.embeds  # slopes by each logit
             shape = (*sizes, self.spec.num_logits) if embeds else sizes
-            beside = [torch.empty(shape) for _ in loss.inputs]
-            micro = replace(self.micro_batch(*sizes), loss=loss, extras=beside)
-            routed = set(self.spec.routed)  # sums over tokens
-            shapes = {r: (1,) if r in routed else sizes for r in h}
-            values = {
-                ref: torch.empty(*shapes[ref], *s.sizes[len(shapes[ref]) :], dtype=s.dtype)
-                for ref, s in h.items()
-            }
+            loss_inputs = [torch.empty(shape) for _ in loss.inputs]
+            micro = replace(self.micro_batch(*sizes), loss=loss, extras=loss_inputs)
+            values = {}
+            for ref, of_any_rows in h.items():
+                leading = (1,) if ref in self.spec.routed else sizes  # routers' sums over tokens
+                trailing = of_any_rows.sizes[len(leading) :]
+                values[ref] = torch.empty(*leading, *trailing, dtype=of_any_rows.dtype)
             batch = Batch([micro], 1, tokens, torch.zeros(1), 0)
             head = Head(CpuDevice(), self.program, tile, chunk, self._summed)
             run: Callable[[], Any] = partial(head.losses, slot, batch, [values])
             if not losses:
                 accumulator = GradAccumulator(tile, sums)
                 run = partial(head.loss_and_vjp, slot, batch, [values], accumulator)
-            ignored = slot.data, sums.data, values, micro.inputs, micro.targets, beside
+            ignored = slot.data, sums.data, values, micro.inputs, micro.targets, loss_inputs
             return counted(run, ignored)[0]
 
     @cached_property
@@ -311,7 +313,7 @@ class Measurer:
             return eager_work(run, [*values.values(), *weights.values()])
 
     def micro_batch(self, rows: int, tokens: int | None = None) -> MicroBatch:
-        """One without data, within `fakes()`; of `tokens` a row."""
+        """A micro-batch without data, of `tokens` a row; call it within `fakes()`."""
         ids = torch.zeros(rows, tokens or self.tokens, dtype=torch.long)
         tables = {
             name: torch.empty(1, *self.parameters[name].shape[1:], dtype=self.program.dtype)
@@ -326,11 +328,12 @@ class Measurer:
         """The model's parameters without data, by their names behind a `prefix`."""
         weights = {}
         for name in names:
-            parameter = self.parameters[prefix + name]
+            path = prefix + name
+            parameter = self.parameters[path]
             shape = [*parameter.shape]
-            if prefix + name in self.spec.stacks:
-                shape[0] //= self._size
-            weight = torch.empty(shape, dtype=self.program.type_of(prefix + name))
+            if path in self.spec.stacks:
+                shape[0] //= self._num_owners  # of each rank's experts
+            weight = torch.empty(shape, dtype=self.program.type_of(path))
             weights[name] = weight.requires_grad_(all_trained or parameter.requires_grad)
         return weights
 
@@ -384,8 +387,9 @@ class Measurer:
 
 def _calls_anew(calls: Sequence[Call]) -> list[Call]:
     """The same calls on tensors of the current fake mode; a leaf of several stays one tensor."""
-    leaves = {id(leaf): leaf for call in calls for leaf in call.leaves}
-    anew = {i: _anew(leaf) if torch.is_tensor(leaf) else leaf for i, leaf in leaves.items()}
+    anew: dict[int, Any] = {}  # by the id of a leaf
+    for leaf in (leaf for call in calls for leaf in call.leaves):
+        anew[id(leaf)] = _anew(leaf) if torch.is_tensor(leaf) else leaf
     return [Call([anew[id(leaf)] for leaf in call.leaves], call.spec) for call in calls]
 
 

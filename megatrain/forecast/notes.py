@@ -55,7 +55,6 @@ class Outline:
 
     Attributes:
         parameters: name, sizes, and whether it requires gradients.
-        norms: names of its LayerNorms.
         wide_in_bf16: parameters that a model in bf16 computes with in fp32.
         kinds: the outputs of a layer of each kind in the structure run, and whether it routes.
         layers: name, kind, inputs, names of parameters.
@@ -87,7 +86,7 @@ class Outline:
                 for v in spec.layers
             ],
             {name: packing.name for name, packing in spec.packed.items()},
-            Structure(**{each.name: getattr(spec, each.name) for each in fields(Structure)}),
+            Structure(**{field.name: getattr(spec, field.name) for field in fields(Structure)}),
         )
 
     def spec(self, config: Any) -> ModelSpec:

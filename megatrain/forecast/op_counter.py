@@ -17,7 +17,7 @@ from torch.library import custom_op, infer_schema
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from megatrain.base.units import align
+from megatrain.base.units import align, on_line
 from megatrain.compat.torch import (
     GROUPED_PRODUCT,
     SOFTMAX_BACKWARD,
@@ -72,11 +72,11 @@ def foreseeing(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        why = f"what {what} takes depends on the values it computes with ({reason})"
+        message = f"what {what} takes depends on the values it computes with ({reason})"
         if isinstance(error, RecursionError):
-            why = f"{what} has too many operations one after the other (a recurrence without a "
-            why += "kernel of its own)"
-        raise NotForeseeable(why) from error
+            message = f"{what} has too many operations one after the other (a recurrence without a "
+            message += "kernel of its own)"
+        raise NotForeseeable(message) from error
 
 
 class Work(NamedTuple):
@@ -111,13 +111,17 @@ class Work(NamedTuple):
         """The work of `count` micro-batches, one after the other; memory is that of one."""
         if count == 1:
             return self
-        *counted, peak, kept, made, _ = self
-        return Work._make((*(count * number for number in counted), peak, kept, made, count))
+        memory = {name: getattr(self, name) for name in _MEMORY}
+        return Work(*(count * number for number in self))._replace(**memory, calls=count)
+
+
+_MEMORY = ("peak_bytes", "kept_bytes", "made_bytes")
 
 
 def added(one: Work, other: Work) -> Work:
     """The work of both, one after the other; memory is left out (0)."""
-    return Work._make((*map(add, one[:8], other[:8]), 0, 0, 0, max(one.calls, other.calls)))
+    calls = max(one.calls, other.calls)
+    return Work(*map(add, one, other))._replace(**dict.fromkeys(_MEMORY, 0), calls=calls)
 
 
 class Shape(NamedTuple):
@@ -173,30 +177,18 @@ class MediaWork(NamedTuple):
     feature_bytes: int
     prologue: Prologue
 
-    def of_rows(self, rows: int, two: "MediaWork") -> "MediaWork":
-        """The work of `rows` rows, by this one's of one row, and that of two: all is affine.
+    def of_rows(self, rows: int, of_two: "MediaWork") -> "MediaWork":
+        """The work of `rows` rows, by this work of one row and that of two: all is affine.
 
-        That of encoders grows with the rows: they may take long to follow, and are for one alone.
+        The encoders' works are of one row in both, as they may take long to follow; they are
+        proportional to the rows.
         """
-        rest: MediaWork = on_line(self, two, rows - 1, 1)
-        works = [on_line(Work(), work, rows, 1) for work in (self.encoding, self.again)]
-        kept = self.kept_bytes * rows
-        return rest._replace(encoding=works[0], again=works[1], kept_bytes=kept)
-
-
-def on_line(one: Any, two: Any, way: int, whole: int) -> Any:
-    """The value that is `way` of the `whole` way from one to another of its form, or beyond it.
-
-    Integers are, inside of tuples, lists and dictionaries; all else is as in `one`.
-    """
-    if type(one) is int:
-        return one + (two - one) * way // whole
-    if isinstance(one, dict):
-        return {key: on_line(value, two[key], way, whole) for key, value in one.items()}
-    if isinstance(one, tuple | list):
-        make = getattr(one, "_make", type(one))  # of a named tuple
-        return make([on_line(*pair, way, whole) for pair in zip(one, two, strict=True)])
-    return one
+        work: MediaWork = on_line(self, of_two, rows - 1, 1)
+        return work._replace(
+            encoding=on_line(Work(), self.encoding, rows, 1),
+            again=on_line(Work(), self.again, rows, 1),
+            kept_bytes=self.kept_bytes * rows,
+        )
 
 
 @dataclass(frozen=True)
@@ -238,7 +230,7 @@ class LayerWork:
 
 
 class Held:
-    """Memory that counts until nobody refers to it any more; it has no data."""
+    """A stand-in for a tensor, without data: its ledger counts its bytes while it lives."""
 
     __slots__ = ("_ledger", "_place", "_taken", "nbytes")
     dtype = torch.uint8
@@ -271,20 +263,20 @@ class Ledger:
         self._known: dict[int, Any] = {}  # references that report a storage's end
 
     def hold(self, place: str, num_bytes: int, taken: int | None = None) -> Any:
-        """Memory that counts as long as somebody refers to it: as `taken` bytes, or all."""
+        """A stand-in for a tensor of `num_bytes`; while it lives, `taken` bytes count, or all."""
         taken = num_bytes if taken is None else taken
         self.add_bytes(place, taken)
-        self.took(0)
+        self.note_peak(0)
         return Held(self, place, num_bytes, taken)
 
     def count(self, tensor: Tensor, place: str, num_bytes: int | None = None) -> Tensor:
-        """Count a tensor as long as its storage lives: as `num_bytes`, or all that it has."""
+        """Count a tensor while its storage lives: as `num_bytes`, or all bytes of the storage."""
         storage, key = tensor.untyped_storage(), memory_of(tensor)
         if key not in self._known:
             size = align(storage.nbytes() if num_bytes is None else num_bytes, _STEP)
             self.add_bytes(place, size)
             self._known[key] = ref(storage, partial(self._gone, key, place, size))
-            self.took(0)
+            self.note_peak(0)
         return tensor
 
     def _gone(self, key: int, place: str, num_bytes: int, _: Any) -> None:
@@ -299,7 +291,7 @@ class Ledger:
         self.live[place] = self.live.get(place, 0) + num_bytes
         self.total_bytes += num_bytes
 
-    def took(self, num_bytes: int, beside: int = 0, place: str = Place.WORKING_SET) -> None:
+    def note_peak(self, num_bytes: int, beside: int = 0, place: str = Place.WORKING_SET) -> None:
         """Note that `num_bytes` of working set and `beside` of `place` were alive for a moment."""
         total = self.total_bytes + num_bytes + beside
         self.made_bytes = max(self.made_bytes, total - self._old_bytes)
@@ -311,7 +303,7 @@ class Ledger:
 
 
 def shapes_only(shapes: Callable[..., Any]) -> Any:
-    """An operation whose results have the shapes that `shapes` makes, and no values."""
+    """Register an operation that runs without data: `shapes` makes its empty results."""
 
     def refuse(*_: Any) -> None:
         raise NotImplementedError("only the shapes are of interest")
@@ -388,7 +380,7 @@ def _experts_product_backward(gradient: Tensor, other: Tensor, like: Tensor) -> 
 
 
 def _experts_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """Of a frozen base's weights there is none."""
+    """The gradients of rows and weights; None for those of a frozen base."""
     pairs = zip(ctx.saved_tensors, reversed(ctx.saved_tensors), strict=True)
     return tuple(
         _experts_product_backward(gradient, other, like) if needed else None
@@ -428,8 +420,7 @@ class OneAttention(TorchFunctionMode):
         self._calls += 1
         if self._calls > self._most:  # raised here: torch's code below may not be left so
             raise NotForeseeable(
-                f"a layer has more than {self._most:,} operations (a recurrence without a "
-                "kernel of its own)"
+                f"a layer has more than {self._most:,} operations (a recurrence without a kernel)"
             )
         if func is F.scaled_dot_product_attention:
             return _one_attention(*args, **(kwargs or {}))
@@ -486,14 +477,14 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
     return Work(touched_bytes=touched, kernels=_LAUNCHES.get(schema_of(func).name, 1)), scratch
 
 
-def _grouped_product(left: Tensor, right: Tensor, out: Tensor) -> Work:
+def _grouped_product(a: Tensor, b: Tensor, out: Tensor) -> Work:
     """The work of `[S, I] x [E, I, O]`, or of `[E, I, O]` gradients from `[S, O]` and `[S, I]`."""
     *groups, rows, columns = out.shape
-    inner = len(left) if groups else left.shape[-1]
+    inner = len(a) if groups else a.shape[-1]
     # Of each group's rows the last tiles are half empty on average.
-    rows = align(rows, _TILE_ROWS) if groups else rows + len(right) * _TILE_ROWS // 2
+    rows = align(rows, _TILE_ROWS) if groups else rows + len(b) * _TILE_ROWS // 2
     columns = align(columns, _NARROW if columns <= _NARROW else _TILE_COLUMNS)
-    touched = left.nbytes + right.nbytes + out.nbytes
+    touched = a.nbytes + b.nbytes + out.nbytes
     return Work(
         expert_flops=2 * rows * inner * columns,
         touched_bytes=touched,
@@ -508,21 +499,21 @@ def _causal_attention(func: Any, args: tuple, results: int) -> tuple[Work, int]:
     query, sinks, window = (named[name] for name in ("query", "sinks", "window"))
     rows, tokens, heads, width = query.shape
     window = min(window, tokens) or tokens
-    pairs = rows * heads * window * (2 * tokens - window) // 2  # the first tokens see fewer
-    touched, kernels, scratch = 0, 4, 0
     if named.get("cap"):
-        how = query, named["key"], window
-        pairs, chunks, scratch = cost_of_chunks(*how, backward=not forward)
+        pairs, chunks, scratch = cost_of_chunks(query, named["key"], window, backward=not forward)
         # A chunk's logits go to memory and back between any two of its products.
         touched = pairs * query.itemsize * (4 if forward else 10)
-        kernels = chunks * (9 if forward else 18)
+        work = Work(touched_bytes=touched, kernels=chunks * (9 if forward else 18))
+    else:
+        pairs = rows * heads * window * (2 * tokens - window) // 2  # the first tokens see fewer
+        scratch = 0 if forward else query.numel() * 4
+        work = Work(kernels=4)
     flops = 4 * pairs * width
-    work = Work(touched_bytes=touched, kernels=kernels)
-    if forward:
-        scratch += 0 if sinks is None else 2 * query.nbytes
-        return work._replace(attention_flops=flops, attention_bytes=results), scratch
-    scratch += 0 if named.get("cap") else query.numel() * 4
-    return work._replace(attention_backward_flops=flops * 5 // 2), scratch
+    if not forward:
+        return work._replace(attention_backward_flops=flops * 5 // 2), scratch
+    if sinks is not None:
+        scratch += 2 * query.nbytes
+    return work._replace(attention_flops=flops, attention_bytes=results), scratch
 
 
 def _attention_flops(
@@ -565,7 +556,7 @@ class OpCounter(Ledger, TorchDispatchMode):
     def add(self, work: Work) -> None:
         """Count work that was measured before; its peak lies on top of what is alive now."""
         self.work = added(self.work, work)
-        self.took(work.peak_bytes)
+        self.note_peak(work.peak_bytes)
 
     def restart(self) -> None:
         """Forget work and peak so far; what is alive stays."""
@@ -585,7 +576,7 @@ class OpCounter(Ledger, TorchDispatchMode):
             self.count(tensor, Place.WORKING_SET, 0 if shape_alone else None)
         work, scratch = work_of(func, args, kwargs, out)
         self.work = added(self.work, work)
-        self.took(scratch)
+        self.note_peak(scratch)
         return out
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from megatrain.base.units import on_line
 from megatrain.forecast.notes import Notes, Once, Value
-from megatrain.forecast.op_counter import LayerWork, MediaWork, Prologue, Shape, Work, on_line
+from megatrain.forecast.op_counter import LayerWork, MediaWork, Prologue, Shape, Work
 from megatrain.forecast.workload import Workload
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.model.capture import Ref, Rows
@@ -62,15 +63,20 @@ def grouped(micro: MicroBatch) -> int:
 
 def groups(rows: int, micro_batch: int, most: int | None, passes: int = 1) -> list[tuple[int, int]]:
     """Micro-batches that each group stands for, and their rows; a group is of one pass."""
-    full, rest = divmod(rows, micro_batch)
+    num_full, rest = divmod(rows, micro_batch)
     last = [(1, rest)] if rest else []
-    passes = min(passes, full + len(last))
-    ends = [(full + len(last)) * number // passes for number in range(passes + 1)]
+    num_micro = num_full + len(last)
+    passes = min(passes, num_micro)
+    ends = [num_micro * number // passes for number in range(passes + 1)]
     counts = []
     for start, stop in pairwise(ends):
-        whole = min(stop, full) - start
-        number = whole if most is None else min(whole, max(1, (most - len(last)) // passes))
-        counts += [(whole // number + (i < whole % number), micro_batch) for i in range(number)]
+        num = min(stop, num_full) - start
+        num_groups = num
+        if most is not None:
+            num_groups = min(num, max(1, (most - len(last)) // passes))
+        counts += [
+            (num // num_groups + (i < num % num_groups), micro_batch) for i in range(num_groups)
+        ]
     return [*counts, *last]
 
 
@@ -95,11 +101,11 @@ class Profile(Once):
         self._workload = workload
         self.media, self._float8 = workload.media, workload.precision == "fp8"
         self._notes = notes or Notes(lambda: spec)
-        of_media = self.media and self.media.digest
-        self._key = self.dtype, self.tokens, self.compiled, chunk_tokens, owners, of_media
+        digest = self.media and self.media.digest
+        self._key = self.dtype, self.tokens, self.compiled, chunk_tokens, owners, digest
         self._owners = owners
         kinds = [id(layer.kind) for layer in spec.layers]
-        self._first = [kinds.index(kind) for kind in kinds]  # visit of a layer's kind
+        self._first_visit = [kinds.index(kind) for kind in kinds]  # to a layer of the same kind
 
     @cached_property
     def _measurer(self) -> "Measurer":
@@ -115,9 +121,9 @@ class Profile(Once):
             config = self.spec.capture.model.config.get_text_config(decoder=True)
             generator = torch.Generator().manual_seed(0)
             ids_BT = torch.randint(config.vocab_size, (rows, self.tokens), generator=generator)
-            known = list(self.spec.constants)
-            seen_V = torch.zeros(max(config.vocab_size, *known, 0) + 1, dtype=torch.bool)
-            seen_V[ids_BT.flatten()] = seen_V[known] = True  # far quicker than `unique`
+            constants = list(self.spec.constants)
+            seen_V = torch.zeros(max(config.vocab_size, *constants, 0) + 1, dtype=torch.bool)
+            seen_V[ids_BT.flatten()] = seen_V[constants] = True  # far quicker than `unique`
             return seen_V.nonzero().flatten()
 
         return self.once(("distinct", rows), draw)
@@ -171,26 +177,23 @@ class Profile(Once):
     def _of_rows(
         self, kind: type[Value], part: tuple, rows: int, measure: Callable[[int], Value]
     ) -> Value:
-        """A part's work, measured with a few rows; that of others follows: all is affine in them.
-
-        Of a trace only where it has the same operations with more rows.
-        """
+        """A part's work, measured with a few rows; that of others follows, as all is affine."""
 
         def measured(rows: int) -> Value:
             return self._notes.noted(kind, (*self._key, *part, rows), lambda: measure(rows))
 
         def followed() -> Value:
-            one, two = map(measured, _ROWS)
-            if getattr(one, "structure", None) != getattr(two, "structure", None):
+            first, second = map(measured, _ROWS)
+            if getattr(first, "structure", None) != getattr(second, "structure", None):
                 return measured(rows)
-            return cast(Value, on_line(one, two, rows - _ROWS[0], 1))
+            return cast(Value, on_line(first, second, rows - _ROWS[0], 1))
 
         return measured(rows) if rows in (1, *_ROWS) else self.once((*part, rows), followed)
 
     def layer(self, visit: int, rows: int) -> LayerWork:
         """The work of a layer, from that of its kind."""
 
-        visit = self._first[visit]
+        visit = self._first_visit[visit]
 
         def measure() -> LayerWork:
             if self.compiled and self._chunk_tokens is None:
@@ -231,18 +234,24 @@ class Profile(Once):
 
         chunks, largest = -(-tokens // chunk), 8192
         if chunks == 1 and rows > 1:
-            pairs = [
+            works = [
                 on_line(run(size, largest), run(2 * size, largest), tokens - size, size)
                 for size in (32, 512, largest // 2)
             ]
-            return pairs[-1]._replace(peak_bytes=max(work.peak_bytes for work in pairs))
+            return works[-1]._replace(peak_bytes=max(work.peak_bytes for work in works))
         if chunks <= 2:
             return run(tokens)
-        half, more, lacking = chunk // 2, chunks - 2, chunks * chunk - tokens  # in the last one
-        works = zip(run(2 * chunk), run(3 * chunk), run(2 * chunk + half), strict=True)
+        half = chunk // 2
+        lacking = chunks * chunk - tokens  # in the last chunk
+        numbers = zip(run(2 * chunk), run(3 * chunk), run(2 * chunk + half), strict=True)
         # A token of the last chunk counts as one of the third, of which a half was left out.
         work = Work(
-            *(a + more * (b - a) - (b - c) * lacking // (chunk - half) for a, b, c in works)
+            *(
+                of_two
+                + (chunks - 2) * (of_three - of_two)
+                - (of_three - of_two_and_half) * lacking // (chunk - half)
+                for of_two, of_three, of_two_and_half in numbers
+            )
         )
         if tokens // chunk <= _CHUNKS_RUN:
             return work

@@ -19,8 +19,9 @@ from megatrain.device.trace import CALLER, MetaDevice
 from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.sink import PIECE, GradAccumulator, Sink
 from megatrain.engine.step import train_step
-from megatrain.forecast.op_counter import Place
-from megatrain.forecast.prices import Cost, CostModel, Declared
+from megatrain.forecast.declared import Declared
+from megatrain.forecast.op_counter import Ledger, Place
+from megatrain.forecast.prices import Cost, CostModel
 from megatrain.forecast.profile import Profile, grouped, visited_twice
 from megatrain.forecast.workload import Workload
 from megatrain.loss import JointLoss
@@ -103,8 +104,8 @@ class ClockDevice(MetaDevice):
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         name = f"{source.name} -> {to.name}"
-        most = to.data.numel()  # nothing is sliced: a large model's gradients go in many pieces
-        num_bytes = to.data.itemsize * (most if numel is None else min(numel, most))
+        room = to.data.numel()  # nothing is sliced: a large model's gradients go in many pieces
+        num_bytes = to.data.itemsize * (room if numel is None else min(numel, room))
         self._pass(stream, name, Cost(self._costs.copy(stream, num_bytes), num_bytes=num_bytes))
 
     def _pass(self, stream: str, name: str, cost: Cost) -> None:
@@ -112,7 +113,7 @@ class ClockDevice(MetaDevice):
         if stream not in base.HOST_STREAMS:
             self._at[CALLER] += self._costs.put_seconds + cost.launching
         if not cost.seconds:
-            return  # what waited for the same is still to come
+            return  # nothing was done: later work still waits for what this waited for
         end = max(start + cost.seconds, self._at[CALLER])
         self._at[stream] = end
         if cost.blocking:
@@ -191,8 +192,8 @@ class Forecast:
     def device_held_bytes(self) -> int:
         """Bytes that the driver will show: torch keeps freed memory while there is room."""
         torn = 0 if self.placement.chunk_tokens else self.device_bytes.get(Place.WORKING_SET, 0)
-        room = max(0, self.machine.device_memory_bytes - self.device_peak_bytes)
-        return self.device_peak_bytes + min(room, int(_ALLOCATOR_TORN * torn))
+        free = max(0, self.machine.device_memory_bytes - self.device_peak_bytes)
+        return self.device_peak_bytes + min(free, int(_ALLOCATOR_TORN * torn))
 
     @property
     def host_peak_bytes(self) -> int:
@@ -283,16 +284,12 @@ def forecast(
     host = host_bytes(assembly.store, parts)
     planes_bytes = sum(assembly.store.bytes_by_plane().values())
     # Rooms of graphs on the host are as if all groups were as large as the first.
-    every = sum(map(grouped, batch.micro)), costs.group * len(batch.micro)
-    host["host_kept_bytes"] = host["host_kept_bytes"] * every[0] // every[1]
-    on_device = {place: num_bytes for place, num_bytes in ledger.peak_live.items() if num_bytes}
-    context = machine.device_context_bytes
-    waits = (Place.KEPT_GRAPHS, Place.KEPT_ATTENTION, Place.ACTIVATIONS)
-    waiting = sum(on_device.get(place, 0) for place in waits)
-    torn = on_device.get(Place.WORKING_SET, 0) if placement.chunk_tokens is not None else 0
-    beyond = _ALLOCATOR * context + _ALLOCATOR_WAITING * waiting + _ALLOCATOR_TORN * torn
-    on_device |= {"libraries": int(_WORKSPACES * context), "allocator": int(beyond)}
-    on_device["context"] = context + mapping_bytes(sum(host.values()))
+    num_micro = sum(map(grouped, batch.micro))
+    host["host_kept_bytes"] = (
+        host["host_kept_bytes"] * num_micro // (costs.group * len(batch.micro))
+    )
+    on_device = _device_bytes(ledger, machine, placement)
+    on_device["context"] += mapping_bytes(sum(host.values()))
     later = sum(host.values()) - planes_bytes - host.get("host_resident_tiles_bytes", 0)
     host["host_process_bytes"] = process_bytes(model, machine, placement, measured, later)
     return Forecast(
@@ -309,6 +306,18 @@ def forecast(
         device_bytes=on_device,
         host_bytes=host,
     )
+
+
+def _device_bytes(ledger: Ledger, machine: Machine, placement: Placement) -> dict[str, int]:
+    """Device bytes at the peak by place, with those of libraries, allocator and context."""
+    on_device = {place: num_bytes for place, num_bytes in ledger.peak_live.items() if num_bytes}
+    context = machine.device_context_bytes
+    waits = (Place.KEPT_GRAPHS, Place.KEPT_ATTENTION, Place.ACTIVATIONS)
+    waiting = sum(on_device.get(place, 0) for place in waits)
+    torn = on_device.get(Place.WORKING_SET, 0) if placement.chunk_tokens is not None else 0
+    allocator = _ALLOCATOR * context + _ALLOCATOR_WAITING * waiting + _ALLOCATOR_TORN * torn
+    on_device |= {"libraries": int(_WORKSPACES * context), "allocator": int(allocator)}
+    return on_device | {"context": context}
 
 
 def _followed(placement: Placement, steps: int) -> int | None:
@@ -329,10 +338,10 @@ def process_bytes(
     """
     resident = [layout for layout in model.layouts if layout.name in placement.resident]
     parameters = [e for layout in resident for e in layout.entries]
-    ways = (2 * prod(e.shape) * (1 if e.group is None else 2) for e in parameters)
-    split = max(ways, default=0)
+    in_fp32 = (2 * prod(e.shape) * (1 if e.group is None else 2) for e in parameters)
+    largest = max(in_fp32, default=0)
     read = min(IN_FLIGHT_BYTES, 4 * sum(layout.numel for layout in model.layouts))
-    arriving = max(4 * measured.drawn + split, read)
+    arriving = max(4 * measured.drawn + largest, read)
     return max(PROCESS_BYTES, _EARLY_PROCESS_BYTES + arriving - later)
 
 
@@ -361,12 +370,12 @@ class CoarseSink(Sink):
 
     def _pieces(self, numel: int) -> Iterator[tuple[int, int]]:
         """The first and the last, one for each lane, are as they are; others leave together."""
-        size, most = self._piece, len(self._lanes) * self._piece
+        size, in_lanes = self._piece, len(self._lanes) * self._piece
         start, stop = 0, min(size, numel)
         yield start, stop
         while stop < numel:
-            together = _GROWTH * (stop - start) // size * size if stop >= most else size
-            start, stop = stop, min(stop + max(size, min(together, numel - most - stop)), numel)
+            together = _GROWTH * (stop - start) // size * size if stop >= in_lanes else size
+            start, stop = stop, min(stop + max(size, min(together, numel - in_lanes - stop)), numel)
             yield start, stop
 
     def _round(self, accumulator: GradAccumulator, part: slice, to: Buffer) -> None:

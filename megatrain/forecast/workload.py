@@ -102,13 +102,10 @@ class Workload:
         micro_batch: rows of a micro-batch; None, as for `placement`: to be chosen.
         clip: by the exact norm of all gradients, for which updates wait.
         device_memory, host_memory: bytes that the process may take; None: all that is there.
-        disk: folder on a disk that planes may rest on.
         disk_space: bytes that planes may take on a disk; None: what is free in `disk`.
         ranks: cards that keep the model together, each with a step of this size.
         hosts: times so many, each of which keeps the whole model.
-        may_own: these ranks may own experts.
         sequence_ranks: cards that share every row; 1: each has rows of its own.
-        generation: of replies between steps.
         media: what every row has of images or sounds; None: nothing.
         second: a model that is streamed before each step. For plans alone: in a run it is there
             before the engine, which gets what is left.
@@ -179,8 +176,8 @@ class Workload:
     def for_engine(self) -> dict[str, Any]:
         """Arguments of `Engine`, without the norm to clip by."""
         placement = self.placement or "auto"
-        others = {"precision": self.precision, "optimizer": self.rule, "placement": placement}
-        return self.for_loading | others
+        options = {"precision": self.precision, "optimizer": self.rule, "placement": placement}
+        return self.for_loading | options
 
     @property
     def disk_bytes(self) -> int | None:
@@ -197,19 +194,24 @@ class Workload:
 
         What ranks that share rows exchange, and that attention is of the whole row, is not counted.
         """
-        every = ranks * hosts
-        rows, length = -(-self.rows * self.sequence_ranks // every), self.sequence_length
-        length = -(-length // self.sequence_ranks)
-        most = self.micro_batch and min(self.micro_batch, rows)
-        tokens, generation = rows * length, self.generation
+        all_ranks = ranks * hosts
+        rows = -(-self.rows * self.sequence_ranks // all_ranks)
+        length = -(-self.sequence_length // self.sequence_ranks)
+        generation = self.generation
         if generation is not None and generation.rows is not None:
-            generation = replace(generation, rows=-(-generation.rows // every))
-        sizes: dict[str, Any] = {"tokens_per_step": tokens, "micro_batch": most}
-        sizes |= {"sequence_length": length, "sequence_ranks": 1}
-        sizes["may_own"] = (
-            ranks > 1 == hosts == self.sequence_ranks and not self.rule.needs_matrices
+            generation = replace(generation, rows=-(-generation.rows // all_ranks))
+        is_one_host_of_whole_rows = ranks > 1 and hosts == 1 and self.sequence_ranks == 1
+        return replace(
+            self,
+            tokens_per_step=rows * length,
+            micro_batch=self.micro_batch and min(self.micro_batch, rows),
+            sequence_length=length,
+            sequence_ranks=1,
+            may_own=is_one_host_of_whole_rows and not self.rule.needs_matrices,
+            ranks=ranks,
+            hosts=hosts,
+            generation=generation,
         )
-        return replace(self, **sizes, ranks=ranks, hosts=hosts, generation=generation)
 
     @property
     def rows(self) -> int:

@@ -52,9 +52,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Raises InputError: a setting is out of range, or not a number (NaN)."""
-        for name, most in _MOST.items():
-            if (value := getattr(self, name)) is not None and not 0 <= value <= most:
-                raise InputError(f"{name} is {value!r}; it must be from 0 to {most:g}")
+        for name, limit in _MOST.items():
+            if (value := getattr(self, name)) is not None and not 0 <= value <= limit:
+                raise InputError(f"{name} is {value!r}; it must be from 0 to {limit:g}")
 
     def settings(
         self,
@@ -73,9 +73,9 @@ class Sampling:
             cached: keys and values of earlier tokens are kept.
         """
         settings = copy.deepcopy(of_model)
-        if left := [n for n in _NOT_FOLLOWED if getattr(of_model, n, None) not in _NEUTRAL]:
-            _say(", ".join(left))
-        for name in left:
+        if ignored := [n for n in _NOT_FOLLOWED if getattr(of_model, n, None) not in _NEUTRAL]:
+            _say(", ".join(ignored))
+        for name in ignored:
             setattr(settings, name, None)
         fallback = {} if of_model.do_sample else _USUAL
         for name in ("temperature", "top_p", "top_k", "repetition_penalty"):

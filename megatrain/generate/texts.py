@@ -58,7 +58,6 @@ def generate(
         source: an engine, also one in training: its state is not changed.
         prompts: texts to continue, and messages to reply to.
         sampling: None: the model's own settings.
-        batch_size: prompts that are continued together.
         streamer: transformers' streamer, which gets each new token; for a single prompt.
         images: of the model, for messages with images, each of which is replied to alone.
 
@@ -157,10 +156,12 @@ def continued(
             )
             generated = output.sequences[: len(mine), width:].tolist()
             for row, tokens in zip(mine, generated, strict=True):
-                ends = (at for at, token in enumerate(tokens, 1) if token in stops)
+                ends = (size for size, token in enumerate(tokens, 1) if token in stops)
                 new[row] = tokens[: next(ends, len(tokens))]
-    every = {row: each for shared in share.all_gather_object(new) for row, each in shared.items()}
-    return [every[row] for row in range(len(ids))]
+    merged = {
+        row: tokens for shared in share.all_gather_object(new) for row, tokens in shared.items()
+    }
+    return [merged[row] for row in range(len(ids))]
 
 
 def _padded(
@@ -170,7 +171,7 @@ def _padded(
     rows = [[pad] * (width - len(row)) + list(row) for row in ids]
     mask = [[0] * (width - len(row)) + [1] * len(row) for row in ids]
     tensors = {"inputs": rows, "attention_mask": mask}
-    return {name: torch.tensor(each, device=device) for name, each in tensors.items()}
+    return {name: torch.tensor(values, device=device) for name, values in tensors.items()}
 
 
 def _batches(
@@ -186,7 +187,7 @@ def _batches(
         for row in every:
             of_length[len(ids[row])].append(row)
         parts = list(of_length.values())
-    return [p[at : at + batch_size] for p in parts for at in range(0, len(p), batch_size)]
+    return [p[start : start + batch_size] for p in parts for start in range(0, len(p), batch_size)]
 
 
 @contextmanager
@@ -195,13 +196,13 @@ def _running(
 ) -> Iterator[PreTrainedModel]:
     """The model for rows of this length; its weights are on the device if they fit beside it.
 
-    Its generation_config is bare: transformers takes from it what the settings of a call leave out.
+    Its generation_config is empty: transformers fills what a call leaves out from it.
     """
-    bare = {"generation_config": GenerationConfig()}
+    empty = {"generation_config": GenerationConfig()}
     try:
-        with source.whole_model() as model, changed([model], **bare):
-            cached = cache_bytes(model, rows, tokens)
-        with source.whole_model(spare=cached, apart=apart) as model, changed([model], **bare):
+        with source.whole_model() as model, changed([model], **empty):
+            needed = cache_bytes(model, rows, tokens)
+        with source.whole_model(spare=needed, apart=apart) as model, changed([model], **empty):
             yield model
     except torch.OutOfMemoryError as error:
         raise DoesNotFit(
@@ -243,8 +244,8 @@ def cache_bytes(model: PreTrainedModel, rows: int, tokens: int) -> int:
     """
     sizes = []
     for first, second, window in _layers_of(model) or []:
-        kept = min(tokens, window or tokens)
-        sizes.append(rows * (first + (second - first) * (kept - _TRIED[0])))
+        cached_tokens = min(tokens, window or tokens)
+        sizes.append(rows * (first + (second - first) * (cached_tokens - _TRIED[0])))
     return sum(sizes) + max(sizes, default=0)
 
 
@@ -297,8 +298,8 @@ def _layers(cache: Any) -> list[tuple[int, int | None]]:
     sizes = []
     for layer in getattr(cache, "layers", [cache]):
         leaves = pytree.tree_leaves(dict(getattr(layer, "__dict__", layer)))
-        held = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-        sizes.append((held, getattr(layer, "sliding_window", None)))
+        num_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+        sizes.append((num_bytes, getattr(layer, "sliding_window", None)))
     return sizes
 
 

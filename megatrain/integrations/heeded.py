@@ -62,25 +62,25 @@ def check_class(kind: type, mixed_in: type) -> None:
     """
     library = _library(kind)
     trainers = [c for c in library if any(base.__name__ == "Trainer" for base in c.__mro__)]
-    other = next((c for c in trainers if c.__name__ not in CLASSES), None)
-    if other is not None or not library:
-        others = shipped("docs/losses.md")
-        why = f"take Trainer, SFTTrainer, DPOTrainer or RewardTrainer; others: {others}"
-        refuse((other or kind).__name__, why)
+    trainer = next((c for c in trainers if c.__name__ not in CLASSES), None)
+    if trainer is not None or not library:
+        page = shipped("docs/losses.md")
+        remedy = f"take Trainer, SFTTrainer, DPOTrainer or RewardTrainer; others: {page}"
+        refuse((trainer or kind).__name__, remedy)
     for name in decisive_methods(kind):
         owner = next(c for c in kind.__mro__ if c is not mixed_in and name in vars(c))
         method = vars(owner)[name]
         made_in = getattr(unwrap(method) if callable(method) else method, "__module__", None)
         if not _of_library(made_in or owner.__module__):
-            why = REFUSED_METHODS.get(name, _UNKNOWN) or _REPLACED
-            refuse(f"{owner.__name__}.{name}", why)
+            remedy = REFUSED_METHODS.get(name, _UNKNOWN) or _REPLACED
+            refuse(f"{owner.__name__}.{name}", remedy)
 
 
 def decisive_methods(kind: type) -> tuple[str, ...]:
     """The names of a trainer's class that no subclass or patch may redefine."""
     names = {name for owner in _library(kind) for name in vars(owner)}
-    known = HEEDED_METHODS | NO_MEANING_METHODS
-    return tuple(sorted(name for name in names - known if not name.startswith("__")))
+    listed_methods = HEEDED_METHODS | NO_MEANING_METHODS
+    return tuple(sorted(name for name in names - listed_methods if not name.startswith("__")))
 
 
 def by_name(
@@ -107,16 +107,16 @@ def check_arguments(args: Any) -> None:
     library = next((c for c in type(args).__mro__ if _of_library(c.__module__)), None)
     if library is None:
         return
-    known = HEEDED_ARGUMENTS | FIXED_ARGUMENTS | NO_MEANING_ARGUMENTS
+    listed = HEEDED_ARGUMENTS | FIXED_ARGUMENTS | NO_MEANING_ARGUMENTS
     for field in fields(library):
         default = field.default
         if field.default_factory is not MISSING:
             default = field.default_factory()
         value: Any = getattr(args, field.name, default)
         is_empty = value is None or value is False or (hasattr(value, "__len__") and not len(value))
-        if field.name not in known and value != default and not (is_empty and not default):
-            if field.name == "bf16_full_eval" and args.bf16:
-                continue
+        is_unset = value == default or (is_empty and not default)
+        is_bf16 = field.name == "bf16_full_eval" and args.bf16
+        if not (field.name in listed or is_unset or is_bf16):
             refuse(f"args.{field.name}", REFUSED_ARGUMENTS.get(field.name, _UNKNOWN))
 
 
@@ -136,8 +136,8 @@ class DecisiveSettings:
             old = self._values.get(name)
             if value is not old and value != old:
                 short = isinstance(old, _SHORT) and isinstance(value, _SHORT)
-                now = f" (it was {old!r}, and is {value!r})" if short else ""
-                refuse(f"{name}, changed since the trainer was made{now}", "make another trainer")
+                shown = f" (it was {old!r}, and is {value!r})" if short else ""
+                refuse(f"{name}, changed since the trainer was made{shown}", "make another trainer")
 
 
 def _decisive(trainer: Any) -> dict[str, Any]:
@@ -148,10 +148,10 @@ def _decisive(trainer: Any) -> dict[str, Any]:
     methods = {name: values[name] for name in decisive_methods(type(trainer)) if name in values}
     config = trainer.model.config.get_text_config(decoder=True).to_dict()
     model = {f"model.config.{n}": value for n, value in config.items() if n not in _ALIGNED}
-    every = args | attributes | methods | model | {"engine_options": trainer.engine_options}
+    all_settings = args | attributes | methods | model | {"engine_options": trainer.engine_options}
     parts = "accelerator.gradient_accumulation_steps"
-    every[parts] = trainer.accelerator.gradient_accumulation_steps
-    return {n: copy(v) if isinstance(v, list | dict) else v for n, v in every.items()}
+    all_settings[parts] = trainer.accelerator.gradient_accumulation_steps
+    return {n: copy(v) if isinstance(v, list | dict) else v for n, v in all_settings.items()}
 
 
 def _check_accelerator(accelerator: Any) -> None:

@@ -91,19 +91,21 @@ def weighed(step: Sequence[Waiting], shift: int) -> tuple[list[dict[str, Tensor]
     if any("labels" not in row for row in rows):
         return rows, losses.CROSS_ENTROPY
     counts = [losses.num_labelled(losses.targets_of(row["labels"], shift)) for row in rows]
-    parts = [
+    divisors = [
         micro.num_micro * count if micro.items is None else micro.items
         for micro, count in zip(step, counts, strict=True)
     ]
-    if all(part == sum(counts) for part in parts):
+    if all(divisor == sum(counts) for divisor in divisors):
         return rows, losses.CROSS_ENTROPY
-    if 0 in parts:
+    if 0 in divisors:
         raise InputError(
-            f"micro-batch {parts.index(0)} of this step has no label, so Trainer's loss is not a "
-            "number; leave such rows out"
+            f"micro-batch {divisors.index(0)} of this step has no label, so Trainer's loss is not "
+            "a number; leave such rows out"
         )
-    weights = [torch.full(r["labels"].shape, 1 / part) for r, part in zip(rows, parts, strict=True)]
-    return [r | {"token_weights": w} for r, w in zip(rows, weights, strict=True)], WEIGHTED_SUM
+    weighted = []
+    for row, divisor in zip(rows, divisors, strict=True):
+        weighted.append(row | {"token_weights": torch.full(row["labels"].shape, 1 / divisor)})
+    return weighted, WEIGHTED_SUM
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,8 @@ class TrlDPO(MicroBatchMeans, losses.DPO):
         replies = super().replies(log_prob_N, targets_N, *extras)
         lengths = super().replies(extras[-1], targets_N, *extras)  # one value per label
         return [
-            one._replace(length=of.log_prob / of.length)
-            for one, of in zip(replies, lengths, strict=True)
+            reply._replace(length=of.log_prob / of.length)
+            for reply, of in zip(replies, lengths, strict=True)
         ]
 
 
@@ -131,8 +133,8 @@ class TrlReward(MicroBatchMeans, losses.Reward):
         chosen, rejected = (
             replies.log_prob for replies in self.replies(log_prob_N, targets_N, *extras)
         )
-        every = torch.cat([chosen, rejected])
-        named = {f"{name}_reward": getattr(every, name)() for name in ("min", "mean", "max")}
+        scores = torch.cat([chosen, rejected])
+        named = {f"{name}_reward": getattr(scores, name)() for name in ("min", "mean", "max")}
         named["accuracy"] = (chosen > rejected).float().mean()
         return named | {"margin": (chosen - rejected).mean()}
 
@@ -189,9 +191,9 @@ class Preferences(_Pairs):
         types: list[Any] = (
             [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
         )
-        known = get_args(losses.DpoVariant)
-        if len(types) != 1 or types[0] not in known:
-            refuse("args.loss_type", f"it must be one of {', '.join(known)}")
+        variants = get_args(losses.DpoVariant)
+        if len(types) != 1 or types[0] not in variants:
+            refuse("args.loss_type", f"it must be one of {', '.join(variants)}")
         if args.label_smoothing and types[0] in ("sigmoid", "sigmoid_norm"):
             refuse(
                 "args.label_smoothing",
@@ -231,14 +233,14 @@ class Scores(_Pairs):
     def rows(self, step: MicroBatches) -> MicroBatches:
         for micro in step:
             tokens = micro["input_ids"].shape
-            for name, wanted, why in (
+            for name, expected, reason in (
                 ("attention_mask", tokens, "of tokens, 1 or 0, for each row"),
                 ("margin", (tokens[0] // 2,), "one number for each pair; squeeze it"),
             ):
-                if name in micro and micro[name].shape != wanted:
+                if name in micro and micro[name].shape != expected:
                     shape = tuple(micro[name].shape)
                     raise InputError(
-                        f"{name} of a batch is {shape}; it must be {tuple(wanted)}: {why}"
+                        f"{name} of a batch is {shape}; it must be {tuple(expected)}: {reason}"
                     )
         labels = [scored(micro["input_ids"], micro["attention_mask"], self.pad) for micro in step]
         rows = _numbered(step, labels)
@@ -268,9 +270,9 @@ def _numbered(step: MicroBatches, labels: list[Tensor]) -> MicroBatches:
         count = len(rows) // 2
         numbers = {"pair": first + rows % count, "chosen": rows < count}
         first += count
-        beside = {n: v[:, None].expand(targets.shape).float() for n, v in numbers.items()}
+        columns = {n: v[:, None].expand(targets.shape).float() for n, v in numbers.items()}
         of_model = {name: value for name, value in micro.items() if name not in _NOT_OF_MODEL}
-        numbered.append(of_model | {"labels": targets} | beside)
+        numbered.append(of_model | {"labels": targets} | columns)
     return numbered
 
 
@@ -287,8 +289,8 @@ def predicted(
     if labels is None:
         return None, logits, None
     last = logits.shape[1] - engine.label_shift
-    wanted = labels[:, engine.label_shift :].flatten()
+    targets = labels[:, engine.label_shift :].flatten()
     total = cross_entropy(
-        logits[:, :last].flatten(0, 1), wanted, ignore_index=-100, reduction="sum"
+        logits[:, :last].flatten(0, 1), targets, ignore_index=-100, reduction="sum"
     )
-    return total / ((wanted != -100).sum() if items is None else items), logits, labels
+    return total / ((targets != -100).sum() if items is None else items), logits, labels

@@ -114,7 +114,7 @@ class StreamedTrainer(_Trainer):
             self.ref_model = None
             is_base = reference is None and not wrapped and is_peft_model(model_given)
             adapters = model_given.peft_config.values() if is_base else ()
-            if not all(getattr(each, "init_lora_weights", True) for each in adapters):
+            if not all(getattr(config, "init_lora_weights", True) for config in adapters):
                 refuse("peft_config with init_lora_weights: False", _NOT_THE_BASE)
         decayed = set(self.get_decay_parameter_names(model_given))
         names = {id(value): name for name, value in inner.named_parameters()}
@@ -127,9 +127,11 @@ class StreamedTrainer(_Trainer):
     def _open_engines(self, model: Any, reference: Any) -> None:
         """Open the model's engine, and a reference's; if one fails, both are closed."""
         common = _settings(self.args)
-        with ExitStack() as held:
+        with ExitStack() as opened:
             if isinstance(self._objective, objectives.Preferences):
-                self._objective.reference = held.enter_context(Engine(reference or model, **common))
+                self._objective.reference = opened.enter_context(
+                    Engine(reference or model, **common)
+                )
                 self._check_rows(self._objective.reference.vocab_size)
             common |= self.engine_options
             weight = getattr(self, "router_aux_loss_coef", 0.0)
@@ -149,9 +151,9 @@ class StreamedTrainer(_Trainer):
                 seed=self.args.seed,
                 **common,
             )
-            self._take(held.enter_context(engine))
+            self._take(opened.enter_context(engine))
             engine.require_held()
-            held.pop_all()
+            opened.pop_all()
 
     def _check_rows(self, rows: int) -> None:
         """Raises InputError: the reference's embedding table lacks tokens of the data."""
@@ -183,7 +185,7 @@ class StreamedTrainer(_Trainer):
             reserved.discard("precision")
         best = (args.metric_for_best_model or "").removeprefix("eval_")
         pairs = type(self._objective) is not objectives.Objective
-        for wrong, name, why in (
+        for wrong, name, reason in (
             (args.optim not in _OPTIMIZERS, "args.optim", f"it must be {' or '.join(_OPTIMIZERS)}"),
             (optimizers, "optimizers", REFUSED_OPTIONS["optimizers"]),
             *((getattr(self, n) is not None, n, REFUSED_OPTIONS[n]) for n in _OPTIONS),
@@ -196,7 +198,7 @@ class StreamedTrainer(_Trainer):
             (accelerate != precision, f"mixed precision {accelerate!r}", "set args.bf16"),
         ):
             if wrong:
-                refuse(name, why)
+                refuse(name, reason)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Leave the model where it is: the engine copies it to host memory."""
@@ -274,8 +276,8 @@ class StreamedTrainer(_Trainer):
         rows, loss = self._objective.step(waiting, self.engine)
         value, measures = self._objective.value(rows, loss, self.engine)
         if self.engine.balances_experts:
-            beside = {"labels", *loss.inputs}
-            bare = [{n: v for n, v in micro.items() if n not in beside} for micro in rows]
+            of_loss = {"labels", *loss.inputs}
+            bare = [{n: v for n, v in micro.items() if n not in of_loss} for micro in rows]
             weighed, balance = self.engine.router_loss(bare, self._router_shares(waiting))
             value, measures["aux_loss"] = value + weighed, balance
         return value, measures
@@ -316,9 +318,9 @@ class StreamedTrainer(_Trainer):
             return torch.tensor(value), None, None
         if not plain:
             raise InputError("there are no predictions for pairs; use megatrain.Engine.logits")
-        more = [name for name in _OUTPUTS if getattr(self.engine.config, name, False)]
-        if more or "logits" in (ignore_keys or ()):
-            refuse(", ".join(more) or "ignore_keys", "predictions are logits alone")
+        extra_outputs = [name for name in _OUTPUTS if getattr(self.engine.config, name, False)]
+        if extra_outputs or "logits" in (ignore_keys or ()):
+            refuse(", ".join(extra_outputs) or "ignore_keys", "predictions are logits alone")
         return objectives.predicted(self.engine, rows, self._num_items(rows))
 
     def _num_items(self, rows: dict[str, Tensor]) -> float | None:
@@ -354,8 +356,8 @@ class StreamedTrainer(_Trainer):
         torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        taken = signature(Engine.load).parameters
-        options = {name: v for name, v in self.engine_options.items() if name in taken}
+        accepted = signature(Engine.load).parameters
+        options = {name: v for name, v in self.engine_options.items() if name in accepted}
         folder = Path(resume_from_checkpoint) / _ENGINE
         self.engine.close()
         self._take(Engine.load(folder, **_settings(self.args) | options))
@@ -385,10 +387,7 @@ def _settings(args: Any) -> dict[str, Any]:
 
 
 def _on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A micro-batch for the engine, without settings of a forward that match the engine's.
-
-    Positions tell the lengths of documents in packed rows.
-    """
+    """A micro-batch for the engine, without settings of a forward that match the engine's."""
     left_out = _LENGTHS if "position_ids" in inputs else ()
     return {
         name: value.cpu() if isinstance(value, Tensor) else value

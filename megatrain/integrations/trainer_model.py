@@ -25,9 +25,8 @@ _FACTS = bool | int | float | str | None  # types of attributes that anybody may
 def refuse_weights(name: str, *_: Any, **__: Any) -> NoReturn:
     """Raises InputError: the weights are the engine's."""
     raise InputError(
-        f"{name} of a StreamedTrainer's model: the model is streamed, and its weights, gradients "
-        "and modules are trainer.engine's; change the model before the trainer is made, rates and "
-        "the like in optimizer.param_groups"
+        f"{name} of a StreamedTrainer's model: weights, gradients and modules are the engine's; "
+        "change the model before you make the trainer, and rates in optimizer.param_groups"
     )
 
 
@@ -66,7 +65,7 @@ class ModelStandIn:
         names = {*dir(model), *dir(inner)}
         static = {name: getattr_static(inner, name, refuse_weights) for name in names}
         vars(self).update({n: v for n, v in static.items() if isinstance(v, _FACTS)})
-        counts = {both: model.num_parameters(*both) for both in product((False, True), repeat=2)}
+        counts = {key: model.num_parameters(*key) for key in product((False, True), repeat=2)}
         vars(self).update(dtype=inner.dtype, name_or_path=inner.name_or_path, forward=forward)
         vars(self).update(training=True, _names=names, _counts=counts, _generates=generates)
 

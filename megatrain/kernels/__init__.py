@@ -19,15 +19,15 @@ _log = logging.getLogger(__name__)
 
 
 def _choose() -> tuple[ModuleType, str]:
-    wanted = os.environ.get("MEGATRAIN_KERNELS", "")
-    if wanted not in ("", "native", "reference"):
-        raise InputError(f"MEGATRAIN_KERNELS is {wanted!r}; set it to native or reference")
-    if wanted == "reference":
+    choice = os.environ.get("MEGATRAIN_KERNELS", "")
+    if choice not in ("", "native", "reference"):
+        raise InputError(f"MEGATRAIN_KERNELS is {choice!r}; set it to native or reference")
+    if choice == "reference":
         return reference, "reference (asked for)"
     try:
         from megatrain.kernels import native
     except ImportError as error:
-        if wanted == "native":
+        if choice == "native":
             raise InputError(f"MEGATRAIN_KERNELS is native, but {error}") from error
         _log.warning("Using the slower reference kernels: no native library: %s", error)
         return reference, f"reference (no native library: {error})"
@@ -66,14 +66,14 @@ def add(sums: Tensor, gradient: Tensor) -> None:
 
 def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) -> None:
     """See `reference.checksum`; computed on the device of the bytes."""
-    if bytes_uint8.is_cuda and (whole := 0 if at % 8 else len(bytes_uint8) // 8 * 8):
+    if bytes_uint8.is_cuda and (aligned := 0 if at % 8 else len(bytes_uint8) // 8 * 8):
         try:
             from megatrain.kernels import gpu
         except ImportError:  # no Triton: slower, the same
-            whole = 0
+            aligned = 0
         else:
-            gpu.checksum(bytes_uint8[:whole], blocks, at)
-        bytes_uint8, at = bytes_uint8[whole:], at + whole
+            gpu.checksum(bytes_uint8[:aligned], blocks, at)
+        bytes_uint8, at = bytes_uint8[aligned:], at + aligned
     on_host = is_native and bytes_uint8.is_cpu and at % 8 == 0
     (_chosen if on_host else reference).checksum(bytes_uint8, blocks, at, threads=threads)
 

@@ -92,8 +92,8 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
     do not begin at a multiple of two groups.
     """
     states.check_update(rule, tile, options)
-    weights, remainder, kept, grad = tile
-    planes = (weights, remainder, *kept, *[None] * (4 - len(kept)), grad)
+    weights, remainder, moments, grad = tile
+    planes = (weights, remainder, *moments, *[None] * (4 - len(moments)), grad)
     sums: list[Any] = [None] * 4
     if options.sums is not None:
         read, written, first = (
@@ -111,7 +111,7 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
         ]
     _call["update"](
         *map(_address, planes),
-        _ADAMW[kept[0].dtype] if rule == "adamw" else _RULES[rule],
+        _ADAMW[moments[0].dtype] if rule == "adamw" else _RULES[rule],
         0 if remainder is None else _REMAINDERS[remainder.dtype],
         grad.dtype == torch.bfloat16,
         weights.numel(),

@@ -105,8 +105,8 @@ def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) 
     done, count = 0, 0
     while done < len(bytes_uint8):
         block, first = divmod(at + done, SUMMED_BYTES)
-        left = len(bytes_uint8) - done
-        count = 1 if first or left < SUMMED_BYTES else left // SUMMED_BYTES
+        unread = len(bytes_uint8) - done
+        count = 1 if first or unread < SUMMED_BYTES else unread // SUMMED_BYTES
         part = bytes_uint8[done : done + count * SUMMED_BYTES - first]
         done += len(part)
         if len(part) < count * SUMMED_BYTES:
@@ -130,9 +130,9 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
         states.check_update(rule, tile, options)
     for part, param, g in _masters(tile, options):
         groups = slice(part.start // states.GROUP, part.stop // states.GROUP)
-        kept = [plane[part] for plane in tile.states[:2]]
-        kept += [plane[groups] for plane in tile.states[2:]]  # scales
-        RULES[rule](param, g, kept, by, options._replace(at=options.at + part.start))
+        moments = [plane[part] for plane in tile.states[:2]]
+        moments += [plane[groups] for plane in tile.states[2:]]  # scales
+        RULES[rule](param, g, moments, by, options._replace(at=options.at + part.start))
 
 
 def _masters(tile: TileRange, options: UpdateOptions) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -147,8 +147,8 @@ def _masters(tile: TileRange, options: UpdateOptions) -> Iterator[tuple[slice, T
         if r is not None:
             added: Tensor | int = 0
             if r.dtype == torch.int8:
-                at = options.at + start
-                added = states.random8(at, len(param), options.step, param.device)
+                place = options.at + start
+                added = states.random8(place, len(param), options.step, param.device)
             split_block(param, w, r, added)
 
 
@@ -156,7 +156,7 @@ def _masters(tile: TileRange, options: UpdateOptions) -> Iterator[tuple[slice, T
 
 
 def _adamw(
-    param: Tensor, g: Tensor, kept: Sequence[Tensor], by: Scalars, options: UpdateOptions
+    param: Tensor, g: Tensor, moments: Sequence[Tensor], by: Scalars, options: UpdateOptions
 ) -> None:
     """Operation for operation `torch.optim.AdamW(foreach=False)`.
 
@@ -164,17 +164,17 @@ def _adamw(
     than there: the root is correctly rounded, where torch's CPU builds call MKL's, which is one
     unit in the last place off for every fifth number.
     """
-    m, v = states.load_moments(kept)
+    m, v = states.load_moments(moments)
     param.mul_(by.decay)
     m.lerp_(g, by.weight1)
     v.mul_(by.beta2).addcmul_(g, g, value=by.weight2)
     denominator = (states.exact_sqrt(v) / by.root_correction2).add_(by.eps)
     param.addcdiv_(m, denominator, value=by.negative_step_size)
-    states.store_moments((m, v), kept, at=options.at, step=options.step)
+    states.store_moments((m, v), moments, at=options.at, step=options.step)
 
 
-def _lion(param: Tensor, g: Tensor, kept: Sequence[Tensor], by: Scalars, *_: Any) -> None:
-    [momentum] = kept
+def _lion(param: Tensor, g: Tensor, moments: Sequence[Tensor], by: Scalars, *_: Any) -> None:
+    [momentum] = moments
     mixed = (momentum * by.beta1).add_(g * by.weight1)
     # A NaN has no sign for torch, and would go unseen.
     direction = torch.where(mixed.isnan(), mixed, mixed.sign())
@@ -183,12 +183,12 @@ def _lion(param: Tensor, g: Tensor, kept: Sequence[Tensor], by: Scalars, *_: Any
 
 
 def _sgd(
-    param: Tensor, g: Tensor, kept: Sequence[Tensor], by: Scalars, *_: Any, nesterov: bool = False
+    param: Tensor, g: Tensor, states: Sequence[Tensor], by: Scalars, *_: Any, nesterov: bool = False
 ) -> None:
     """Adds `decay` times the parameter to the gradient; `weight1` times that to the momentum."""
     if by.decay:
         g.add_(param * by.decay)
-    for buffer in kept:
+    for buffer in states:
         buffer.mul_(by.beta1).add_(g * by.weight1)
         g = g.add_(buffer * by.beta1) if nesterov else buffer
     param.add_(g * by.negative_step_size)
@@ -237,9 +237,7 @@ def move_file(
     """Read or write bytes of a file, whole blocks of 4096.
 
     Args:
-        file: its descriptor.
         bytes_uint8: [N] uint8, which the bytes from `offset` on go to or come from.
-        piece: ignored here, there is one request.
 
     Raises OSError: the system's; or ENODATA, where the file ends or nothing more is moved.
     """

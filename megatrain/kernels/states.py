@@ -150,10 +150,10 @@ def encode_first(values: Tensor) -> tuple[Tensor, Tensor]:
             NaN, and the group decodes as NaN. Codes are zero in both cases.
     """
     groups = _groups(values)
-    scales, kept = _scales(groups.abs())
+    scales, reciprocals = _scales(groups.abs())
     shares = (groups * _divided(SHARES, scales)[:, None]).round_()
     # Neither a share nor the quotient is ever halfway between two codes.
-    codes = torch.where(kept, (shares * 254 / (shares.abs() + SHARES)).round_(), 0)
+    codes = torch.where(reciprocals, (shares * 254 / (shares.abs() + SHARES)).round_(), 0)
     return codes.to(torch.int8).view(-1)[: values.numel()], scales
 
 
@@ -174,9 +174,9 @@ def encode_second(values: Tensor) -> tuple[Tensor, Tensor]:
         scales: [ceil(N / GROUP)] float32, of roots, as in `encode_first`.
     """
     roots = _groups(exact_sqrt(values))
-    scales, kept = _scales(roots)
+    scales, reciprocals = _scales(roots)
     codes = (roots * _divided(255, scales)[:, None]).round_()
-    codes = torch.where(kept, torch.maximum(codes, (roots > 0).float()), 0)
+    codes = torch.where(reciprocals, torch.maximum(codes, (roots > 0).float()), 0)
     return codes.to(torch.uint8).view(-1)[: values.numel()], scales
 
 
@@ -298,8 +298,8 @@ def check_planes(*, master: Tensor, weights: Tensor, remainder: Tensor) -> None:
 def check_update(rule: str, tile: TileRange, options: UpdateOptions) -> None:
     """Require the planes of an update to agree in length; AdamW's `at` must begin a group."""
     size = tile.weights.numel()
-    whole = tile.remainder is None
-    check_tensor("weights", tile.weights, (torch.float32 if whole else torch.bfloat16,))
+    in_fp32 = tile.remainder is None
+    check_tensor("weights", tile.weights, (torch.float32 if in_fp32 else torch.bfloat16,))
     if tile.remainder is not None:
         check_tensor("remainder", tile.remainder, REMAINDERS, size)
     check_tensor("grad", tile.grad, GRADIENTS, size)

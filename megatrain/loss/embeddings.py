@@ -144,10 +144,10 @@ def _of_rows(
     """Targets and numbers of each row `[B]`: those of its first label."""
     firsts = [(target != IGNORED).int().argmax(1, keepdim=True) for target in targets]
 
-    def first(tensor: Tensor, at: Tensor) -> Tensor:
-        return tensor.gather(1, at)[:, 0]
+    def first(tensor: Tensor, place: Tensor) -> Tensor:
+        return tensor.gather(1, place)[:, 0]
 
     return (
-        [first(target, at) for target, at in zip(targets, firsts, strict=True)],
-        [[first(e, at) for e in each] for each, at in zip(extras, firsts, strict=True)],
+        [first(target, place) for target, place in zip(targets, firsts, strict=True)],
+        [[first(e, place) for e in row] for row, place in zip(extras, firsts, strict=True)],
     )

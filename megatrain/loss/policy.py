@@ -106,8 +106,8 @@ class GRPO(JointLoss):
                     f"GRPO's {name} is {value!r}; it must be {least.get(key, 0)} or more"
                 )
         check_type("GRPO", self.loss_type, PolicyVariant)
-        for name, known in (("importance_sampling_level", Level), ("scale_rewards", Scale)):
-            check_type("GRPO", getattr(self, name), known, name)
+        for name, choices in (("importance_sampling_level", Level), ("scale_rewards", Scale)):
+            check_type("GRPO", getattr(self, name), choices, name)
         if self.delta is not None and not self.delta > 1 + self.epsilon:
             raise InputError(f"GRPO's delta is {self.delta!r}; it must be above 1 + epsilon")
         if self.delta is not None and self.loss_type == "cispo":

@@ -59,8 +59,8 @@ def check_rows(
     """Raises InputError: labels with one reply's number and kind are in several rows of a step."""
     count = sum(len(target) for target in targets)
     rows = torch.arange(count).split([len(target) for target in targets])
-    every = [row[:, None].expand(target.shape) for row, target in zip(rows, targets, strict=True)]
-    row_of_label = labels_of(0, targets, [[each] for each in every])
+    spread = [row[:, None].expand(target.shape) for row, target in zip(rows, targets, strict=True)]
+    row_of_label = labels_of(0, targets, [[of_one] for of_one in spread])
     reply = 2 * numbers.long() + kinds
     by_row = (reply * count + row_of_label).unique() // count  # one for each reply and row
     if len(twice := by_row[1:][by_row[1:] == by_row[:-1]]):
@@ -99,7 +99,7 @@ class PairLoss(JointLoss):
         reply = pair + len(numbers) * (chosen != 1)  # first all chosen ones
         zeros = torch.zeros(2 * len(numbers), dtype=torch.float64, device=reply.device)
         of_labels = log_prob, reference, torch.ones_like(chosen)
-        sums = torch.stack([zeros.index_add(0, reply, each.double()) for each in of_labels])
+        sums = torch.stack([zeros.index_add(0, reply, of_one.double()) for of_one in of_labels])
         return [Replies(*half) for half in sums.chunk(2, 1)]
 
     def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class PairLoss(JointLoss):
         check_numbers("pair", pair)
         if not ((chosen == 0) | (chosen == 1)).all():
             raise InputError("chosen must be 1 at labels of chosen replies, 0 at those of rejected")
-        with_chosen, with_rejected = (set(pair[chosen == which].tolist()) for which in (1, 0))
+        with_chosen, with_rejected = (set(pair[chosen == side].tolist()) for side in (1, 0))
         if incomplete := with_chosen ^ with_rejected:
             missing = "rejected" if min(incomplete) in with_chosen else "chosen"
             raise InputError(
@@ -192,8 +192,8 @@ class DPO(PairLoss):
         if self.loss_type == "hinge":
             return F.relu(1 - margin)
         if self.loss_type == "robust":
-            both = (1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
-            return -both / (1 - 2 * wrong)
+            losses = (1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
+            return -losses / (1 - 2 * wrong)
         return -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
 
 

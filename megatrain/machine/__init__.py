@@ -129,18 +129,16 @@ class Machine:
 
     def splits(self) -> list["Machine"]:
         """This machine; one with one memory as if more and more of it were the host's."""
-        both = self.both_bytes
-        parts = [both // share for share in _PROCESS_SHARES if self.one_memory]
-        of_parts = [
-            replace(self, device_memory_bytes=both - part, host_memory_bytes=part) for part in parts
-        ]
-        return of_parts or [self]
+        if not self.one_memory:
+            return [self]
+        both, sizes = self.both_bytes, [self.both_bytes // share for share in _PROCESS_SHARES]
+        return [replace(self, device_memory_bytes=both - n, host_memory_bytes=n) for n in sizes]
 
     def shared(
         self, on_host: int, link_gbps: float | None, network_gbps: float | None = None
     ) -> "Machine":
         """Each rank's share, of `on_host` ranks: host memory, update and disk rates are divided."""
-        space, both = self.disk_space_bytes, self.disk_both_gbps
+        space, both_gbps = self.disk_space_bytes, self.disk_both_gbps
         return replace(
             self,
             host_memory_bytes=self.host_memory_bytes // on_host,
@@ -148,7 +146,7 @@ class Machine:
             update_gbps=self.update_gbps / on_host,
             disk_read_gbps=(self.disk_read_gbps or DISK_READ_GBPS) / on_host,
             disk_write_gbps=(self.disk_write_gbps or DISK_WRITE_GBPS) / on_host,
-            disk_both_gbps=both and both / on_host,
+            disk_both_gbps=both_gbps and both_gbps / on_host,
             disk_space_bytes=space and space // on_host,
             link_gbps=link_gbps or None,
             network_gbps=network_gbps or None,
@@ -205,8 +203,8 @@ def machine_for(
 
 def update_gbps(cores: int, host: str = "server") -> float:
     """The expected rate of host memory during updates, GB/s."""
-    numbers, known = zip(*_SERVER_GBPS, strict=True)
-    return min(float(np.interp(cores, numbers, known)), _HOST_LIMIT_GBPS[host])
+    numbers, gbps = zip(*_SERVER_GBPS, strict=True)
+    return min(float(np.interp(cores, numbers, gbps)), _HOST_LIMIT_GBPS[host])
 
 
 VERSION = 1
@@ -290,13 +288,13 @@ def present_machine(device: str = "auto", *, precision: Precision = "bf16") -> M
     gpu, memory = find_gpu(device), host_limit_bytes()
     if gpu is None:
         return None
-    known = by_driver_name(gpu.name)
-    shares = known is not None and known.shared
+    listing = by_driver_name(gpu.name)
+    shares = listing is not None and listing.shared
     if not (gpu.memory_bytes or shares):
         return None
     measured = read(key_of(device), "fp32" if precision == "fp32" else "bf16")
     if measured is not None and not shares:
-        link = known.link_gbps * _LINK_SHARE if known else 0.0
+        link = listing.link_gbps * _LINK_SHARE if listing else 0.0
         return replace(measured, host_memory_bytes=memory, link_gbps=link or None)
     try:
         listed = machine_for(

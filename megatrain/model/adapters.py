@@ -32,8 +32,6 @@ class Adapted:
         base: the model without it and without weights.
         held: for names of parameters and buffers in the model, their names in the base.
         copies: the same for copies of modules that are trained in place of the base's.
-        config: PEFT's.
-        name: by which PEFT knows the adapter.
     """
 
     base: PreTrainedModel
@@ -72,13 +70,13 @@ def require_held(model: PreTrainedModel) -> None:
         return
     _check_added_tokens(adapters)
     in_file = {*peft.file_names(model, adapters.name).values()}
-    beside = [n for n, p in model.named_parameters() if p.requires_grad and n not in in_file]
-    if beside:
-        more = f" and {len(beside) - 1} more" if len(beside) > 1 else ""
+    outside = [n for n, p in model.named_parameters() if p.requires_grad and n not in in_file]
+    if outside:
+        others_text = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
         raise InputError(
-            f"an adapter's folder does not hold {beside[0]}{more}, trained beside the adapter: "
-            "train their modules by the adapter's modules_to_save; or, of what is trained, write "
-            "the merged model (save_pretrained with merged=True, megatrain export --merged)"
+            f"an adapter's folder does not hold {outside[0]}{others_text}, trained beside the "
+            "adapter: train their modules by the adapter's modules_to_save, or write the merged "
+            "model (save_pretrained with merged=True, megatrain export --merged)"
         )
 
 
@@ -93,18 +91,18 @@ def _check_added_tokens(adapters: Adapted) -> None:
         )
     except OSError:
         return  # it is no longer there, or never was
-    before = saved.get("text_config", saved).get("vocab_size")
+    old_size = saved.get("text_config", saved).get("vocab_size")
     size = base.config.get_text_config(decoder=True).vocab_size
-    if before in (None, size):
+    if old_size in (None, size):
         return
     tables = [base.get_input_embeddings(), base.get_output_embeddings()]
     weights = {id(table.weight) for table in tables if table is not None}
     resized = {name for name, p in base.named_parameters() if id(p) in weights}
     if resized - adapters.replaced:
         raise InputError(
-            f"the model has {size} tokens, and {config.base_model_name_or_path}, the adapter's "
-            f"base, {before}: an adapter's folder does not hold what was added; train embedding "
-            "and head by modules_to_save, or write the merged model (save_pretrained, merged=True)"
+            f"the model has {size} tokens, its base {config.base_model_name_or_path} {old_size}, "
+            "and an adapter's folder does not hold the others; train embedding and head by "
+            "modules_to_save, or write the merged model (save_pretrained, merged=True)"
         )
 
 
@@ -115,10 +113,7 @@ def plain(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def with_adapter(base: PreTrainedModel, config: Any, name: str = "default") -> PreTrainedModel:
-    """A copy of a model without weights, with an adapter, which has no weights either.
-
-    Raises InputError: PEFT cannot put it there.
-    """
+    """A copy of a model without weights, with an adapter, which has no weights either."""
     model = peft.with_its_config(base)
     config = copy.deepcopy(config)  # PEFT fills in this model's values
     peft.inject(model, config, name)
@@ -146,19 +141,19 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
                 leaves = dict.fromkeys(name.split(".")[-2] for name, _ in base.named_parameters())
                 raise _unmatched(f"the model has no module {name!r} ({key})", leaves)
     model = with_adapter(base, config)
-    taken = set()
+    paths = set()
     for path, module in peft.wrappers(model):
         if not peft.is_copy(module):
             name, parameter = peft.base_path(path), peft.parameter_of(module)
-            taken.add(name if parameter is None else f"{name}.{parameter}")
+            paths.add(name if parameter is None else f"{name}.{parameter}")
     for key in ("rank_pattern", "alpha_pattern", "target_parameters"):
         for pattern in getattr(config, key, None) or ():
-            if not any(re.fullmatch(rf"(.*\.)?({pattern})", path) for path in taken):
-                raise _unmatched(f"no adapted module matches {pattern!r} ({key})", sorted(taken))
+            if not any(re.fullmatch(rf"(.*\.)?({pattern})", path) for path in paths):
+                raise _unmatched(f"no adapted module matches {pattern!r} ({key})", sorted(paths))
     for index in _listed(config.layers_to_transform):
-        if not any(str(index) in path.split(".") for path in taken):
-            why = f"no module of layer {index} is adapted (layers_to_transform, from 0 on)"
-            raise _unmatched(why, sorted(taken))
+        if not any(str(index) in path.split(".") for path in paths):
+            problem = f"no module of layer {index} is adapted (layers_to_transform, from 0 on)"
+            raise _unmatched(problem, sorted(paths))
     return model
 
 
@@ -205,8 +200,8 @@ def draw_adapters(
     }
     num_parameters = len(dict(model.named_parameters()))
     for number, (path, module) in enumerate(peft.wrappers(model)):
-        within = peft.inner(module).state_dict(keep_vars=True)
-        base = {name: read[first[id(tensor)]] for name, tensor in within.items()}
+        tensors = peft.inner(module).state_dict(keep_vars=True)
+        base = {name: read[first[id(tensor)]] for name, tensor in tensors.items()}
         if peft.is_copy(module):
             for name, original in base.items():
                 write(f"{path}.modules_to_save.{adapters.name}.{name}", original())
@@ -230,14 +225,14 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
     for path, module in peft.wrappers(model):
         is_copy, inner = peft.is_copy(module), peft.inner(module)
         # Of a copy also buffers.
-        within = inner.state_dict(keep_vars=True) if is_copy else dict(inner.named_parameters())
+        tensors = inner.state_dict(keep_vars=True) if is_copy else dict(inner.named_parameters())
         only, base_path = peft.parameter_of(module), peft.base_path(path)
-        if not is_copy and module.lora_bias[adapters.name] and "bias" not in within:
+        if not is_copy and module.lora_bias[adapters.name] and "bias" not in tensors:
             raise InputError(
                 f"{path} has no bias that the adapter's (lora_bias) could be merged into; export "
                 "the adapter instead"
             )
-        for name, parameter in within.items():
+        for name, parameter in tensors.items():
             if only not in (None, name):
                 continue
             if uses[id(parameter)] > 1:

@@ -149,10 +149,10 @@ def attend_by_kernel(spec: ModelSpec, precision: Precision) -> None:
 def takes_lengths(model: PreTrainedModel, *, fp32: bool) -> bool:
     """True if a kernel can replace the masks of a model; on a GPU in `fp32` none of torch can."""
     name, with_sinks = attention_of(model.config), [m for m in model.modules() if has_sinks(m)]
-    able = not fp32 and (name == BY_SINKS or chosen_attention(name) == BY_MASKS)
+    has_kernel = not fp32 and (name == BY_SINKS or chosen_attention(name) == BY_MASKS)
     if name in ("eager", BY_EAGER):
-        able = bool(with_sinks) and all(map(_is_plain, with_sinks))
-    return able and takes_flash_attention(model)
+        has_kernel = bool(with_sinks) and all(map(_is_plain, with_sinks))
+    return has_kernel and takes_flash_attention(model)
 
 
 def _has_cap(module: nn.Module) -> bool:
@@ -200,8 +200,8 @@ def _attention_in_documents(
         if within_images:
             lengths = edges.diff().tolist()
             images = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-            each = (sdpa_attention_forward(module, *image, None, **options)[0] for image in images)
-            return torch.cat([*each], dim=1), None
+            parts = (sdpa_attention_forward(module, *image, None, **options)[0] for image in images)
+            return torch.cat([*parts], dim=1), None
         attention_mask = document_mask(edges, query.shape[0], query.shape[2], window)
     out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return out, None
@@ -235,9 +235,9 @@ def row_edges(rows: int, tokens: int, device: torch.device) -> Tensor:
 
 def document_mask(edges: Tensor, rows: int, tokens: int, window: int | None) -> Tensor:
     """`[B, 1, T, T]` bools: the tokens that each token sees."""
-    at = torch.arange(rows * tokens, device=edges.device, dtype=edges.dtype)
-    document_BT = torch.searchsorted(edges, at, right=True).view(rows, 1, tokens)
-    place_T = at[:tokens]
+    places = torch.arange(rows * tokens, device=edges.device, dtype=edges.dtype)
+    document_BT = torch.searchsorted(edges, places, right=True).view(rows, 1, tokens)
+    place_T = places[:tokens]
     back_TT = place_T[:, None] - place_T[None]
     near_TT = (back_TT >= 0) & (back_TT < window) if window else back_TT >= 0
     return (document_BT[..., :, None] == document_BT[..., None, :]) & near_TT
@@ -368,9 +368,9 @@ def causal_attention(
         sums = _laid_out(sums_BTH, edges).transpose(-2, -1).contiguous()
     if sinks is None:
         return plain.view(query.shape), sums
-    whole = torch.logaddexp(sums, sinks.float()[:, None])
-    share = (sums - whole).exp().transpose(-2, -1).unsqueeze(-1)
-    return (plain * share).to(query.dtype).contiguous().view(query.shape), whole.contiguous()
+    with_sinks = torch.logaddexp(sums, sinks.float()[:, None])
+    share = (sums - with_sinks).exp().transpose(-2, -1).unsqueeze(-1)
+    return (plain * share).to(query.dtype).contiguous().view(query.shape), with_sinks.contiguous()
 
 
 @causal_attention.register_fake
@@ -410,8 +410,8 @@ def _backward(
         product_BTH = (gradient.float() * out.float()).sum(-1)
         of_sinks = -(shares * product_BTH).sum((0, 1))
         leaves, gradients = [*leaves, sinks], [*gradients, of_sinks]
-    every = zip(gradients, leaves, strict=True)
-    return [each.to(x.dtype).contiguous().view(x.shape) for each, x in every]
+    pairs = zip(gradients, leaves, strict=True)
+    return [gradient_of.to(x.dtype).contiguous().view(x.shape) for gradient_of, x in pairs]
 
 
 @_backward.register_fake

@@ -90,12 +90,12 @@ def gradients_in_chunks(
             at = piece[0], queries, piece[2]
             q_RCKGD = q_BTKGD[at]
             q, g, k = _by_head(q_RCKGD), _by_head(g_BTKGD[at]), k_NTD[:, keys]
-            both = q @ k.mT, g @ v_NTD[:, keys].mT
+            products = q @ k.mT, g @ v_NTD[:, keys].mT
             sums = sums_BTKG[at].transpose(1, 2).clone(memory_format=torch.contiguous_format)
             product = (g.float() * _by_head(o_BTKGD[at])).sum(-1).view(sums.shape)
-            shown = _shown(q_RCKGD, seen, at, keys, *both)
+            shown = _shown(q_RCKGD, seen, at, keys, *products)
             shares, slopes = fused(seen.scale, seen.cap, *shown, sums, product)
-            shares, slopes = (x.reshape(both[0].shape) for x in (shares, slopes))
+            shares, slopes = (x.reshape(products[0].shape) for x in (shares, slopes))
             sum_v[:, keys] += shares.mT @ g
             sum_k[:, keys] += slopes.mT @ q
             of_q[at] = _by_token(slopes @ k, q_RCKGD)
@@ -129,8 +129,8 @@ def cost_of_chunks(
 
 def _at_once(tokens: int, heads: int) -> tuple[int, int]:
     """Rows, and heads of keys, that are computed together."""
-    both = max(1, MOST_LOGITS // (QUERIES * tokens))
-    return min(_ROWS, max(1, both // heads)), min(heads, both)
+    rows = max(1, MOST_LOGITS // (QUERIES * tokens))
+    return min(_ROWS, max(1, rows // heads)), min(heads, rows)
 
 
 def _pieces(k_BTKGD: Tensor) -> Iterator[tuple[slice, slice, slice]]:

@@ -138,18 +138,16 @@ def model_class(
             ):
                 return partial(model_of, named)
     if AutoModelForCausalLM.__name__ not in getattr(config, "auto_map", ()):
-        others = [name for name in names if hasattr(transformers, name)]
-        if others and TEXT_CLASSES.isdisjoint(names):
+        usable = [name for name in names if hasattr(transformers, name)]
+        if usable and TEXT_CLASSES.isdisjoint(names):
             raise InputError(
-                f"the model's configuration names {others[0]} (architectures), but only language "
-                "models (...ForCausalLM, ...ForConditionalGeneration without an encoder of text) "
-                "and classifiers (...ForSequenceClassification, ...ForTokenClassification) are "
-                "trained; give such a model"
+                f"the model's configuration names {usable[0]} (architectures); give a language "
+                "model (...ForCausalLM, ...ForConditionalGeneration without an encoder of text) or "
+                "a classifier (...ForSequenceClassification, ...ForTokenClassification)"
             )
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise InputError(
-                f"transformers has no causal language model for a {config.model_type}; give a "
-                "language model"
+                f"a {config.model_type} is no causal language model; give a language model"
             )
     return partial(AutoModelForCausalLM.from_config, trust_remote_code=trust_remote_code)
 
@@ -170,14 +168,14 @@ def with_head(config: PreTrainedConfig, head: ClassHead) -> PreTrainedConfig:
     elif not head.of_tokens:
         kind, by_type = "sequence classification", MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     if labels and (config.architectures or [""])[0] in by_type.values():
-        known = tuple(config.id2label.values())
-        unnamed = tuple(f"LABEL_{number}" for number in range(len(known)))
+        old_labels = tuple(config.id2label.values())
+        unnamed = tuple(f"LABEL_{number}" for number in range(len(old_labels)))
         if labels == unnamed and head.problem_type != "multi_label_classification":
             return config
-        if known not in (labels, unnamed) or len(known) != len(labels):
+        if old_labels not in (labels, unnamed) or len(old_labels) != len(labels):
             raise InputError(
-                f"the model's head has the labels {', '.join(known[:8])}, and loss.labels (one "
-                f"for a reward) are {', '.join(labels[:8])}: give those, in their order"
+                f"the model's head has the labels {', '.join(old_labels[:8])}, and loss.labels "
+                f"(one for a reward) are {', '.join(labels[:8])}: give those, in their order"
             )
     scored, name = copy.deepcopy(config), by_type.get(config.model_type)
     if name is None:
@@ -219,9 +217,8 @@ def build(
         if "padding_idx" in reason.lower():  # torch's word for a token that no user has named so
             last = getattr(text, "vocab_size", 0) - 1
             raise InputError(
-                f"pad_token_id is {text.pad_token_id}, and the table of the {config.model_type} "
-                f"has the tokens 0 to {last}; set pad_token_id in its config.json (or in "
-                "model.config) to one of them, or to null"
+                f"pad_token_id is {text.pad_token_id}, and the {config.model_type} has the tokens "
+                f"0 to {last}; set pad_token_id in config.json to one of them, or to null"
             ) from error
         raise InputError(f"cannot build a {config.model_type} causal model: {reason}") from error
     model.tie_weights()
@@ -229,22 +226,20 @@ def build(
 
 
 def _refuse_code_of_others(config: PreTrainedConfig, *, chosen: bool) -> None:
-    """A file may not choose what transformers would download to run it.
-
-    Args: `chosen`: the caller has said which attention it wants.
-    """
+    """A file may not choose what transformers would download to run it."""
     # Where the package `kernels` is installed, it brings what is missing of these from the hub.
     brought = {"deepgemm", "sonicmoe"} if importlib.util.find_spec("kernels") else set()
     flash = bool(brought) and importlib.util.find_spec("flash_attn") is None
+    attention = () if chosen else ("attn_implementation",)
     for _, part in configs(config):
-        for name in ("attn_implementation",) * (not chosen) + ("experts_implementation",):
-            wanted = getattr(part, f"_{name}", None)
-            downloads = "/" in str(wanted) or str(wanted) in brought
-            downloads |= flash and str(wanted).startswith("flash_attention")
-            if downloads:
-                hint = f"give {name}={wanted!r} yourself if you trust it, or " * (name[0] == "a")
+        for name in (*attention, "experts_implementation"):
+            value = getattr(part, f"_{name}", None)
+            is_fetched = "/" in str(value) or str(value) in brought
+            if is_fetched or (flash and str(value).startswith("flash_attention")):
+                trust = f"give {name}={value!r} yourself if you trust it, or "
+                hint = trust if name in attention else ""
                 raise InputError(
-                    f"the model's configuration asks for {name} {wanted!r}, code that would be "
+                    f"the model's configuration asks for {name} {value!r}, code that would be "
                     f"downloaded and run; {hint}take it out of config.json"
                 )
 

@@ -119,8 +119,8 @@ class Rows:
     def position(self, token: int) -> int | None:
         """The index of a token's row; None if the step does not hold it."""
         index = int(torch.searchsorted(self.unique, token))
-        held = index < len(self.unique) and int(self.unique[index]) == token
-        return index if held else None
+        is_there = index < len(self.unique) and int(self.unique[index]) == token
+        return index if is_there else None
 
     def positions(self, ids: Tensor) -> Tensor:
         """The indices of the rows of `ids`, of any shape.
@@ -217,8 +217,8 @@ class Lookups(TorchFunctionMode):
         if position is None:
             return weight[index]
         assert name is not None and self.rows is not None
-        rest = index[1:] if isinstance(index, tuple) else ()
-        return self.rows.tables[name][(position, *rest)]
+        columns = index[1:] if isinstance(index, tuple) else ()
+        return self.rows.tables[name][(position, *columns)]
 
 
 class Capture:
@@ -392,7 +392,7 @@ class Capture:
 
         That takes a millisecond for 24 layers, more than a head's chunk of 2048 tokens.
         """
-        tied = {same: weights[name] for name, same in self._ties if name in weights}
+        tied = {alias: weights[name] for name, alias in self._ties if name in weights}
         return functional_call(self.model, {**weights, **tied}, (), dict(inputs), tie_weights=False)
 
     @contextmanager
@@ -409,8 +409,8 @@ class Capture:
 def _ties(model: nn.Module) -> list[tuple[str, str]]:
     """The name of each tied parameter, and another name that it has."""
     first = {id(p): name for name, p in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return [(first[id(p)], name) for name, p in every if first[id(p)] != name]
+    parameters = model.named_parameters(remove_duplicate=False)
+    return [(first[id(p)], name) for name, p in parameters if first[id(p)] != name]
 
 
 def last_hidden(output: Any) -> Tensor:

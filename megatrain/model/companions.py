@@ -99,19 +99,16 @@ def sentence_files(beside: Companions, width: int, pooling: str) -> dict[str, by
 
 
 def read_files(paths: Mapping[str, Path]) -> dict[str, bytes]:
-    """The bytes of files, by name; files too large to hold are left out and named in the log.
-
-    Raises InputError: one cannot be read.
-    """
+    """The bytes of files, by name; files too large to hold are left out and named in the log."""
     contents: dict[str, bytes] = {}
-    left = _MOST_BYTES
+    allowed = _MOST_BYTES
     for name, path in paths.items():
         if not path.is_file():
             continue
         with explained(f"{path}: cannot be read", of=OSError):
-            if (size := path.stat().st_size) <= left:
+            if (size := path.stat().st_size) <= allowed:
                 contents[name] = path.read_bytes()
-                left -= size
+                allowed -= size
             else:
                 log.warning("%s: does not go along with the model: %d MiB", path, size // MIB)
     return contents
@@ -141,10 +138,10 @@ def add_ends(folder: Path, ends: Sequence[int]) -> None:
     path = folder / GENERATION
     settings = read_json(path) if ends and path.is_file() else {}
     ends_now = settings.get("eos_token_id")
-    known = ends_now if isinstance(ends_now, list) else [] if ends_now is None else [ends_now]
-    both = list(dict.fromkeys([*ends, *known]))
-    if settings and both != known:
-        settings["eos_token_id"] = both if len(both) > 1 else both[0]
+    old_ends = ends_now if isinstance(ends_now, list) else [] if ends_now is None else [ends_now]
+    all_ends = list(dict.fromkeys([*ends, *old_ends]))
+    if settings and all_ends != old_ends:
+        settings["eos_token_id"] = all_ends if len(all_ends) > 1 else all_ends[0]
         path.unlink()  # it may be a link to another folder's file
         path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 

@@ -136,8 +136,8 @@ class DocumentCheck:
         if not media:
             return comparisons(micro, seed)
         accepts = self._program.spec.capture.accepts
-        taken = {name: micro[name] for name in micro if name == "labels" or accepts(name)}
-        return [with_media(taken, self._placeholders)]
+        inputs = {name: micro[name] for name in micro if name == "labels" or accepts(name)}
+        return [with_media(inputs, self._placeholders)]
 
     def _settle(self, micro: Micro) -> bool:
         """Attend by the documents' lengths from now on; False: by masks, as the losses differ."""
@@ -169,14 +169,14 @@ class DocumentCheck:
         for seed in range(2):  # rounding may change the choice of experts, hardly twice
             compared = self._trials(micro, seed)
             rows = [row for comparison in compared for row in comparison.micro_batches]
-            groups = [rows[at : at + at_once] for at in range(0, len(rows), at_once)]
+            groups = [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
             losses = [loss.cpu() for group in groups for loss in self._tried(group)[1]]
             if not all(bool(loss.isfinite().all()) for loss in losses):
                 return False  # the step itself reports the error
             pairs = zip(compared, losses[::2], losses[1::2], strict=True)
             changes = [comparison.differences(*pair) for comparison, *pair in pairs]
-            noise, seen, context = (max(values) for values in zip(*changes, strict=True))
-            if noise > MOST_NOISE[self._dtype] or seen > TOLERANCE + NOISES * noise:
+            noise, leak, context = (max(values) for values in zip(*changes, strict=True))
+            if noise > MOST_NOISE[self._dtype] or leak > TOLERANCE + NOISES * noise:
                 continue
             if any(map(of_media, rows[0])) and not self._is_as_alone(rows[0], losses[0]):
                 continue
@@ -187,9 +187,9 @@ class DocumentCheck:
         """True if documents with media have the losses that they have in rows of their own."""
         alone = unpacked(micro)
         _, [alone_NL] = self._tried([alone])
-        apart = alone_NL.cpu()[alone["attention_mask"].bool()]
+        alone_N = alone_NL.cpu()[alone["attention_mask"].bool()]
         limit = TOLERANCE if self._dtype == torch.float32 else MOST_NOISE[self._dtype]
-        return change_of(losses_BT.flatten(), apart) <= limit
+        return change_of(losses_BT.flatten(), alone_N) <= limit
 
 
 def check_documents(spec: ModelSpec) -> None:
@@ -273,7 +273,7 @@ def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
 
     def every_second(lengths: list[int]) -> None:
         first = 1 if len(lengths) > 2 else 0
-        add(lengths, [n if at % 2 == first else 0 for at, n in enumerate(lengths)])
+        add(lengths, [n if number % 2 == first else 0 for number, n in enumerate(lengths)])
 
     if max(lengths := _lengths(micro)) > 1:  # else no token is predicted
         every_second(lengths)
@@ -350,7 +350,6 @@ def check_masks(
     memory grows with T.
 
     Args:
-        config: the text model's.
         itemsize: bytes of a number in the compute dtype; torch turns a mask of bools into numbers.
 
     Raises DoesNotFit: the message says why the mask is needed.
@@ -374,7 +373,6 @@ def check_masks(
             reason = f"a sliding window of {window}"
         if reason is not None:
             raise DoesNotFit(
-                f"micro-batch {index} has rows of {tokens} tokens with {reason}: the attention "
-                f"mask takes {gib(needed)}, and {gib(free_bytes)} are free; use shorter rows, or "
-                "long rows of one document without padding"
+                f"micro-batch {index} has rows of {tokens} tokens with {reason}: their mask takes "
+                f"{gib(needed)}, {gib(free_bytes)} are free; use shorter rows, or one document each"
             )

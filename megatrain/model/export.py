@@ -129,11 +129,11 @@ def write_adapter(
     """
     adapter = adapted(model)
     assert adapter is not None
-    names, every = peft.file_names(model, adapter.name), model.state_dict()
+    names, state = peft.file_names(model, adapter.name), model.state_dict()
     parameters, described = dict(model.named_parameters()), dict[str, Tensor]()
     for name, mine in names.items():
-        kept = dtype if mine in parameters else tensors[mine]().dtype  # buffers keep their own
-        described[name] = torch.empty_like(every[mine], dtype=kept, device="meta")
+        stored = dtype if mine in parameters else tensors[mine]().dtype  # buffers keep their own
+        described[name] = torch.empty_like(state[mine], dtype=stored, device="meta")
     beside = {n: data for n, data in (beside or {}).items() if not REPLACED.fullmatch(n)}
     with _exported(folder, described, beside) as new:
         values = (tensors[mine]().to(described[name].dtype) for name, mine in names.items())
@@ -235,9 +235,9 @@ def _saved_names(model: PreTrainedModel, tensors: Values) -> dict[str, str]:
     for name, tensor in parameters + buffers:
         aliases.setdefault(id(tensor), []).append(name)
     needed = {name for name, _ in model.named_parameters()}
-    known = {names[0] for names in aliases.values()}
-    if needed - tensors.keys() or tensors.keys() - known:
-        raise ValueError(f"names do not match: {sorted(needed ^ (tensors.keys() - known))[:3]}")
+    firsts = {names[0] for names in aliases.values()}
+    if needed - tensors.keys() or tensors.keys() - firsts:
+        raise ValueError(f"names do not match: {sorted(needed ^ (tensors.keys() - firsts))[:3]}")
     # The name that transformers expects is the one that others are tied to.
     tied = model.all_tied_weights_keys
     ignored = not_saved(model)
@@ -269,9 +269,9 @@ def write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> N
 
 def _made(pieces: Sequence[Piece]) -> Iterator[Tensor]:
     for likes, make in pieces:
-        made = make()
+        tensors = make()
         for name in likes:
-            yield made.pop(name)  # which then is the caller's alone
+            yield tensors.pop(name)  # which then is the caller's alone
 
 
 def _write_shards(
@@ -305,14 +305,7 @@ def _split(described: Tensors, max_shard_bytes: int) -> list[Tensors]:
 
 
 def _pieces(model: PreTrainedModel, metas: Tensors, value: Callable[[str], Tensor]) -> list[Piece]:
-    """A model's tensors in the layout that it has on the hub, in the order of `metas`.
-
-    Args:
-        metas: a meta tensor of shape and dtype for each name that is to be saved.
-        value: gives the values of a name.
-
-    Raises RunFailed: transformers' conversion cannot be done one parameter at a time.
-    """
+    """A model's tensors in the layout that it has on the hub, in the order of `metas`."""
 
     def renamed(name: str, source: str) -> Tensors:
         return {name: value(source).to(metas[source].dtype)}
@@ -321,19 +314,19 @@ def _pieces(model: PreTrainedModel, metas: Tensors, value: Callable[[str], Tenso
         # Parameters that are merged share a dtype; the widest loses nothing.
         dtype = max((metas[name].dtype for name in group), key=lambda dtype: dtype.itemsize)
         values = {name: get(name).to(dtype) for name in group}
-        return {n: _one(made) for n, made in revert_weight_conversion(model, values).items()}
+        return {n: _one(tensors) for n, tensors in revert_weight_conversion(model, values).items()}
 
-    whole = revert_weight_conversion(model, dict(metas))
+    on_hub = revert_weight_conversion(model, dict(metas))
     name_of = {id(meta): name for name, meta in metas.items()}
     pieces: dict[str, Piece] = {}  # by the first of the names that they are made of
-    for name, meta in whole.items():
+    for name, meta in on_hub.items():
         if (source := name_of.get(id(meta))) is not None:
             pieces[source] = {name: meta}, partial(renamed, name, source)
     for group in _groups(model, {name: m for name, m in metas.items() if name not in pieces}):
         likes = converted(metas.__getitem__, group)
         pieces[group[0]] = likes, partial(converted, value, group)
     planned = sorted((n, like.shape) for likes, _ in pieces.values() for n, like in likes.items())
-    if planned != sorted((name, _one(meta).shape) for name, meta in whole.items()):
+    if planned != sorted((name, _one(meta).shape) for name, meta in on_hub.items()):
         raise RunFailed(
             f"{type(model).__name__} cannot be exported layer by layer: transformers converts "
             "its weights all at once; save a checkpoint instead"

@@ -155,19 +155,19 @@ class Reader:
     def attributes(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
         """A module's plain attributes by name, and attributes that a user's class keeps."""
         self._met(module)
-        held = vars(module)
-        for name in sorted(held.keys() - self._left_out):
-            yield name, self.of(held[name])
+        own = vars(module)
+        for name in sorted(own.keys() - self._left_out):
+            yield name, self.of(own[name])
         for cls in type(module).__mro__:
             if cls.__module__.split(".")[0] in (*_LIBRARIES, "builtins", "abc", "typing"):
                 continue
-            kept = {
+            of_class = {
                 name: value
                 for name, value in vars(cls).items()
                 if (name[:2] != "__" or name == "__call__")
                 and (_may_be_state(value) or isinstance(value, FunctionType))
             }
-            yield cls.__qualname__, self._named(kept)
+            yield cls.__qualname__, self._named(of_class)
 
 
 @functools.cache

@@ -77,13 +77,13 @@ class FrozenLinear(nn.Linear):
 def multiplied(spec: ModelSpec) -> set[str]:
     """Names of the frozen weights under an adapter that products in float8 read as operands."""
     adapters, types = adapted(spec.capture.model), loaded_types(spec.capture.model, torch.bfloat16)
-    held = {} if adapters is None else adapters.held
+    under = {} if adapters is None else adapters.held
     return {
         name
         for layer in spec.layers
         for path, module in layer.module.named_modules()
         if _takes(module, path) and not module.weight.requires_grad
-        if (name := f"{layer.name}.{path}.weight") in held and types.get(name) != torch.float32
+        if (name := f"{layer.name}.{path}.weight") in under and types.get(name) != torch.float32
     }
 
 

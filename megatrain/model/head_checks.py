@@ -94,10 +94,10 @@ def _tried(spec: ModelSpec, name: str) -> int:
             "function, or train elsewhere"
         )
     noted: list[tuple[Tensor, Tensor, Tensor]] = []
-    before = vars(model).copy()
+    attributes = vars(model).copy()
 
-    def noting(logits: Tensor, labels: Tensor, *rest: Any, **more: Any) -> Tensor:
-        noted.append((logits, labels, function(logits, labels, *rest, **more)))
+    def noting(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        noted.append((logits, labels, function(logits, labels, *args, **kwargs)))
         return noted[-1][-1]
 
     model.loss_function = noting
@@ -112,7 +112,7 @@ def _tried(spec: ModelSpec, name: str) -> int:
         ) from error
     finally:
         vars(model).clear()
-        vars(model).update(before)
+        vars(model).update(attributes)
     if value is None:
         return 1
     if not _is_known(model.forward) and not any(
@@ -140,8 +140,8 @@ def _is_known(function: Callable[..., Any]) -> bool:
 
 def _try_routers(spec: ModelSpec, loss: RouterLoss, shift: int, name: str) -> None:
     """Raises Unsupported: the loss that the model adds for its routers is unknown or another."""
-    asked = loss.is_loss or loss.bias_rate
-    if asked and (not spec.routed or (loss.bias_rate and not spec.router_biases)):
+    is_on = loss.is_loss or loss.bias_rate
+    if is_on and (not spec.routed or (loss.bias_rate and not spec.router_biases)):
         raise Unsupported(
             "output_router_logits, router_z_loss_coef or router_bias_update is on, and no layer of "
             f"{name} has a router (or they differ in experts), or none has a bias that could be "
@@ -156,9 +156,9 @@ def _try_routers(spec: ModelSpec, loss: RouterLoss, shift: int, name: str) -> No
     routed = (3 * torch.randn(shape, generator=generator)).unbind()
     total, logits_BTV = _loss_of_model(spec, labels_BT, routed, attention_mask=mask_BT)
     sums = [loss.sums(logits, mask_BT.flatten().float()) for logits in routed]
-    wanted = _cross_entropy(logits_BTV, labels_BT, shift)
-    wanted += loss.weight * float(loss.balance([torch.cat(sums)])[1][0])
-    if total is None or not _same(float(total), wanted):
+    expected = _cross_entropy(logits_BTV, labels_BT, shift)
+    expected += loss.weight * float(loss.balance([torch.cat(sums)])[1][0])
+    if total is None or not _same(float(total), expected):
         raise Unsupported(
             f"output_router_logits is on in the model's configuration, and the loss that {name} "
             "adds for its routers is not the usual one; set it to false"
@@ -171,9 +171,11 @@ def _labels(spec: ModelSpec) -> Tensor:
     count = min(text.vocab_size, spec.num_logits)
     special = {v for k, v in vars(text).items() if k.endswith("_token_id") and type(v) is int}
     labels_BT = torch.arange(_SHAPE[0] * _SHAPE[1]).remainder(count).view(_SHAPE)
-    known = sorted(token for token in special if 0 <= token < count)
-    for place, token in [*zip(_SPECIAL, known, strict=False), *((p, IGNORED) for p in _UNLABELLED)]:
+    usable = sorted(token for token in special if 0 <= token < count)
+    for place, token in zip(_SPECIAL, usable, strict=False):
         labels_BT[place] = token
+    for place in _UNLABELLED:
+        labels_BT[place] = IGNORED
     return labels_BT
 
 
@@ -184,7 +186,6 @@ def _loss_of_model(
 
     Args:
         routed: logits `[B * T, E]` of routers, whose loss is added.
-        more: inputs of the forward.
     """
     with _on_random_states(spec, routed, **more) as (weights, output, inputs):
         loss, logits = spec.capture.own_loss(weights, output, inputs, labels_BT)

@@ -55,8 +55,8 @@ def initialise(
     """
     model = spec.capture.model
     paths = {id(module): path for path, module in model.named_modules()}
-    wanted = {name for name, _ in model.named_parameters()}
-    wanted &= wanted if only is None else set(only)
+    names = {name for name, _ in model.named_parameters()}
+    names &= names if only is None else set(only)
     owners, parts = _owners(model), list(_parts(model, spec))
     made_of: list[Any] = []
     values: list[Tensor | None] = []
@@ -67,22 +67,21 @@ def initialise(
             for module in part
             for name, parameter in module.named_parameters(recurse=False)
         ]
-        if wanted.isdisjoint(full for *_, full in shells):
+        if names.isdisjoint(full for *_, full in shells):
             continue
-        before, made_of = made_of, [(type(m), name, p.shape) for m, name, p, _ in shells]
-        if not alike or made_of != before:
+        earlier, made_of = made_of, [(type(m), name, p.shape) for m, name, p, _ in shells]
+        if not alike or made_of != earlier:
             values.clear()
             with _seeded(seed, index, threads):
                 _draw(part, owners)
             values += (_taken(module, name, p, full, kept) for module, name, p, full in shells)
         for full, drawn in zip((full for *_, full in shells), values, strict=True):
-            if full in wanted and drawn is None:
+            if full in names and drawn is None:
                 raise InputError(
-                    f"the _init_weights of a {type(model).__name__} does not set {full}, so it is "
-                    "not drawn here; give a model in memory, as AutoModelForCausalLM.from_config "
-                    "makes it, or its folder"
+                    f"the _init_weights of a {type(model).__name__} does not set {full}; give the "
+                    "model's folder, or a model in memory (AutoModelForCausalLM.from_config)"
                 )
-            if full in wanted and drawn is not None:
+            if full in names and drawn is not None:
                 write(full, drawn)
 
 
@@ -135,33 +134,30 @@ class _InPieces(TorchDispatchMode):
 
 
 def _parts(model: PreTrainedModel, spec: ModelSpec) -> Iterator[list[nn.Module]]:
-    """Modules drawn together, children before parents: each layer, then every other module.
-
-    A module whose `_init_weights` reaches down into its children is drawn with all of them.
-    """
-    inside: set[int] = set()
+    """Modules drawn together, children before parents: each layer, then every other module."""
+    placed: set[int] = set()
     for layer in spec.layers:
         members = list(_children_first(layer.module))
-        inside.update(id(module) for module in members)
+        placed.update(id(module) for module in members)
         yield members
-    others = [module for module in _children_first(model) if id(module) not in inside]
+    outer = [module for module in _children_first(model) if id(module) not in placed]
     together: set[int] = set()
     owners = _owners(model)
-    for module in reversed(others):  # parents first
-        below = [m for m in _children_first(module) if id(m) not in inside]
+    for module in reversed(outer):  # parents first
+        below = [m for m in _children_first(module) if id(m) not in placed]
         if id(module) not in together and _reaches(module, below[:-1], owners):
             together.update(id(m) for m in below)
             yield below
-    yield from ([module] for module in others if id(module) not in together)
+    yield from ([module] for module in outer if id(module) not in together)
 
 
 @torch.no_grad()
 def _reaches(module: nn.Module, below: list[nn.Module], owners: Owners) -> bool:
     """True if initialising `module` writes to parameters of its descendants (tried on meta)."""
     parameters = [p for m in below for p in m.parameters(recurse=False)]
-    before = [version_of(p) for p in parameters]
+    versions = [version_of(p) for p in parameters]
     initialise_module(owners[id(module)], module)
-    return before != [version_of(p) for p in parameters]
+    return versions != [version_of(p) for p in parameters]
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:

@@ -130,11 +130,11 @@ def _apply(
 ) -> Any:
     """The layer's output, its additions to containers among the arguments, its routers' sums."""
     shared = containers(args, kwargs)
-    before = [dict(container) for container in shared]
+    copies = [dict(container) for container in shared]
     output = functional_call(module, weights, args, kwargs)
     written = [
-        {key: value for key, value in now.items() if old.get(key) is not value}
-        for now, old in zip(shared, before, strict=True)
+        {key: value for key, value in container_now.items() if old.get(key) is not value}
+        for container_now, old in zip(shared, copies, strict=True)
     ]
     return output, written, taken(module, counted_N)
 
@@ -215,7 +215,7 @@ def compile_and_tell(function: Callable[..., Any], what: str, name: str = "") ->
     let_triton_launch()
     keep_tuning_off_the_host()
     code_name = f"{name or getattr(function, '__name__', what)}_{next(_numbers)}"
-    usual, others = (torch.compile(_with_own_code(function, code_name)) for _ in range(2))
+    usual, any_size = (torch.compile(_with_own_code(function, code_name)) for _ in range(2))
     first: dict[int, list[torch.Size]] = {}  # by the number of tensors: it differs with buffers
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -225,7 +225,7 @@ def compile_and_tell(function: Callable[..., Any], what: str, name: str = "") ->
         if not first:
             _log.info("compiling %s...", what)
         is_usual = first.setdefault(len(sizes), sizes) == sizes
-        return (usual if is_usual else others)(*args, **kwargs)
+        return (usual if is_usual else any_size)(*args, **kwargs)
 
     return call
 

@@ -68,9 +68,9 @@ class Encoded:
                 stop = start + prod(leaf.shape)
                 leaves[index] = features_N[start:stop].view(leaf.shape).to(leaf.dtype)
                 start = stop
-        result, beside = pytree.tree_unflatten(leaves, self.spec)
-        if beside:
-            vars(result).update(beside)
+        result, extra = pytree.tree_unflatten(leaves, self.spec)
+        if extra:
+            vars(result).update(extra)
         return result
 
 
@@ -159,7 +159,7 @@ def calls_of(model: nn.Module, media: Collection[str]) -> list[tuple[nn.Module, 
 @contextmanager
 def replaced(calls: Sequence[tuple[nn.Module, str]], call: Callable[..., Any]) -> Iterator[None]:
     """Within this context `call(method, *args)` runs in the place of each of these methods."""
-    before = [vars(module).get(name) for module, name in calls]
+    methods = [vars(module).get(name) for module, name in calls]
     for module, name in calls:
         method = getattr(module, name)
         # transformers' generate reads the signature, which `wraps` passes on.
@@ -167,7 +167,7 @@ def replaced(calls: Sequence[tuple[nn.Module, str]], call: Callable[..., Any]) -
     try:
         yield
     finally:
-        for (module, name), method in zip(calls, before, strict=True):
+        for (module, name), method in zip(calls, methods, strict=True):
             del vars(module)[name]
             if method is not None:
                 vars(module)[name] = method
@@ -274,7 +274,7 @@ def in_one_row(features: Sequence[Tensor], like: Tensor) -> Tensor:
 def _apart(model: nn.Module, media: Collection[str], path: str = "") -> Iterator[nn.Module]:
     """The outermost modules that have parameters of media alone."""
     for name, module in model.named_children() if media else ():
-        names = [f"{path}{name}.{own}" for own, _ in module.named_parameters()]
+        names = [f"{path}{name}.{leaf_name}" for leaf_name, _ in module.named_parameters()]
         if names and all(name in media for name in names):
             yield module
         elif names:

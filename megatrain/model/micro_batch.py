@@ -23,7 +23,6 @@ class MicroBatch:
         inputs: `input_ids` `[B, T]` and other arguments of the model's forward.
         targets: `[B, T]` token that each position predicts, -100 for none.
         rows: the step's embedding rows, as this micro-batch indexes them.
-        loss: of the step.
         extras: `[B, T]` or `[B, T, K]`, the loss's inputs beside the targets, in its order.
         documents: arguments that say where documents of packed rows end (model/documents.py).
         counted_N: 1 for a token, 0 for padding; None: all are tokens.
@@ -53,7 +52,6 @@ class Batch:
     """This rank's micro-batches of one step.
 
     Attributes:
-        micro: on the device.
         normaliser: what the loss is divided by, over all micro-batches of all ranks.
         num_tokens: all positions, padding included.
         unique_U: the token ids whose rows are gathered (CPU); `micro[i].rows.index` points into it.

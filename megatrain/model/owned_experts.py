@@ -74,9 +74,9 @@ def _(rows: Tensor, order: Tensor, *_: Any) -> Tensor:
 @custom_op("megatrain::return_rows", mutates_args=())
 def _return(rows: Tensor, order: Tensor, splits: Tensor, length: int, ranks: int) -> Tensor:
     """Send rows back to the ranks that they came from; returns those that this one had sent."""
-    back = torch.empty_like(rows)
-    back[order] = rows
-    return numbered[ranks].exchange(back, *splits.flip(0).tolist())
+    returned = torch.empty_like(rows)
+    returned[order] = rows
+    return numbered[ranks].exchange(returned, *splits.flip(0).tolist())
 
 
 @_return.register_fake
@@ -155,13 +155,13 @@ def owned_names(spec: ModelSpec, ranks: int) -> set[str]:
     shapes = {name: p.shape for name, p in spec.capture.model.named_parameters()}
     for full in spec.stacks:
         count, block = shapes[full][0], shapes[full].numel() // ranks
-        for wrong, why in (
+        for wrong, reason in (
             (full in spec.packed, "is kept packed (base)"),
             (count % ranks, f"has {count} experts, not as many for each rank"),
             (block % ALIGNMENT, f"gives a rank {block} elements, not whole {ALIGNMENT}s"),
         ):
             if wrong:
-                raise InputError(f"placement.own_experts: {full} {why}; set it false")
+                raise InputError(f"placement.own_experts: {full} {reason}; set it false")
     if not spec.stacks:
         raise InputError("placement.own_experts: no layer has stacked experts; set it false")
     return {*spec.stacks}

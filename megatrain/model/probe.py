@@ -103,8 +103,8 @@ def find_stacks(model: PreTrainedModel) -> list[tuple[str, nn.ModuleList]]:
     """Every outermost ModuleList, the one with most parameters first."""
     stacks: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(other + ".") for other, _ in stacks)
-        if isinstance(module, nn.ModuleList) and len(module) and not inside:
+        is_nested = any(name.startswith(outer + ".") for outer, _ in stacks)
+        if isinstance(module, nn.ModuleList) and len(module) and not is_nested:
             stacks.append((name, module))
     return sorted(stacks, key=lambda s: -sum(p.numel() for p in s[1].parameters()))
 
@@ -122,8 +122,8 @@ class _Probe:
         self.model, self.router_loss = model, routers
         self.stack_name, self.stack = stack_name, stack = named
         self.paths = {id(layer): f"{stack_name}.{i}" for i, layer in enumerate(stack)}
-        inside = {id(p) for p in stack.parameters()}
-        self.outer = {n: p for n, p in model.named_parameters() if id(p) not in inside}
+        in_stack = {id(p) for p in stack.parameters()}
+        self.outer = {n: p for n, p in model.named_parameters() if id(p) not in in_stack}
         self._refuse_shared()
         self.numbered = set[int]()
         self.signatures = {id(layer): self._signature(layer) for layer in stack}
@@ -138,15 +138,15 @@ class _Probe:
         self.weights = {n: zero_pages(p.shape, requires_grad=True) for n, p in self.outer.items()}
 
     def _refuse_shared(self) -> None:
-        seen: dict[int, str] = {id(p): name for name, p in self.outer.items()}
+        first_names: dict[int, str] = {id(p): name for name, p in self.outer.items()}
         for layer in self.stack:
             path = self.paths[id(layer)]
             for name, parameter in layer.named_parameters():
                 full = f"{path}.{name}"
-                if (other := seen.setdefault(id(parameter), full)) != full:
+                if (first_name := first_names.setdefault(id(parameter), full)) != full:
                     raise Unsupported(
-                        f"{full} is the same parameter as {other}; weights that layers share are "
-                        "not supported"
+                        f"{full} is the same parameter as {first_name}; weights that layers "
+                        "share are not supported"
                     )
 
     def _signature(self, layer: nn.Module) -> Any:
@@ -154,9 +154,9 @@ class _Probe:
         signature = reader.of(layer)
         for weight in reader.strays:
             names = {id(p): name for name, p in self.model.named_parameters()}
-            held = names.get(id(weight), f"a weight {list(weight.shape)}")
+            text = names.get(id(weight), f"a weight {list(weight.shape)}")
             raise Unsupported(
-                f"{self.paths[id(layer)]} holds {held}, but not as one of its parameters (in a "
+                f"{self.paths[id(layer)]} holds {text}, but not as one of its parameters (in a "
                 "list, a function, another module's method); such weights are not supported"
             )
         if reader.reads_dictionaries:  # where a layer's number may be, which cannot be hidden there
@@ -193,25 +193,25 @@ class _Probe:
         return self.capture.forward(handler, self.weights, self.inputs, rows, uses)
 
     def _rows(self, names: list[str], constants: Iterable[int]) -> Rows:
-        more = torch.tensor(sorted(constants), dtype=PROBE_IDS.dtype)
-        unique = torch.unique(torch.cat([PROBE_IDS.flatten(), more]))
+        ids = torch.tensor(sorted(constants), dtype=PROBE_IDS.dtype)
+        unique = torch.unique(torch.cat([PROBE_IDS.flatten(), ids]))
         widths = {name: self.weights[name].shape[1] for name in names}
         tables = {n: torch.zeros(len(unique), w, requires_grad=True) for n, w in widths.items()}
         return Rows(PROBE_IDS, torch.searchsorted(unique, PROBE_IDS), tables, unique)
 
     def _again(self, output: Any, rows: Rows) -> list[Any]:
         """The layers' arguments in another run, and the results computed from their outputs."""
-        seen: list[Any] = []
+        results: list[Any] = []
         visits = iter(self.layers)
 
         def replay(module: nn.Module, args: tuple, kwargs: dict) -> Any:
-            seen.extend(pytree.tree_leaves((args, kwargs)))
+            results.extend(pytree.tree_leaves((args, kwargs)))
             kind = next(visits).kind
             return pytree.tree_unflatten(list(kind.example), kind.output_spec)
 
         with torch.no_grad(), self.capture.stop_after_trunk():
-            seen.append(last_hidden(self._forward(replay, rows)))
-        return [*seen, self._logits(output)]
+            results.append(last_hidden(self._forward(replay, rows)))
+        return [*results, self._logits(output)]
 
     def _find_trunk(self) -> None:
         """Find the module around the layers, in the runs that settle the model."""
@@ -248,11 +248,11 @@ class _Probe:
         names = {id(w): name for name, w in self.weights.items()}
         looked_up = [(names[id(w)], used) for w, used in uses.lookups if id(w) in names]
         of_ids = PROBE_IDS.flatten().sort().values  # a lookup may have the batch's ids in any order
-        others = {
+        other_uses = {
             n for n, used in looked_up if not torch.equal(used.flatten().sort().values, of_ids)
         }
-        others |= {names[i] for i in uses.read.union(map(id, arguments)) if i in names}
-        mine = sorted({name for name, _ in looked_up} - others)
+        other_uses |= {names[i] for i in uses.read.union(map(id, arguments)) if i in names}
+        mine = sorted({name for name, _ in looked_up} - other_uses)
         constants = {row for table, row in uses.constants if row >= 0 and names.get(table) in mine}
         return mine, sorted(constants)
 
@@ -346,25 +346,25 @@ class _Probe:
             )
         logits = self._logits(output)
         in_head = reach([logits]).leaves
-        after = end.leaves | in_head
+        later = end.leaves | in_head
         firsts = [leaf for leaf in self.alive if self.origin[identity(leaf)].visit == PROLOGUE]
-        before = reach(firsts).leaves
-        read_whole = {id(weights[name]) for name in rows.tables} & (self.uses.read - after)
-        if read_whole or after & {id(table) for table in rows.tables.values()}:
+        prior = reach(firsts).leaves
+        read_whole = {id(weights[name]) for name in rows.tables} & (self.uses.read - later)
+        if read_whole or later & {id(table) for table in rows.tables.values()}:
             raise Unsupported("what follows the layers reads the token embeddings again")
-        both = sorted(names[i] for i in before & after if i in names)
-        if both:
-            raise Unsupported(f"{both[0]} is used both before and after the layers")
-        gathered, prologue = sorted(rows.tables), sorted(names[i] for i in before if i in names)
-        epilogue = sorted(names[i] for i in after if i in names)
-        known = {*gathered, *prologue, *epilogue}
-        rest = [name for name in weights if name not in known]
+        shared = sorted(names[i] for i in prior & later if i in names)
+        if shared:
+            raise Unsupported(f"{shared[0]} is used both before and after the layers")
+        gathered, prologue = sorted(rows.tables), sorted(names[i] for i in prior if i in names)
+        epilogue = sorted(names[i] for i in later if i in names)
+        placed = {*gathered, *prologue, *epilogue}
+        others = [name for name in weights if name not in placed]
         used = self.uses.touched
         if self.capture.encodes:  # some ask an encoder's weights for their dtype, and no more
             used = self.uses.read | {id(table) for table, _ in self.uses.lookups}
             used |= {table for table, _ in self.uses.constants}
-        fixed = sorted(name for name in rest if id(weights[name]) in used)
-        still = [name for name in rest if name not in fixed]
+        fixed = sorted(name for name in others if id(weights[name]) in used)
+        still = [name for name in others if name not in fixed]
         media = still if self.capture.encodes else []
         called = {layer.name for layer in self.layers}
         paths = [(self.paths[id(layer)], layer) for layer in self.stack]
@@ -394,10 +394,10 @@ class _Probe:
     def _logits(self, output: Any) -> Tensor:
         # Not the run's row count: a value pooled in the trunk has as many rows as the run.
         hidden = last_hidden(output).detach()[:1, :3].clone().requires_grad_()
-        few = {**self.inputs, "input_ids": PROBE_IDS[:1, :3]}
+        inputs = {**self.inputs, "input_ids": PROBE_IDS[:1, :3]}
         try:
             with Lookups({}, None, self.uses):
-                logits = self.capture.head(self.weights, with_hidden(output, hidden), few)
+                logits = self.capture.head(self.weights, with_hidden(output, hidden), inputs)
         except RuntimeError as error:  # other states of the trunk have more rows and tokens
             raise Unsupported(_MORE_STATES) from error
         if not isinstance(logits, Tensor) or logits.shape[:2] != hidden.shape[:2]:
@@ -438,14 +438,14 @@ class AutogradDeps:
 def reach(tensors: Iterable[Tensor]) -> AutogradDeps:
     """Walk the autograd graph of `tensors` back to tagged activations and leaves."""
     tensors = list(tensors)
-    deps, seen = AutogradDeps(), set()
+    deps, visited = AutogradDeps(), set()
     queue: list[Any] = [t.grad_fn for t in tensors]
     deps.leaves.update(id(t) for t in tensors if t.requires_grad and t.grad_fn is None)
     while queue:
         node = queue.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if hasattr(node, "ref"):
             deps.refs.add(node.ref)
         elif hasattr(node, "variable"):

@@ -93,20 +93,19 @@ class ModelProgram:
     def _in_float8(self) -> list[nn.Module]:
         """Let linear modules compute in it; returns those with one scale for all their tokens."""
         require_float8(self.device)
-        whole, frozen = list[nn.Module](), multiplied(self.spec)
+        modules, frozen = list[nn.Module](), multiplied(self.spec)
         for kind in self.kinds:
             layer = next(layer for layer in self.spec.layers if layer.kind is kind)
             names = {n: f"{layer.name}.{n}" for n, _ in kind.module.named_parameters()}
             if adapted(self.spec.capture.model) is None:
                 wide = {n for n, full in names.items() if self.type_of(full) != self.dtype}
-                whole += convert(kind.module, self.device, wide)
+                modules += convert(kind.module, self.device, wide)
             multiply(kind.module, (n for n, full in names.items() if full in frozen))
-        if not whole and not frozen:
+        if not modules and not frozen:
             raise InputError(
-                "precision is 'fp8', but no layer has an nn.Linear of sizes that are multiples of "
-                "16; take bf16"
+                "precision is 'fp8', but no nn.Linear's sizes are multiples of 16; take bf16"
             )
-        return whole
+        return modules
 
     def train(self, mode: bool) -> None:
         """Training mode (dropout on) or evaluation mode, for the captured model and templates."""
@@ -227,7 +226,7 @@ class ModelProgram:
             layer_output: with images or sounds, what layers output in place of zeros.
             uses: notes which tensors the run uses.
         """
-        known: dict[Hashable, Ref | Sum] = {}  # arguments of layers, by the tensor's identity
+        traced: dict[Hashable, Ref | Sum] = {}  # arguments of layers, by the tensor's identity
         made_by: dict[int, Ref] = {}  # outputs of layers, by the id of the leaf of their graph
         values: Activations = {}
         calls: list[Call] = []
@@ -254,9 +253,9 @@ class ModelProgram:
             if not isinstance(leaf, Tensor):
                 return leaf
             key = identity(leaf)
-            if key not in known and leaf.requires_grad:
-                known[key] = entering(visit, leaf)
-            return known.get(key, leaf)
+            if key not in traced and leaf.requires_grad:
+                traced[key] = entering(visit, leaf)
+            return traced.get(key, leaf)
 
         def entering(visit: int, leaf: Tensor) -> Ref | Sum:
             """An activation that the prologue makes, alone or added to a layer's output."""
@@ -274,11 +273,11 @@ class ModelProgram:
         def output(ref: Ref, example: Tensor) -> Tensor:
             leaf = self._zeros(example, batch)
             if batch.media and leaf.is_floating_point():
-                one = torch.full((), layer_output, device=leaf.device, dtype=leaf.dtype)
-                leaf = one.requires_grad_().expand(leaf.shape)
-                made_by[id(one)] = ref
-                alive.append(one)
-            known[identity(leaf)] = ref
+                scalar = torch.full((), layer_output, device=leaf.device, dtype=leaf.dtype)
+                leaf = scalar.requires_grad_().expand(leaf.shape)
+                made_by[id(scalar)] = ref
+                alive.append(scalar)
+            traced[identity(leaf)] = ref
             alive.append(leaf)
             return leaf
 
@@ -287,10 +286,7 @@ class ModelProgram:
         return values, calls, trunk
 
     def _check_media(self, weights: Weights, batch: MicroBatch, features_N: Tensor) -> None:
-        """Refuse a model that does more with features of images than to add them before layers.
-
-        Raises InputError: names the layer.
-        """
+        """Refuse a model that does more with features of images than to add them before layers."""
         features_N, uses = features_N.detach().requires_grad_(), Uses()
         run = partial(self._recorded, weights, batch, features_N)
         with torch.enable_grad(), self.capture.stop_after_trunk():
@@ -300,8 +296,8 @@ class ModelProgram:
         self._require_apart(uses.read, self.spec.media)
         for layer, call in zip(self.spec.layers, calls, strict=True):
             pairs = ((with_zeros[ref], with_ones[ref]) for ref in call.entering)
-            alike = all(torch.allclose(*pair, rtol=0.02, atol=0.02) for pair in pairs)
-            if call.activations != layer.inputs or not alike:
+            is_close = all(torch.allclose(*pair, rtol=0.02, atol=0.02) for pair in pairs)
+            if call.activations != layer.inputs or not is_close:
                 raise _beyond_sums(layer)
         if id(features_N) in reach([last_hidden(output)]).leaves:
             raise _beyond_sums(self.spec.layers[-1])
@@ -389,8 +385,8 @@ class ModelProgram:
     def _zeros(self, example: Tensor, batch: MicroBatch) -> Tensor:
         """Zeros like a layer's output in the structure run, of this batch's rows and tokens."""
         dtype = self.dtype if example.is_floating_point() else example.dtype
-        shape, rest = batch.inputs["input_ids"].shape, example.shape[2:]
-        real = (*shape, *rest) if example.shape[:2] == PROBE_SHAPE else example.shape
+        shape, widths = batch.inputs["input_ids"].shape, example.shape[2:]
+        real = (*shape, *widths) if example.shape[:2] == PROBE_SHAPE else example.shape
         return torch.zeros((), device=self.device, dtype=dtype).expand(real)
 
     def _run(
@@ -436,7 +432,7 @@ def _own_buffers(
     shared, buffers = dict(layer.kind.module.named_buffers()), dict[str, Tensor]()
     for name, buffer in layer.module.named_buffers():
         full = f"{layer.name}.{name}"
-        value, other = buffer.to(types.get(full, buffer.dtype)), shared[name]
-        if full in own or value.dtype != other.dtype or not torch.equal(value, other):
+        value, shared_one = buffer.to(types.get(full, buffer.dtype)), shared[name]
+        if full in own or value.dtype != shared_one.dtype or not torch.equal(value, shared_one):
             buffers[name] = value
     return buffers

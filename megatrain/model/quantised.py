@@ -70,10 +70,7 @@ def unpacked_format(config: Mapping[str, Any]) -> str | None:
 
 
 def kept_format(config: Mapping[str, Any]) -> WeightFormat | None:
-    """The format in which tiles can keep weights that are else unpacked; None: there is none.
-
-    Args: `config`: the content of the folder's config.json.
-    """
+    """The format in which tiles can keep weights that are else unpacked; None: there is none."""
     settings = _settings(config)
     block = settings.get("weight_block_size", [SIDE, SIDE])
     formats = {"mxfp4": MXFP4, "fp8": BLOCKS if block == [SIDE, SIDE] else None}
@@ -81,10 +78,7 @@ def kept_format(config: Mapping[str, Any]) -> WeightFormat | None:
 
 
 def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8", "nf4"] | None:
-    """How a model's folder quantises its weights; None: it does not, or they are unpacked.
-
-    Args: `config`: the content of its config.json.
-    """
+    """How a model's folder quantises its weights; None: it does not, or they are unpacked."""
     settings = _settings(config)
     method = settings.get("quant_method")
     if not settings or unpacked_format(config):
@@ -182,13 +176,13 @@ def _untaken(settings: Settings) -> Iterator[tuple[str, Any]]:
     sizes: dict[str, Any] = {}
     for scheme in schemes:
         form, size = scheme["format"], scheme.get("group_size")
-        taken = {"format": form in _CODES, "strategy": _is_block(_block(scheme))}
+        checks = {"format": form in _CODES, "strategy": _is_block(_block(scheme))}
         if form == "pack-quantized":
-            taken["num_bits"] = scheme.get("num_bits") == 4
-            taken["type"] = scheme.get("type", "int") == "int"
+            checks["num_bits"] = scheme.get("num_bits") == 4
+            checks["type"] = scheme.get("type", "int") == "int"
         if form == "pack-quantized" or size not in (None, -1):  # shapes alone do not tell which
-            taken["group_size"] = size == sizes.setdefault(form, size)
-        yield from ((key, scheme.get(key)) for key, right in taken.items() if not right)
+            checks["group_size"] = size == sizes.setdefault(form, size)
+        yield from ((key, scheme.get(key)) for key, right in checks.items() if not right)
 
 
 def _is_block(block: Any) -> bool:
@@ -221,17 +215,17 @@ def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
         return dict(stored)
     method = str(settings["quant_method"])
     mark, make = _MAKERS[method]
-    made = (make(n.removesuffix(mark), stored, settings) for n in stored if n.endswith(mark))
-    weights = {weight.name: weight for weight in made}
+    packed = (make(n.removesuffix(mark), stored, settings) for n in stored if n.endswith(mark))
+    weights = {weight.name: weight for weight in packed}
     parts = {part.name for weight in weights.values() for part in weight.parts}
-    rest = {n: t for n, t in stored.items() if n not in parts and not n.endswith(_UNUSED)}
-    for name, tensor in sorted(rest.items()):
+    others = {n: t for n, t in stored.items() if n not in parts and not n.endswith(_UNUSED)}
+    for name, tensor in sorted(others.items()):
         if name in weights:
             raise _refused(tensor, f"is stored beside its packed {weights[name].parts[1].name!r}")
         if name.endswith(".weight_packed") or tensor.dtype == torch.float8_e4m3fn:
             scale = "_scale_inv" if method == "fp8" else "_scale"
             raise _refused(tensor, f"lacks its {name.removesuffix('_packed') + scale!r}")
-    return rest | weights
+    return others | weights
 
 
 def _mxfp4(name: str, stored: Mapping[str, Stored], settings: Settings) -> Packed:
@@ -240,8 +234,8 @@ def _mxfp4(name: str, stored: Mapping[str, Stored], settings: Settings) -> Packe
     scales = stored.get(f"{name}_scales", blocks)
     fit = len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16)
     if not fit or {blocks.dtype, scales.dtype} != {torch.uint8}:
-        what = f"{blocks.dtype} {[*blocks.shape]} lacks its '{name}_scales'"
-        raise _refused(blocks, f"of {what} of uint8, one for 32 values")
+        problem = f"{blocks.dtype} {[*blocks.shape]} lacks its '{name}_scales'"
+        raise _refused(blocks, f"of {problem} of uint8, one for 32 values")
     experts, outputs, groups = scales.shape
     shape = experts, 32 * groups, outputs
     return _weight(
@@ -295,15 +289,15 @@ def _compressed(module: str, stored: Mapping[str, Stored], settings: Settings) -
     scales, zeros = stored[f"{name}_scale"], stored.get(f"{name}_zero_point")
     packed, of_values = stored.get(f"{name}_packed"), stored.get(f"{name}_shape")
     codes = packed or stored.get(name)
-    alike = [each for each in schemes if codes and _CODES[each["format"]] == codes.dtype]
-    if codes is None or not alike or len(codes.shape) != 2:
+    of_dtype = [scheme for scheme in schemes if codes and _CODES[scheme["format"]] == codes.dtype]
+    if codes is None or not of_dtype or len(codes.shape) != 2:
         raise _refused(scales, f"has no matrix {name!r} of the dtype of its format to scale")
-    fitting = [each for each in alike if _shape(codes, scales, _block(each))]
+    fitting = [scheme for scheme in of_dtype if _shape(codes, scales, _block(scheme))]
     if not fitting:
         keys = ("strategy", "group_size", "block_structure")
-        how = ", ".join(f"{key} {alike[0][key]}" for key in keys if alike[0].get(key))
-        raise _unlike(codes, scales, how)
-    symmetric = [each.get("symmetric", True) for each in fitting]
+        scheme_text = ", ".join(f"{key} {of_dtype[0][key]}" for key in keys if of_dtype[0].get(key))
+        raise _unlike(codes, scales, scheme_text)
+    symmetric = [scheme.get("symmetric", True) for scheme in fitting]
     if (zeros is None) not in symmetric:
         kind = "no zero points" if zeros is None else "zero points"
         raise _refused(codes, f"has {kind}, but symmetric is {symmetric[0]}")
@@ -356,7 +350,7 @@ def _of_int4(
         zeros, stored_shape = zeros[:-1], zeros[-1]
         if stored_shape.tolist() != [*shape]:
             raise _refused(of_values, f"is not {[*shape]}, the shape of the packed values")
-    centred = (_nibbles(each.T.contiguous()).T[: len(packed)] for each in zeros)
+    centred = (_nibbles(zero.T.contiguous()).T[: len(packed)] for zero in zeros)
     return unpack(scales, _nibbles(packed)[:, : shape[1]], *centred)
 
 
@@ -393,7 +387,7 @@ def _integers(module: str, stored: Mapping[str, Stored], settings: Settings) -> 
 def _from_awq(size: int, scales: Tensor, codes: Tensor, zeros: Tensor) -> Tensor:
     order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of eight outputs in an int32
     values, offsets = (
-        _fields(each, 4).unflatten(1, (-1, 8))[..., order].flatten(1) for each in (codes, zeros)
+        _fields(packed, 4).unflatten(1, (-1, 8))[..., order].flatten(1) for packed in (codes, zeros)
     )
     return _of_groups(scales, values.T, offsets, torch.arange(len(codes)) // size)
 
@@ -433,10 +427,10 @@ def _nf4(name: str, stored: Mapping[str, Stored], of_folder: Settings) -> Packed
         shape = tuple(sizes)
     usual = {"quant_type": "nf4", "blocksize": 64}
     usual |= {"nested_blocksize": 256, "nested_dtype": "float32"} if nested else {}
-    others = {key: settings.get(key) for key, value in usual.items() if settings.get(key) != value}
-    others |= {"nested_offset": offset} if nested and not isinstance(offset, int | float) else {}
-    if others or dtype is None:
-        unlike = others or {"dtype": settings.get("dtype")}
+    unusual = {key: settings.get(key) for key, value in usual.items() if settings.get(key) != value}
+    unusual |= {"nested_offset": offset} if nested and not isinstance(offset, int | float) else {}
+    if unusual or dtype is None:
+        unlike = unusual or {"dtype": settings.get("dtype")}
         raise InputError(f"{file}: {name!r} is quantised with {str(unlike)[:200]}; {_REMEDY}")
     packing = NF4 if nested else NF4_WIDE
     order = (".nested_absmax", "", ".absmax") if nested else (".absmax", "")
@@ -476,8 +470,8 @@ def _scales_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
 
 
 def _fits(shape: Sequence[int], scales: Stored, block: Block) -> bool:
-    wanted = _scales_shape(shape, block)
-    return scales.shape == wanted or (block[1] is None and prod(scales.shape) == prod(wanted))
+    expected = _scales_shape(shape, block)
+    return scales.shape == expected or (block[1] is None and prod(scales.shape) == prod(expected))
 
 
 def _scaled(
@@ -488,17 +482,17 @@ def _scaled(
     down, along = block[0] or rows, block[1] or columns
     grid = _scales_shape((rows, columns), block)
 
-    def spread(each: Tensor) -> Tensor:
-        whole_rows = each.view(grid).repeat_interleave(down, 0)[:rows]
+    def spread(stacked: Tensor) -> Tensor:
+        whole_rows = stacked.view(grid).repeat_interleave(down, 0)[:rows]
         return whole_rows.repeat_interleave(along, 1)[:, :columns]
 
     scales, out = _wide(scales), torch.empty(codes.shape, dtype=dtype)
-    each = out.view(-1, rows, columns), codes.view(-1, rows, columns), scales.view(-1, *grid)
-    for whole, values, scale in zip(*each, strict=True):
+    stacked = out.view(-1, rows, columns), codes.view(-1, rows, columns), scales.view(-1, *grid)
+    for target, values, scale in zip(*stacked, strict=True):
         values = values.float()
         for zero in zeros:
             values -= spread(zero.float())
-        whole.copy_(values.mul_(spread(scale)))
+        target.copy_(values.mul_(spread(scale)))
     return out
 
 

@@ -94,13 +94,13 @@ def difference(
 def _again(model: PreTrainedModel, dtype: torch.dtype, with_code: bool) -> PreTrainedModel:
     """The model that the saved configuration makes; not to be changed, as the next one gets it."""
     of_folder = with_code and type(model).__module__.startswith("transformers_modules.")
-    known: Any = type(model.config) if of_folder else CONFIG_MAPPING[model.config.model_type]
-    own: Any = type(model) if of_folder else None
+    config_class: Any = type(model.config) if of_folder else CONFIG_MAPPING[model.config.model_type]
+    model_class: Any = type(model) if of_folder else None
     kinds: set[Any] = set(map(type, model.modules()))
     wide = "_keep_in_fp32_modules_strict"
     return _built(
-        known,
-        own,
+        config_class,
+        model_class,
         saved_config(model, dtype).to_json_string(use_diff=True),
         tuple((attention_of(part), experts_of(part)) for _, part in configs(model.config)),
         frozenset((kind, kind.__init__, str(vars(kind).get(wide))) for kind in kinds),
@@ -109,8 +109,8 @@ def _again(model: PreTrainedModel, dtype: torch.dtype, with_code: bool) -> PreTr
 
 @lru_cache(maxsize=4)
 def _built(
-    known: type[PreTrainedConfig],
-    own: type[PreTrainedModel] | None,
+    config_class: type[PreTrainedConfig],
+    own_class: type[PreTrainedModel] | None,
     text: str,
     chosen: tuple[tuple[Any, Any], ...],
     code: frozenset[Any],  # of its modules' classes: who changes one gets another model
@@ -118,19 +118,16 @@ def _built(
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(text, encoding="utf-8")
-        config = known.from_json_file(path)
+        config = config_class.from_json_file(path)
     for (_, part), (attention, experts) in zip(configs(config), chosen, strict=True):
         set_attention(part, attention)
         set_experts(part, experts)
-    make = model_class(config) if own is None else partial(model_of, own)
+    make = model_class(config) if own_class is None else partial(model_of, own_class)
     return build(config, make, dtype=_BUILT_IN)
 
 
 def _unlike(model: nn.Module, again: nn.Module) -> Iterator[str]:
-    """The differences, as "... is ..., and ..."; those of modules and tensors first.
-
-    The values of weights and of buffers are not compared.
-    """
+    """The differences, as "... is ..., and ..."; those of modules and tensors first."""
     mine, others = _parts(model), _parts(again)
     for name in mine | others:
         one, other = (parts.get(name, "not there") for parts in (mine, others))
@@ -148,13 +145,13 @@ def _parts(model: nn.Module) -> dict[str, str]:
     parts: dict[str, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         parts[path] = f"a {type(module).__module__}.{type(module).__qualname__}"
-    kept, first = model.state_dict(keep_vars=True).keys(), dict[int, str]()
+    saved, first = model.state_dict(keep_vars=True).keys(), dict[int, str]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied = first.setdefault(id(parameter), name)
         parts[name] = f"a parameter of shape {list(parameter.shape)}"
         parts[name] += "" if tied == name else f" tied to {tied}"
     for name, buffer in model.named_buffers():
-        kind = "a buffer" if name in kept else "a buffer that is not saved"
+        kind = "a buffer" if name in saved else "a buffer that is not saved"
         parts[name] = f"{kind} of shape {list(buffer.shape)}"
     return parts
 
@@ -181,9 +178,9 @@ def _shown(module: nn.Module | None, name: str) -> str:
 
 def _buffers(model: nn.Module, again: nn.Module, dtypes: dict[str, torch.dtype]) -> Iterator[str]:
     """Buffers that files of weights lack because the class computes them."""
-    kept, mine = model.state_dict(keep_vars=True).keys(), dict(model.named_buffers())
+    saved, mine = model.state_dict(keep_vars=True).keys(), dict(model.named_buffers())
     for name, buffer in again.named_buffers():
-        if name not in kept and not _equal(mine[name], buffer.to(dtypes.get(name, buffer.dtype))):
+        if name not in saved and not _equal(mine[name], buffer.to(dtypes.get(name, buffer.dtype))):
             yield f"{name} has other values than those made"
 
 
@@ -224,8 +221,8 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     if a.is_meta or b.is_meta or a.shape != b.shape:
         return a.shape == b.shape
     wide = torch.promote_types(a.dtype, b.dtype)
-    one, other = (x.detach().cpu().to(wide) for x in (a, b))
-    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    first, second = (x.detach().cpu().to(wide) for x in (a, b))
+    return torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
 
 
 def _as_json(config: PreTrainedConfig) -> Any:

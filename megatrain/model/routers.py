@@ -37,7 +37,6 @@ class RouterLoss:
     Attributes:
         weight: of the balance of experts.
         chosen: K.
-        z_weight: of the z-loss.
         bias_rate: how far a step moves the bias that each router adds to its scores when it chooses
             (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2).
     """
@@ -126,17 +125,17 @@ class Tap:
 
     def take(self, counted_N: Tensor | None) -> Tensor | None:
         """See `RouterLoss.sums`; None: the router does not say what it has chosen."""
-        kept, self._kept = [x.flatten(0, -2) for x in self._kept], []
-        if not kept or (len(kept) < 2 and not self._loss.weight):
+        outputs, self._kept = [x.flatten(0, -2) for x in self._kept], []
+        if not outputs or (len(outputs) < 2 and not self._loss.weight):
             return None  # or was not called: PEFT calls a copy of it
-        return self._loss.sums(kept[0], counted_N, *kept[1:])
+        return self._loss.sums(outputs[0], counted_N, *outputs[1:])
 
 
 def taken(layer: nn.Module, counted_N: Tensor | None) -> list[Tensor]:
     """The sums of a layer's routers after its forward, as one tensor; empty without routers."""
     forwards = (vars(part).get("forward") for part in layer.modules())
-    every = [forward.take(counted_N) for forward in forwards if isinstance(forward, Tap)]
-    sums = [part for part in every if part is not None]
+    of_layers = [forward.take(counted_N) for forward in forwards if isinstance(forward, Tap)]
+    sums = [part for part in of_layers if part is not None]
     return [torch.cat(sums).sum(0, keepdim=True)] if sums else []
 
 
@@ -146,9 +145,9 @@ def tap(layer: nn.Module, path: str, model: "PreTrainedModel", loss: RouterLoss)
 
     for kind, index, place in recorded_routers(model):
         for name, part in layer.named_modules():
-            here = f".{place}.".replace("..", ".") in f".{path}.{name}."
+            is_inside = f".{place}.".replace("..", ".") in f".{path}.{name}."
             # Towers may record the routers of the language model, too.
-            if isinstance(part, kind) and here and not isinstance(part.forward, Tap):
+            if isinstance(part, kind) and is_inside and not isinstance(part.forward, Tap):
                 part.forward = Tap(part, index, loss)
 
 
@@ -173,7 +172,7 @@ def ask_for(model: "PreTrainedModel", settings: Mapping[str, float | None]) -> N
         if not (parts and holders) if is_balance else value and not recorded_routers(model):
             raise InputError(
                 f"{name} is {value}, but {type(model).__name__} has no "
-                f"{'loss of ' * is_balance}routers; leave it out"
+                f"{'loss of ' if is_balance else ''}routers; leave it out"
             )
         if not is_balance:
             setattr(text, _OWN, {**getattr(text, _OWN, {}), name: value})
@@ -192,10 +191,10 @@ def router_loss(model: "PreTrainedModel") -> RouterLoss:
     parts = (model, text, model.config)
     weights = [getattr(part, name) for part in parts for name in _WEIGHTS if hasattr(part, name)]
     is_on = any(getattr(part, "output_router_logits", None) for part in (text, model.config))
-    own = getattr(text, _OWN, {})
-    others = float(own.get("router_z_loss_coef", 0)), float(own.get("router_bias_update", 0))
+    asked = getattr(text, _OWN, {})
+    extras = float(asked.get("router_z_loss_coef", 0)), float(asked.get("router_bias_update", 0))
     if not is_on or (weights and not weights[0]):
-        return RouterLoss(0.0, 0, *others)
+        return RouterLoss(0.0, 0, *extras)
     chosen = next((n for p in parts if (n := getattr(p, "num_experts_per_tok", None))), None)
     takes = "output_router_logits" in inspect.signature(model.forward).parameters
     if not (weights and chosen and takes and recorded_routers(model)):
@@ -204,4 +203,4 @@ def router_loss(model: "PreTrainedModel") -> RouterLoss:
             f"{type(model).__name__} does not say what its routers' loss is; set it to false "
             "(under TRL, which sets it, args.router_aux_loss_coef=0.0)"
         )
-    return RouterLoss(float(weights[0]), chosen, *others)
+    return RouterLoss(float(weights[0]), chosen, *extras)

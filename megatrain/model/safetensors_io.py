@@ -112,8 +112,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     wrong += [n for n, path in paths.items() if n not in stored or stored[n].file != path]
     if wrong:
         raise InputError(
-            f"{folder / INDEX_FILE}: the shards do not have {wrong[0]!r} once, in the shard that "
-            "the index names; index and shards are of different versions: download the model again"
+            f"{folder / INDEX_FILE}: {wrong[0]!r} is not in the one shard that the index names: "
+            "download the model again"
         )
     return stored
 
@@ -132,8 +132,8 @@ def _shard(folder: Path, file_name: Any) -> Path:
     """Raises InputError: it is no name of a file inside the folder, or there is no such file."""
     with suppress(OSError, TypeError, ValueError):  # no name, or one longer than any file has
         relative = PurePosixPath(file_name)
-        inside = not relative.is_absolute() and ".." not in relative.parts
-        if inside and (folder / file_name).is_file():
+        is_inside = not relative.is_absolute() and ".." not in relative.parts
+        if is_inside and (folder / file_name).is_file():
             return folder / file_name
     raise InputError(
         f"{folder / INDEX_FILE}: it names the shard {in_one_line(repr(file_name), 200)}, which is "

@@ -64,9 +64,9 @@ class SequenceShare:
         """True if each rank has a part of each row: attention is causal, and needs no mask."""
         return self._size > 1
 
-    def tokens(self, whole: int) -> int:
+    def tokens(self, num_tokens: int) -> int:
         """Number of tokens in a share of a row of this length."""
-        return -(-whole // self._size)
+        return -(-num_tokens // self._size)
 
     def check(
         self,
@@ -83,14 +83,13 @@ class SequenceShare:
             return 0
         if isinstance(loss, JointLoss):
             raise InputError(
-                f"{type(loss).__name__} compares rows, which ranks cannot share yet; leave "
-                "sequence_parallel out"
+                f"{type(loss).__name__} compares rows: it cannot have sequence_parallel yet"
             )
-        taken = (*_TAKEN, *(() if loss is None else (*loss.inputs, *loss.choices)))
+        usable = (*_TAKEN, *(() if loss is None else (*loss.inputs, *loss.choices)))
         checksum = 0
         for index, micro in enumerate(micro_batches):
             targets = losses[index][0] if losses else None
-            self._check_micro(f"micro-batch {index}", micro, taken, targets, max_tokens)
+            self._check_micro(f"micro-batch {index}", micro, usable, targets, max_tokens)
             for name in sorted(micro):
                 data = micro[name].contiguous().view(torch.uint8).numpy().data
                 checksum = zlib.crc32(data, checksum)
@@ -139,22 +138,22 @@ class SequenceShare:
 
     def judged(self, losses: Sequence[Judged]) -> list[Judged]:
         """The share of targets, and of the loss's other inputs."""
-        return [(self._cut(t, IGNORED), [self._cut(g, 0) for g in beside]) for t, beside in losses]
+        return [(self._cut(t, IGNORED), [self._cut(g, 0) for g in extras]) for t, extras in losses]
 
-    def _cut(self, whole: Tensor, fill: int) -> Tensor:
+    def _cut(self, values: Tensor, fill: int) -> Tensor:
         if self._size == 1:
-            return whole
-        of_rank = self.tokens(whole.shape[1])
-        short = of_rank * self._size - whole.shape[1]
-        filled = F.pad(whole, (0, 0) * (whole.ndim - 2) + (0, short), value=fill)
+            return values
+        of_rank = self.tokens(values.shape[1])
+        short = of_rank * self._size - values.shape[1]
+        filled = F.pad(values, (0, 0) * (values.ndim - 2) + (0, short), value=fill)
         return filled[:, self.ranks.rank * of_rank :][:, :of_rank].contiguous()
 
     def joined(self, parts: Sequence[Tensor], micro_batches: Sequence[Micro]) -> list[Tensor]:
         """Whole rows `[B, T, ...]` on the CPU, joined from the shares of all ranks."""
         if self._size == 1:
             return [part.cpu() for part in parts]
-        every = self.ranks.all_gather_object([part.cpu() for part in parts])
-        rows = (torch.cat(shares, 1) for shares in zip(*every, strict=True))
+        of_ranks = self.ranks.all_gather_object([part.cpu() for part in parts])
+        rows = (torch.cat(shares, 1) for shares in zip(*of_ranks, strict=True))
         pairs = zip(rows, micro_batches, strict=True)
         return [part[:, : micro["input_ids"].shape[1]] for part, micro in pairs]
 
@@ -256,15 +255,15 @@ class RowTrial:
 def _same(every: Sequence[Call], alone: Sequence[Call], share: int) -> bool:
     """True if a share alone gives layers the same arguments as the share in its whole row."""
     calls = zip(every, alone, strict=True)
-    for whole, part in (p for a, b in calls for p in zip(a.leaves, b.leaves, strict=True)):
-        if not (isinstance(whole, Tensor) and whole.is_floating_point()):
+    for of_row, part in (p for a, b in calls for p in zip(a.leaves, b.leaves, strict=True)):
+        if not (isinstance(of_row, Tensor) and of_row.is_floating_point()):
             continue  # an activation, which the losses cover, or no number
-        if whole.ndim != part.ndim:
+        if of_row.ndim != part.ndim:
             return False
-        for dim, (long, short) in enumerate(zip(whole.shape, part.shape, strict=True)):
+        for dim, (long, short) in enumerate(zip(of_row.shape, part.shape, strict=True)):
             if long != short:
-                whole = whole.narrow(dim, share * short, short)
-        if not torch.equal(whole, part):
+                of_row = of_row.narrow(dim, share * short, short)
+        if not torch.equal(of_row, part):
             return False
     return True
 
@@ -373,7 +372,7 @@ def _mask(*args: Any, **kwargs: Any) -> None:
     tokens, reach = _tried.get(), kwargs.get("local_size")
     if tokens is not None and reach is not None and reach < tokens:
         raise _refused(f"its attention reaches {reach} tokens, rows have {tokens}")
-    more = kwargs.get("allow_is_bidirectional_skip") or kwargs.get("use_vmap")
-    more = more or not kwargs.get("allow_is_causal_skip", True)
-    if more or kwargs.get("attention_mask") is not None:
+    is_special = kwargs.get("allow_is_bidirectional_skip") or kwargs.get("use_vmap")
+    is_special = is_special or not kwargs.get("allow_is_causal_skip", True)
+    if is_special or kwargs.get("attention_mask") is not None:
         raise _refused("its attention has a mask of its own")

@@ -44,12 +44,10 @@ class Structure:
         constants: token ids whose rows the prologue reads whatever the batch holds.
         prologue, epilogue: names of the other parameters used before and after the layers.
         head: names of those that the head computes with, after the trunk.
-        num_logits: number of a token's logits.
         fixed: parameters that no gradient reaches (plain training leaves them alone, too).
         unused: parameters that no training touches; they stay as they are.
         media: parameters that text alone never touches, of a model that encodes images or sounds.
         wide: parameters whose source has bits that bf16 does not hold.
-        stacks: names of stacks of layers' experts.
         router_loss: what the configuration asks of the routers; None: nothing is trained.
     """
 
@@ -74,7 +72,6 @@ class ModelSpec(Structure):
     """The model as the engine sees it.
 
     Attributes:
-        layers: in visiting order.
         outputs: per layer, the activations that anything later reads.
         trunk: the trunk's output without its hidden states.
         packed: how frozen parameters are kept that are not kept in bf16.
@@ -135,8 +132,8 @@ class ModelSpec(Structure):
 
         if dtype == torch.float32:
             return set()
-        types, others = loaded_types(self.capture.model, dtype), {*self.gathered, *self.unused}
-        names = {name for name, _ in self.capture.model.named_parameters()} - others
+        types, outside = loaded_types(self.capture.model, dtype), {*self.gathered, *self.unused}
+        names = {name for name, _ in self.capture.model.named_parameters()} - outside
         return {name for name in names if types.get(name, dtype) == torch.float32}
 
     @cached_property

@@ -34,15 +34,15 @@ def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Si
 
     Raises Unsupported: it makes other than tensors, or these depend on the first batch.
     """
-    inside = {id(module) for module in stack.modules()}
-    outer = [module for module in capture.model.modules() if id(module) not in inside]
+    in_stack = {id(module) for module in stack.modules()}
+    outer = [module for module in capture.model.modules() if id(module) not in in_stack]
     watch = Watch(capture.model, "", [*stack])
-    before = [(vars(m).copy(), buffers_of(m).copy()) for m in outer]
+    states = [(vars(m).copy(), buffers_of(m).copy()) for m in outer]
     reached, changes = _run_to_the_layers(capture, shapes, 0.0, watch)
     if not changes:
         return reached
     settled = [_value(change) for change in changes]
-    for module, (attributes, buffers) in zip(outer, before, strict=True):
+    for module, (attributes, buffers) in zip(outer, states, strict=True):
         vars(module).clear()
         vars(module).update(attributes)
         buffers_of(module).clear()
@@ -66,20 +66,17 @@ def _value(change: Change) -> Any:
 def _run_to_the_layers(
     capture: Capture, shapes: Mapping[str, torch.Size], weight: float, watch: Watch
 ) -> tuple[bool, list[Change]]:
-    """Run short rows, the model's last positions, and after a change short rows again.
-
-    Returns whether the layers are reached, and what has changed.
-    """
+    """Run short rows, the model's last positions, and after a change short rows again."""
     weights = {
         name: zero_pages(shape) if weight == 0 else torch.full((), weight).expand(shape)
         for name, shape in shapes.items()
     }
     short = {"input_ids": PROBE_IDS if weight == 0 else PROBE_IDS.remainder(3)}
-    most, tokens = most_tokens(capture.model.config) or 0, PROBE_SHAPE[1]
+    longest, tokens = most_tokens(capture.model.config) or 0, PROBE_SHAPE[1]
     with torch.no_grad():
         reached = capture.forward(stop, weights, capture.inputs(short)) is True
-        if longer := most > tokens and capture.takes("position_ids"):
-            last = {"position_ids": torch.arange(most - tokens, most).expand(PROBE_SHAPE)}
+        if longer := longest > tokens and capture.takes("position_ids"):
+            last = {"position_ids": torch.arange(longest - tokens, longest).expand(PROBE_SHAPE)}
             with suppress(Exception):  # not every model takes positions that begin anywhere
                 capture.forward(stop, weights, capture.inputs(short | last))
         changes = watch.changes()
@@ -98,7 +95,7 @@ def try_kind(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwa
     buffers = dict(module.named_buffers())
     zeros = {name: zero_pages(p.shape) for name, p in module.named_parameters()}
     weights = zeros | buffers
-    watch, before = Watch(kind.module, path), {n: _written(w) for n, w in weights.items()}
+    watch, versions = Watch(kind.module, path), {n: _written(w) for n, w in weights.items()}
     randomness = OtherRandomness()
 
     def run() -> None:
@@ -114,9 +111,9 @@ def try_kind(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwa
             if _reads(changes, partial(kind.call, ones | buffers, args, kwargs)):
                 raise changes[0].refusal()
     for name, tensor in (zeros | buffers).items():
-        if weights[name] is not tensor or _written(tensor) != before[name]:
-            what = "buffer" if name in buffers else "parameter"
-            raise Unsupported(f"the forward of {path} changes its {what} {name}")
+        if weights[name] is not tensor or _written(tensor) != versions[name]:
+            kind_of_tensor = "buffer" if name in buffers else "parameter"
+            raise Unsupported(f"the forward of {path} changes its {kind_of_tensor} {name}")
     randomness.refuse()
 
 
@@ -126,10 +123,7 @@ def _written(tensor: Tensor) -> tuple[int, int]:
 
 
 def _reads(changes: Iterable[Change], run: Callable[[], Iterable[Any]]) -> bool:
-    """True if NaN in place of an earlier run's leftovers shows in the outputs of `run`.
-
-    Raises Unsupported: something was left behind that NaN cannot stand for.
-    """
+    """True if NaN in place of an earlier run's leftovers shows in the outputs of `run`."""
     for change in changes:
         value = getattr(change.module, change.name, None)
         if not (isinstance(value, Tensor) and value.is_floating_point()):

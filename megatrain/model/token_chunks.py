@@ -32,13 +32,13 @@ _OTHER_KERNELS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 def parts(module: nn.Module, names: Collection[str] | None = None) -> list[nn.Module]:
     """Modules that may run in tiles; with `names`: only those with no other parameters."""
-    kept = []
+    usable = []
     for name, part in module.named_modules():
-        own = {f"{name}.{n}" for n, _ in part.named_parameters()}
-        among = names is None or (own and own <= {*names})
+        names_here = {f"{name}.{n}" for n, _ in part.named_parameters()}
+        among = names is None or (names_here and names_here <= {*names})
         if name and among and not _is_one_operation(part) and not behaves(part):
-            kept.append(part)
-    return kept
+            usable.append(part)
+    return usable
 
 
 def behaves(part: nn.Module) -> bool:
@@ -81,10 +81,10 @@ class ChunkedOverTokens:
             return self._whole(*args, **kwargs)
         if x.shape[0] * x.shape[1] <= self._tokens:
             return self._whole(x)
-        both = self._part.named_parameters(), self._part.named_buffers()
-        known = (pair for named in both for pair in named)
+        iterators = self._part.named_parameters(), self._part.named_buffers()
+        named_tensors = (pair for named in iterators for pair in named)
         # Weights kept as codes are without data here.
-        bound = {name: t for name, t in known if self.without_data or not t.is_meta}
+        bound = {name: t for name, t in named_tensors if self.without_data or not t.is_meta}
         key = (self._part.training, x.shape[-1], x.dtype)
         if key not in self._taken:
             self._alone.train(self._part.training)
@@ -148,9 +148,9 @@ class _Tiles(torch.autograd.Function):
             leaves = [value.detach().requires_grad_(need) for value, need in pairs]
             with torch.enable_grad():
                 out_CE = ctx.run(dict(zip(ctx.names, leaves, strict=True)), x_CD)
-            wanted = [x_CD, *(leaf for leaf in leaves if leaf.requires_grad)]
+            sources = [x_CD, *(leaf for leaf in leaves if leaf.requires_grad)]
             dx_CD, *grads = torch.autograd.grad(
-                out_CE, wanted, gradient_NE[rows][None], allow_unused=True, materialize_grads=True
+                out_CE, sources, gradient_NE[rows][None], allow_unused=True, materialize_grads=True
             )
             dx_ND[rows] = dx_CD[0]
             for total, grad in zip((s for s in sums if s is not None), grads, strict=True):
@@ -193,17 +193,17 @@ def acts_on_tokens_alone(run: Callable[[Tensor], Any], like_BTD: Tensor) -> bool
         # First of all: random numbers drawn here would be other ones than the backward draws.
         if draws(lambda: run(x), {"x": x}):
             return False
-        with torch.no_grad(), _Whole() as seen:
+        with torch.no_grad(), _Whole() as watch:
             out = run(x)
         fits = isinstance(out, Tensor) and out.ndim == 3 and out.shape[:2] == _TRIAL_SHAPE
-        if not fits or not seen.only_floats:
+        if not fits or not watch.only_floats:
             return False
         # Few tokens from the middle of a row: their place does not count either.
         middle = (slice(1, 2), slice(_OFFSET, _OFFSET + _SHORT))
-        near = _OTHER_KERNELS.get(x.dtype, 1e-4) * float(out.abs().max())
+        bound = _OTHER_KERNELS.get(x.dtype, 1e-4) * float(out.abs().max())
         with torch.no_grad():
             short = run(x[middle])
-            return _independent(run, x, out) and bool(((short - out[middle]).abs() <= near).all())
+            return _independent(run, x, out) and bool(((short - out[middle]).abs() <= bound).all())
     except (RuntimeError, ValueError, TypeError, IndexError):
         return False
 
@@ -230,12 +230,12 @@ def draws(function: Callable[[], Any], tensors: Mapping[str, Tensor]) -> bool:
         module = torch.get_device_module(device)
         get, put = module.get_rng_state, module.set_rng_state
         generators.append((partial(get, device), partial(put, device=device)))
-    before = [get() for get, _ in generators]
+    states = [get() for get, _ in generators]
     try:
         with torch.no_grad():
             function()
-        after = [get() for get, _ in generators]
+        states_after = [get() for get, _ in generators]
     finally:
-        for (_, put), state in zip(generators, before, strict=True):
+        for (_, put), state in zip(generators, states, strict=True):
             put(state)
-    return not all(map(torch.equal, before, after))
+    return not all(map(torch.equal, states, states_after))

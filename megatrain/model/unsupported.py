@@ -23,10 +23,7 @@ _TABLE_SETTINGS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": Fals
 
 
 def refuse_settings(config: PreTrainedConfig) -> None:
-    """Refuse settings that change which layers run, or with which weights, unseen by the engine.
-
-    Raises Unsupported: such a setting is on.
-    """
+    """Refuse settings that change which layers run, or with which weights, unseen by the engine."""
     from megatrain.compat.transformers import attention_of, configs
 
     if "flex_attention" in {attention_of(part) for _, part in configs(config)}:
@@ -34,10 +31,10 @@ def refuse_settings(config: PreTrainedConfig) -> None:
             "attn_implementation is flex_attention, whose block masks the engine cannot follow; "
             "take sdpa, or another one"
         )
-    every = getattr(config, "rescale_every", 0)  # of RWKV
-    if 0 < every <= config.get_text_config(decoder=True).num_hidden_layers:
+    interval = getattr(config, "rescale_every", 0)  # of RWKV
+    if 0 < interval <= config.get_text_config(decoder=True).num_hidden_layers:
         raise Unsupported(
-            f"rescale_every is {every} in the model's configuration: the forward then changes "
+            f"rescale_every is {interval} in the model's configuration: the forward then changes "
             "weights outside of training; set rescale_every to 0 (only fp16 needs another value)"
         )
     for name, value in layer_drops(config).items():
@@ -102,13 +99,13 @@ def refuse_weights(model: nn.Module) -> None:
                 "hooks, which would not be run"
             )
     # A tensor with a weight's memory changes when plain training changes the weight.
-    others = [
+    attributes = [
         (f"{path}.{name}".lstrip("."), value)
         for path, module in model.named_modules()
         for name, value in {**vars(module), **buffers_of(module)}.items()
         if isinstance(value, Tensor)
     ]
-    tensors = {id(t): (n, t) for n, t in [*model.named_parameters(), *others]}
+    tensors = {id(t): (n, t) for n, t in [*model.named_parameters(), *attributes]}
     spans = sorted(
         (start, end, name, isinstance(tensor, nn.Parameter))
         for name, tensor in tensors.values()
@@ -117,10 +114,7 @@ def refuse_weights(model: nn.Module) -> None:
     furthest, last, trained = 0, "", False
     for start, end, name, is_weight in spans:
         if start < furthest and (is_weight or trained):
-            raise Unsupported(
-                f"{name} has the memory of {last}; weights that share memory with other tensors "
-                "are not supported"
-            )
+            raise Unsupported(f"{name} has the memory of {last}; weights must not share memory")
         if end > furthest:
             furthest, last, trained = end, name, is_weight
 
@@ -133,10 +127,7 @@ def _span(tensor: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def refuse_behaviour(model: nn.Module) -> None:
-    """Refuse actions of modules that would happen at other times, more than once, or never.
-
-    Raises Unsupported: names the module.
-    """
+    """Refuse actions of modules that would happen at other times, more than once, or never."""
     if has_global_hooks():
         raise Unsupported("a hook of every module is registered with torch; remove it")
     refuse_hooks(model)
@@ -152,10 +143,7 @@ def refuse_behaviour(model: nn.Module) -> None:
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Refuse hooks of modules, and forwards that are not of their classes; ours may be there.
-
-    Raises Unsupported: names the module.
-    """
+    """Refuse hooks of modules, and forwards that are not of their classes; ours may be there."""
     for path, module in model.named_modules():
         of_module = (vars(module).get(name) or {} for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS))
         hooks = [hook for registered in of_module for hook in registered.values()]

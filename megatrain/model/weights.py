@@ -142,9 +142,9 @@ class Recipe:
         packing = formats.pop() if len(formats) == 1 else None
         if self.converter is None:
             return packing
-        joined = {type(each) for each in self.converter.operations} <= _JOINS
-        whole = all(size % SIDE == 0 for _, s in self.sources for size in s.shape)
-        return packing if packing is BLOCKS and joined and whole else None
+        joined = {type(operation) for operation in self.converter.operations} <= _JOINS
+        in_whole_blocks = all(size % SIDE == 0 for _, s in self.sources for size in s.shape)
+        return packing if packing is BLOCKS and joined and in_whole_blocks else None
 
     def build(self, model: PreTrainedModel, load: Callable[[Stored], Tensor]) -> dict[str, Tensor]:
         """The finished tensors by the model's names; `load` gives the values of a stored tensor."""
@@ -288,7 +288,6 @@ class WeightPlan:
         unexpected: tensors without a place in the model, each behind the name that it would have
             there; several may become one.
         first_name: for each name, the first name of the same tensor.
-        files: that hold its tensors, or parts of them.
         types: the dtype in which the folder has each parameter and buffer, by its first name.
     """
 
@@ -325,16 +324,16 @@ class WeightPlan:
 
     def build(self, recipe: Recipe, packed: Mapping[str, WeightFormat] | None) -> dict[str, Tensor]:
         """The tensors of a recipe by their first names; `packed`: as `read_weights`."""
-        wanted = (packed or {}).get(self.first_name.get(recipe.target, ""))
-        if wanted is None or recipe.packing != wanted:
+        packing = (packed or {}).get(self.first_name.get(recipe.target, ""))
+        if packing is None or recipe.packing != packing:
             built = recipe.build(self._model, methodcaller("read"))
             return {self.first_name[name]: tensor for name, tensor in built.items()}
-        kept = {s.name: s.kept() for _, s in recipe.sources if isinstance(s, Packed)}
+        parts_of = {s.name: s.kept() for _, s in recipe.sources if isinstance(s, Packed)}
 
         def built_of(part: int) -> dict[str, Tensor]:
-            return recipe.build(self._model, lambda stored: kept[stored.name][part])
+            return recipe.build(self._model, lambda stored: parts_of[stored.name][part])
 
-        parts = [*map(built_of, range(len(next(iter(kept.values())))))]
+        parts = [*map(built_of, range(len(next(iter(parts_of.values())))))]
         return {self.first_name[name]: joined(part[name] for part in parts) for name in parts[0]}
 
 
@@ -345,8 +344,6 @@ def _plan_load(
 
     Leaves the conversions that were used in `model._weight_conversions`, where transformers keeps
     them to give the checkpoint its own layout back when it is saved.
-
-    Raises InputError: two tensors map to the same parameter.
     """
     conversions = get_model_conversion_mapping(model)
     renamings = [x for x in conversions if isinstance(x, WeightRenaming)]
@@ -419,29 +416,29 @@ def _without_tied_copies(recipes: list[Recipe], first_name: Mapping[str, str]) -
     transformers reads a checkpoint whose copies differ as untied, whatever its config says; that
     would be another model than the one that is being trained.
     """
-    kept: dict[str, Recipe] = {}
+    by_parameter: dict[str, Recipe] = {}
     for recipe in recipes:
         first = first_name.get(recipe.target, recipe.target)
-        other = kept.setdefault(first, recipe)
-        if other is not recipe and not _same_values(other, recipe):
+        first_recipe = by_parameter.setdefault(first, recipe)
+        if first_recipe is not recipe and not _same_values(first_recipe, recipe):
             raise InputError(
-                f"{recipe.sources[0][1].file}: {recipe.target!r} and {other.target!r} are tied "
-                "in config.json, but their values differ; set tie_word_embeddings to false"
+                f"{recipe.sources[0][1].file}: {recipe.target!r} and {first_recipe.target!r} are "
+                "tied in config.json, but their values differ; set tie_word_embeddings to false"
             )
-    return list(kept.values())
+    return list(by_parameter.values())
 
 
 def _same_values(one: Recipe, other: Recipe) -> bool:
-    a, b = one.sources[0][1], other.sources[0][1]
+    (_, a), (_, b) = one.sources[0], other.sources[0]
     if isinstance(a, Packed) or isinstance(b, Packed):
         return torch.equal(a.read(), b.read())
     if one.converter or other.converter or (a.dtype, a.num_bytes) != (b.dtype, b.num_bytes):
         return False
-    return all(
-        torch.equal(a.read_bytes(offset, count), b.read_bytes(offset, count))
-        for offset in range(0, a.num_bytes, COMPARED_BYTES)
-        for count in [min(COMPARED_BYTES, a.num_bytes - offset)]
-    )
+    for offset in range(0, a.num_bytes, COMPARED_BYTES):
+        count = min(COMPARED_BYTES, a.num_bytes - offset)
+        if not torch.equal(a.read_bytes(offset, count), b.read_bytes(offset, count)):
+            return False
+    return True
 
 
 def _check_complete(

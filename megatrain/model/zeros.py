@@ -60,7 +60,7 @@ def _product_with_zeros(
     """The product, plus the bias; None where torch refuses it, or the weight is one row `[I]`."""
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
         return None
-    if any(other.dtype != weight.dtype for other in (x, bias) if other is not None):
+    if any(operand.dtype != weight.dtype for operand in (x, bias) if operand is not None):
         return None
     zeros = (x * 0).sum(-1, keepdim=True).expand(*x.shape[:-1], len(weight) - rows)
     product = torch.cat([F.linear(x, weight[:rows]), zeros], -1) if rows else zeros.contiguous()

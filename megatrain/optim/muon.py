@@ -115,8 +115,8 @@ class Muon(Rule):
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Groups of `Rule.groups`; those without matrices come first: only they have moments."""
         groups = []
-        for which, group in product((False, True), super().groups(model)):
-            if params := [(n, p) for n, p in group["params"] if is_matrix(n, p.shape) == which]:
+        for kind, group in product((False, True), super().groups(model)):
+            if params := [(n, p) for n, p in group["params"] if is_matrix(n, p.shape) == kind]:
                 name, first = params[0]
                 groups.append(group | {"params": params, "lr": self.rate(name, first.shape)})
         return groups

@@ -133,8 +133,8 @@ class SGD(Rule):
         super().__post_init__()
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise InputError(
-                f"SGD nesterov needs momentum and no dampening, and they are {self.momentum} and "
-                f"{self.dampening}"
+                f"SGD nesterov needs momentum above 0 and dampening 0; they are {self.momentum} "
+                f"and {self.dampening}"
             )
 
     @property

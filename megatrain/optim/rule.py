@@ -85,7 +85,7 @@ class Plane:
     def own_numel(self, layout: TileLayout, rank: int) -> int:
         """Values of this plane for a tile in one rank's blocks."""
         stop = self.numel(layout) * self.per
-        parts = (min(numel, stop - at) for at, numel in layout.blocks(rank))
+        parts = (min(numel, stop - start) for start, numel in layout.blocks(rank))
         return sum(numel for numel in parts if numel > 0) // self.per
 
     def place(self, start: int, stop: int) -> slice:
@@ -98,7 +98,6 @@ class Rule(ABC):
     """An optimizer: a frozen dataclass of settings, `lr`, `weight_decay` and `no_decay` among them.
 
     Attributes:
-        name: in run files and checkpoints.
         settings: names of the settings that torch's parameter groups hold.
         choices: further settings, the same for all groups, with the allowed values of each.
         further: more of these, with any values.
@@ -147,7 +146,6 @@ class Rule(ABC):
         Args:
             tile: with the same range of each of `state_planes`. On a GPU the update is put on the
                 current stream.
-            group: the settings.
             options: the update's number and place, and how to run it.
         """
 
@@ -176,7 +174,6 @@ class Rule(ABC):
         Args:
             gradient: [N], float32, elements of one parameter, summed over the step; not clipped.
             state: [N], the same of the one plane that is `on_device`.
-            group: the settings.
             proceed: bool; where it is False the state stays.
         """
         raise NotImplementedError
@@ -192,8 +189,8 @@ class Rule(ABC):
         kind = type(self).__name__
         for name, values in self.choices.items():
             if (value := getattr(self, name)) not in values:
-                known = " or ".join(map(str, values))
-                raise InputError(f"{kind} {name} is {value!r}; it must be {known}")
+                choices = " or ".join(map(str, values))
+                raise InputError(f"{kind} {name} is {value!r}; it must be {choices}")
         for name in self.settings:
             value = getattr(self, name)
             if name == "betas":
@@ -225,8 +222,8 @@ class Rule(ABC):
 
         def matches(pattern: str, name: str) -> bool:
             parts = name.split(".")
-            inside = [".".join(parts[start:]) for start in range(len(parts))]  # of each module
-            return any(re.search(pattern, text) for i in inside for text in (i, i.lower()))
+            suffixes = [".".join(parts[start:]) for start in range(len(parts))]  # of each module
+            return any(re.search(pattern, text) for i in suffixes for text in (i, i.lower()))
 
         def decays(name: str) -> bool:
             skipped = any(matches(pattern, name) for pattern in self.no_decay)

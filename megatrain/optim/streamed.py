@@ -54,8 +54,8 @@ class _Named(nn.Parameter):
             name = func.__self__.__name__
         if name not in _OF_SHAPE:
             raise InputError(
-                f"{name.strip('_')} was asked of a parameter in the optimizer's groups, which has "
-                "no values or gradients, because the engine streams them; do not ask for it"
+                f"{name.strip('_')} was asked of a parameter in the optimizer's groups; the engine "
+                "streams values and gradients, so these parameters have none"
             )
         return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -126,7 +126,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         params = param_group["params"]
         if not isinstance(params, set):  # which torch refuses
             params = [params] if isinstance(params, Tensor) else params
-            tensors = [one[1] if isinstance(one, tuple) else one for one in params]
+            tensors = [item[1] if isinstance(item, tuple) else item for item in params]
             param_group = param_group | {"params": [(self._name(p), p) for p in tensors]}
         # Wrapped for torch.compile, it would import torch._dynamo, which takes a second.
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
@@ -151,9 +151,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
             frozen = next((p for p in group["params"] if not p.requires_grad), None)
             if frozen is not None:
                 raise InputError(
-                    f"{self._names[frozen]!r} was frozen after the engine was made, which trains "
-                    "it; make the engine with trained=Trained(freeze=...), or set its group's lr "
-                    "and weight_decay to 0"
+                    f"{self._names[frozen]!r} was frozen after the engine was made; freeze it by "
+                    "Engine(trained=Trained(...)), or set its group's lr and weight_decay to 0"
                 )
         self._warn_of_first_rates()
 
@@ -170,24 +169,23 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if restored is not None and restored != rates and is_scheduled(self):
             _log.warning(
                 "the learning rate is %s, and was %s in the checkpoint: a schedule sets its first "
-                "rates when it is made; to go on with those of the checkpoint, keep "
-                "engine.optimizer.state_dict() before the schedule is made, and give it to "
-                "engine.optimizer.load_state_dict afterwards",
+                "rates when it is made; to keep those of the checkpoint, take "
+                "engine.optimizer.state_dict() before that, and load it afterwards",
                 *(", ".join(f"{rate:.6g}" for rate in dict.fromkeys(s)) for s in (rates, restored)),
             )
 
     def _check(self, group: dict[str, Any]) -> None:
         rule, kind = self.rule, type(self.rule).__name__
-        others = [name for name in _UNKNOWN if group.get(name)]
-        others += [] if group.get(_DECOUPLED, True) else [f"{_DECOUPLED}=False"]
-        asked = replace(rule, **{n: _scalar(group.get(n)) for n in rule.settings})
-        if asked.state_planes != rule.state_planes:
-            others.append("other state (momentum from 0, or to 0)")
+        unknown = [name for name in _UNKNOWN if group.get(name)]
+        unknown += [] if group.get(_DECOUPLED, True) else [f"{_DECOUPLED}=False"]
+        checked = replace(rule, **{n: _scalar(group.get(n)) for n in rule.settings})
+        if checked.state_planes != rule.state_planes:
+            unknown.append("other state (momentum from 0, or to 0)")
         choices = {name: getattr(rule, name) for name in rule.choices}
-        others += [f"{n} {group[n]!r}" for n in choices if group.get(n, choices[n]) != choices[n]]
-        if others:
+        unknown += [f"{n} {group[n]!r}" for n in choices if group.get(n, choices[n]) != choices[n]]
+        if unknown:
             raise InputError(
-                f"a group of the optimizer asks for {others[0]}, which {kind} does not know, or "
+                f"a group of the optimizer asks for {unknown[0]}, which {kind} does not know, or "
                 "which differs from the engine's; make the engine with it, or leave it out"
             )
 
@@ -210,8 +208,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             return
         if not self._in_engine:
             raise InputError(
-                "optimizer.step() has nothing to do: Engine.step has updated the parameters; leave "
-                "the call out"
+                "optimizer.step() has nothing to do after Engine.step; leave the call out"
             )
         self.num_steps += 1
 
@@ -238,9 +235,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
         Raises InputError: it holds moments, groups of other parameters, or invalid settings.
         """
-        known = isinstance(state_dict, Mapping) and not state_dict.get("state")
-        groups = deepcopy(state_dict.get("param_groups")) if known else None
-        if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
+        is_empty = isinstance(state_dict, Mapping) and not state_dict.get("state")
+        groups = deepcopy(state_dict.get("param_groups")) if is_empty else None
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             raise InputError(f"optimizer.load_state_dict brings no moments: {_NOT_HERE}")
         rates = self.restored_rates  # of the checkpoint, which `check` compares
         self.restore(groups, self.num_steps)
@@ -266,7 +263,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         by_name = {name: parameter for parameter, name in self._names.items()}
         lists = [group.get("param_names") for group in groups]
         names = [str(name) for names in lists if isinstance(names, list) for name in names]
-        if sorted(names) != sorted(by_name) or not all(isinstance(each, list) for each in lists):
+        if sorted(names) != sorted(by_name) or not all(isinstance(x, list) for x in lists):
             raise InputError(
                 "the saved groups of the optimizer have other parameters than this engine's; make "
                 "the same groups first"
@@ -283,7 +280,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def _with_pairs(self, group: dict[str, Any]) -> dict[str, Any]:
         """A group whose pairs of numbers, which JSON has as lists, are tuples again."""
         lists = {n: group[n] for n in self.rule.settings if isinstance(group.get(n), list)}
-        return {**group, **{name: tuple(each) for name, each in lists.items()}}
+        return {**group, **{name: tuple(numbers) for name, numbers in lists.items()}}
 
 
 def _scalar(value: Any) -> Any:
@@ -292,7 +289,7 @@ def _scalar(value: Any) -> Any:
 
 def _plain(name: str, value: Any) -> Any:
     if isinstance(value, tuple | list):
-        return [_plain(name, each) for each in value]
+        return [_plain(name, item) for item in value]
     if getattr(value, "ndim", None) == 0 or (
         isinstance(value, torch.Tensor) and value.numel() == 1
     ):

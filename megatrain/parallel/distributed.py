@@ -57,8 +57,6 @@ class Ranks:
     """This process among those that share a model; this base class: alone, or in a forecast.
 
     Attributes:
-        rank: its number.
-        size: the number of ranks.
         on_host: ranks that share this machine's memory and cores.
         hosts: groups of `size / hosts` consecutive ranks that each keep the whole model.
         host: their group of torch.distributed for CPU tensors and objects.
@@ -80,8 +78,8 @@ class Ranks:
     @property
     def shards(self) -> "Ranks":
         """The ranks of one host: each keeps a block of the model (FSDP's shard group)."""
-        each = self.size // self.hosts
-        return self._part(self.rank % each, each)
+        per_host = self.size // self.hosts
+        return self._part(self.rank % per_host, per_host)
 
     @property
     def replicas(self) -> "Ranks":
@@ -127,17 +125,17 @@ class Ranks:
             results = [make()]
         except BaseException as error:
             kind = next((k for k in (InputError, DoesNotFit) if isinstance(error, k)), RunFailed)
-            known = isinstance(error, MegatrainError)  # else other ranks raise another error
+            ours = isinstance(error, MegatrainError)  # else other ranks raise another error
             with suppress(RunFailed):  # where the others are lost, this is why
-                self.all_gather_object(([], (kind, str(error) if known else repr(error), known)))
+                self.all_gather_object(([], (kind, str(error) if ours else repr(error), ours)))
                 if isinstance(error, MegatrainError):
                     error.by_all = True
             raise
         outcomes: list[tuple[list[T], Any]] = self.all_gather_object((results, None))
-        for rank, (_, seen) in enumerate(outcomes):
-            if seen is not None:
-                failure = seen[0](f"rank {rank}: {seen[1]}")
-                failure.by_all = seen[2]
+        for rank, (_, other) in enumerate(outcomes):
+            if other is not None:
+                failure = other[0](f"rank {rank}: {other[1]}")
+                failure.by_all = other[2]
                 raise failure
         return [value for values, _ in outcomes for value in values]
 
@@ -182,15 +180,14 @@ def require_same(values: Sequence[Mapping[str, str]]) -> None:
     first, *others = values
     for rank, named in enumerate(others, 1):
         for name, value in named.items():
-            wanted = str(first.get(name))
-            if value == wanted:
+            expected = str(first.get(name))
+            if value == expected:
                 continue
-            same = takewhile(bool, map(eq, value, wanted))
-            at = max(0, sum(same) - 50)
-            texts = (in_one_line(text[at:], 200) for text in (value, wanted))
+            equal = takewhile(bool, map(eq, value, expected))
+            start = max(0, sum(equal) - 50)
+            texts = (in_one_line(text[start:], 200) for text in (value, expected))
             raise InputError(
-                f"rank {rank} has another {name} than rank 0: {' instead of '.join(texts)}; "
-                "start all ranks alike"
+                f"rank {rank} has another {name} than rank 0: {' instead of '.join(texts)}"
             )
 
 
@@ -259,11 +256,11 @@ class ProcessGroups(Ranks):
             dist.all_reduce(values, group=self.outgoing)
 
     def join(self, part: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
-        whole = torch.zeros(prod(shape))
-        whole[place] = part.view(-1)
+        joined = torch.zeros(prod(shape))
+        joined[place] = part.view(-1)
         with self._peer_errors():  # as integers: a sum with zeros keeps every bit
-            dist.all_reduce(whole.view(torch.int32), group=self.host)
-        return whole.view(tuple(shape))
+            dist.all_reduce(joined.view(torch.int32), group=self.host)
+        return joined.view(tuple(shape))
 
     def exchange(
         self, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None
@@ -300,7 +297,7 @@ def open_ranks(group: ProcessGroup | DeviceMesh | None, device: torch.device) ->
     """
     if group is None:
         return ALONE
-    hosts, asked, ready = 1, group, dist.is_available() and dist.is_initialized()
+    hosts, given_group, ready = 1, group, dist.is_available() and dist.is_initialized()
     if ready and isinstance(group, DeviceMesh) and group.ndim == 2:
         if group.mesh.flatten().tolist() == [*range(dist.get_world_size())]:
             hosts, group = len(group.mesh), dist.group.WORLD
@@ -308,9 +305,8 @@ def open_ranks(group: ProcessGroup | DeviceMesh | None, device: torch.device) ->
         group = group.get_group()
     if not ready or not isinstance(group, ProcessGroup) or dist.get_rank(group) < 0:
         raise InputError(
-            f"group is {asked!r}; it must be a ProcessGroup of torch.distributed.init_process_group"
-            " (start with torchrun), or a DeviceMesh of one dimension, or of two that has all "
-            "ranks in their order, that this process is in"
+            f"group is {given_group!r}; it must be a ProcessGroup with this process (see torchrun) "
+            "or a DeviceMesh of one dimension, or of two that has all ranks in their order"
         )
     if dist.get_world_size(group) == 1:
         return ALONE
@@ -321,37 +317,36 @@ def open_ranks(group: ProcessGroup | DeviceMesh | None, device: torch.device) ->
 def connected(group: ProcessGroup, device: torch.device, hosts: int = 1) -> Ranks:
     """The ranks of a group, on `hosts` hosts that each keep the whole model."""
     members, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-    whole = _opened(members, device)
-    names = whole.all_gather_object(socket.gethostname())
+    full = _opened(members, device)
+    names = full.all_gather_object(socket.gethostname())
     slow = dist.new_group(members, timedelta(hours=24), "gloo", use_local_synchronization=True)
-    whole = replace(whole, on_host=names.count(names[rank]), saves=slow, hosts=hosts)  # slow disks
+    full = replace(full, on_host=names.count(names[rank]), saves=slow, hosts=hosts)  # slow disks
     if hosts == 1:
-        return _connect(whole, device)
+        return _connect(full, device)
     size = len(members) // hosts
     first = rank - rank % size
     parts = members[first : first + size], members[rank % size :: size]
     shards, replicas = (
         ALONE if len(part) == 1 else _connect(_opened(part, device), device) for part in parts
     )
-    whole.all_reduce(torch.zeros(1, device=device))
-    return replace(whole, parts=(shards, replicas))
+    full.all_reduce(torch.zeros(1, device=device))
+    return replace(full, parts=(shards, replicas))
 
 
 def _opened(members: Sequence[int], device: torch.device) -> ProcessGroups:
-    def opened(backend: str) -> Any:
+    def new_group(backend: str) -> Any:
         return dist.new_group(members, patience(), backend, use_local_synchronization=True)
 
-    host, rank = opened("gloo"), members.index(dist.get_rank())
+    host, rank = new_group("gloo"), members.index(dist.get_rank())
+    incoming = outgoing = host
     backend = dist.get_default_backend_for_device(device)
-    incoming, outgoing = (host, host) if backend == "gloo" else (opened(backend), opened(backend))
+    if backend != "gloo":
+        incoming, outgoing = new_group(backend), new_group(backend)
     return ProcessGroups(rank, len(members), host=host, incoming=incoming, outgoing=outgoing)
 
 
 def _connect(ranks: ProcessGroups, device: torch.device) -> ProcessGroups:
-    """Let NCCL allocate its memory now, which within a step could deadlock; measure the link.
-
-    That is the rate at which a rank receives in a gather, in GB/s; the same on all ranks.
-    """
+    """Let NCCL allocate its memory now, which within a step could deadlock; measure the link."""
     if ranks.incoming is ranks.host:  # gloo
         return ranks
     values = torch.ones(ranks.size * _GATHERED, device=device)
@@ -416,8 +411,8 @@ def joined() -> Iterator[Ranks]:
     if not is_launched():
         yield ALONE
         return
-    apart = "the ranks do not find each other"
-    with explained(apart, of=(RuntimeError, ValueError), into=RunFailed):
+    problem = "the ranks do not find each other"
+    with explained(problem, of=(RuntimeError, ValueError), into=RunFailed):
         store, rank, size = next(rendezvous("env://", timeout=_OPENING))
         # After a restart torchrun's store may still have the addresses of processes that ended.
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)

@@ -145,12 +145,12 @@ def compute_measurements(device: Device, sizes: Sizes, precision: Precision) -> 
     for rows, tokens in sizes.attention[precision]:
         forward, backward = (
             attempt(
-                f"{precision}_attention_{way}_tflops",
-                f"{precision} attention, {rows} x {tokens} tokens, {way}",
+                f"{precision}_attention_{direction}_tflops",
+                f"{precision} attention, {rows} x {tokens} tokens, {direction}",
                 "TFLOPS",
-                partial(_attention_tflops, device, sizes, (rows, tokens), dtype, way),
+                partial(_attention_tflops, device, sizes, (rows, tokens), dtype, direction),
             )
-            for way in ("forward", "backward")
+            for direction in ("forward", "backward")
         )
         if forward.value and backward.value:
             break
@@ -171,7 +171,7 @@ def _product_seconds(device: Device, dtype: torch.dtype, m: int, k: int, n: int)
 
 
 def _attention_tflops(
-    device: Device, sizes: Sizes, shape: tuple[int, int], dtype: torch.dtype, way: str
+    device: Device, sizes: Sizes, shape: tuple[int, int], dtype: torch.dtype, direction: str
 ) -> float:
     """Rate of causal attention; only the unmasked half counts: 2 products forward, 5 backward."""
     rows, tokens = shape
@@ -181,7 +181,7 @@ def _attention_tflops(
         for _ in range(3)
     )
     forward = partial(scaled_dot_product_attention, q, k, v, is_causal=True)
-    if way == "forward":
+    if direction == "forward":
         return flop / _compute_seconds(device, forward, grad=True) / 1e12
     with torch.enable_grad():
         out = forward()
@@ -194,11 +194,11 @@ def device_measurements(device: Device, sizes: Sizes) -> list[Measurement]:
     """Matrix products and attention by precision, device memory, and launches."""
 
     def memory() -> float:
-        one, two = (
+        target, source = (
             torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=device.torch_device)
             for _ in range(2)
         )
-        return 2 * one.numel() / _compute_seconds(device, lambda: one.copy_(two)) / 1e9
+        return 2 * target.numel() / _compute_seconds(device, lambda: target.copy_(source)) / 1e9
 
     little = torch.zeros(1, device=device.torch_device)
 
@@ -248,8 +248,8 @@ def host_measurements(folder: Path) -> list[Measurement]:
     """The optimizer's update, in a tenth of the free memory, and the disk of a folder."""
     threads = update_threads()
     label = f"AdamW on the host, {threads} thread{'s' if threads > 1 else ''}"
-    room = min(4 * GIB, host_available_bytes() // 10)
-    update = partial(update_gparams, threads, room)
+    num_bytes = min(4 * GIB, host_available_bytes() // 10)
+    update = partial(update_gparams, threads, num_bytes)
     return [attempt("update_gparams", label, "Gparam/s", update), *disk_measurements(folder)]
 
 
@@ -273,8 +273,8 @@ def update_gparams(threads: int, room_bytes: int) -> float:
 def disk_measurements(folder: Path, *, num_bytes: int = 2 * GIB) -> list[Measurement]:
     """Sequential writes and reads of a file of planes in `folder`, by the engine's own requests."""
     wanted = min(num_bytes, shutil.disk_usage(folder).free // 10) // _CHUNK * _CHUNK
-    rooms = [host_range("disk", _CHUNK, torch.uint8).random_() for _ in range(2)]
-    filled = 0
+    source, target = (host_range("disk", _CHUNK, torch.uint8).random_() for _ in range(2))
+    filled = 0  # bytes of the file
 
     @cache
     def file() -> PlaneFile:
@@ -283,18 +283,19 @@ def disk_measurements(folder: Path, *, num_bytes: int = 2 * GIB) -> list[Measure
         return PlaneFile(folder, wanted)
 
     def write(at: int) -> None:
-        file().write(at, rooms[0])
+        file().write(at, source)
 
     def read(at: int) -> None:  # backwards, to stay clear of the blocks being written
-        file().read(filled - _CHUNK - at, rooms[1])
+        file().read(filled - _CHUNK - at, target)
 
     def gbps(*moves: Callable[[int], None]) -> float:
         nonlocal filled
         # The first write of a block takes longer; steps write the same blocks again.
         filled = filled or _moved(write, wanted)[0]
         with ThreadPoolExecutor(len(moves)) as threads:
-            done = list(threads.map(lambda move: _moved(move, filled), moves))
-        return sum(moved for moved, _ in done) / len(moves) / max(s for _, s in done) / 1e9
+            results = list(threads.map(lambda move: _moved(move, filled), moves))
+        mean_bytes = sum(moved for moved, _ in results) / len(results)
+        return mean_bytes / max(seconds for _, seconds in results) / 1e9
 
     both = "disk, read while as much is written"
     measured = [
@@ -346,7 +347,7 @@ def collect(device: str, folder: Path) -> Facts:
     """The facts about this machine and `folder`, where runs are written, or its existing parent."""
     # A cgroup (version 2) allows `max 100000`, or microseconds in a period.
     limits = [text.split() for text in cgroup_files("cpu.max")]
-    cores = [int(two[0]) / int(two[1]) for two in limits if len(two) == 2 and two[0].isdigit()]
+    cores = [int(cpu[0]) / int(cpu[1]) for cpu in limits if len(cpu) == 2 and cpu[0].isdigit()]
     huge_pages = ""
     with suppress(OSError):  # no Linux
         huge_pages = _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
@@ -368,30 +369,30 @@ class Diagnostic:
 def findings(facts: Facts, rates: Mapping[str, float | None]) -> list[Diagnostic]:
     """All findings about a machine, faults first; `rates` are measurements by name."""
     gpu = [] if facts.gpu is None else _of_gpu(facts, facts.gpu, rates)
-    diagnostics = [Diagnostic(True, what, remedy) for what, remedy in (*_of_host(facts), *gpu)]
+    diagnostics = [Diagnostic(True, why, remedy) for why, remedy in (*_of_host(facts), *gpu)]
     if facts.gpu is None:
         built = facts.torch_cuda or torch.version.hip
-        what = "the driver shows no GPU" if built else "torch is a build without CUDA"
+        why = "the driver shows no GPU" if built else "torch is a build without CUDA"
         tool = "rocm-smi" if torch.version.hip else "nvidia-smi"
         remedy = f"check {tool} and the container's --gpus, or plan for a GPU by --gpu"
-        diagnostics.append(Diagnostic(False, what, remedy))
+        diagnostics.append(Diagnostic(False, why, remedy))
     if facts.untested:
-        what = f"MegaTrain is untested on {facts.untested} (docs/devices.md)"
+        why = f"MegaTrain is untested on {facts.untested} (docs/devices.md)"
         remedy = "please send what megatrain doctor --share prints"
-        diagnostics.append(Diagnostic(False, what, remedy))
+        diagnostics.append(Diagnostic(False, why, remedy))
     return diagnostics
 
 
 def _untested(gpu: Gpu | None) -> str | None:
     """The part of this machine on which nobody has run MegaTrain, as far as we know."""
-    known = gpu and by_driver_name(gpu.name)
+    listed = gpu and by_driver_name(gpu.name)
     parts = {
-        "a GPU that shares the host's memory": known and known.shared,
+        "a GPU that shares the host's memory": listed and listed.shared,
         "AMD's GPUs": torch.version.hip,
         "Apple's machines and their GPU (device mps)": sys.platform == "darwin",
         "WSL2, which pins little memory": "microsoft" in platform.release().lower(),
     }
-    return next((name for name, here in parts.items() if here), None)
+    return next((name for name, is_so in parts.items() if is_so), None)
 
 
 def _of_host(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -449,9 +450,9 @@ def _of_gpu(facts: Facts, gpu: Gpu, rates: Mapping[str, float | None]) -> Iterat
         )
     if gpu.other_processes:
         pids = ", ".join(str(pid) for pid, _ in gpu.other_processes)
-        held = sum(num_bytes for _, num_bytes in gpu.other_processes)
+        taken_bytes = sum(num_bytes for _, num_bytes in gpu.other_processes)
         yield (
-            f"other processes ({pids}) hold {gib(held)} of the GPU's memory",
+            f"other processes ({pids}) hold {gib(taken_bytes)} of the GPU's memory",
             "end them, or choose another GPU (CUDA_VISIBLE_DEVICES)",
         )
 
@@ -483,9 +484,9 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
     except InputError:
         raise
     except (MegatrainError, RuntimeError, OSError) as error:
-        what = f"the GPU cannot be used ({first_line(error)})"
+        problem = f"the GPU cannot be used ({first_line(error)})"
         remedy = "look at nvidia-smi for a process that holds it alone, and at the driver's state"
-        device, unusable = open_device("cpu"), [Diagnostic(True, what, remedy)]
+        device, unusable = open_device("cpu"), [Diagnostic(True, problem, remedy)]
     facts = collect(device_name, folder)
     log.info("measuring the update on the host and the disk")
     measured = host_measurements(Path(facts.folder))
@@ -498,11 +499,13 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
         facts = replace(facts, gpu=after or facts.gpu)
 
         def context() -> float:
-            used = [state and state.used_bytes for state in (before, after)]
-            taken = (used[1] or 0) - (used[0] or 0) - device.memory()["device_bytes"]
-            if None in used or not CONTEXT_BYTES / 10 <= taken <= CONTEXT_BYTES * 10:
+            if before is None or after is None or None in (before.used_bytes, after.used_bytes):
                 raise RunFailed("the driver does not tell")
-            return float(taken)
+            by_torch = device.memory()["device_bytes"]
+            context_bytes = (after.used_bytes or 0) - (before.used_bytes or 0) - by_torch
+            if not CONTEXT_BYTES / 10 <= context_bytes <= CONTEXT_BYTES * 10:
+                raise RunFailed("the driver does not tell")
+            return float(context_bytes)
 
         label = "device memory of the driver and its libraries"
         measured.append(attempt("context_bytes", label, "B", context))
@@ -532,7 +535,7 @@ def machine_of(
     """The machine for predictions. Raises KeyError with the name of a missing rate."""
     assert facts.gpu is not None
 
-    known = {name: value for name, value in rates.items() if value is not None}
+    measured = {name: value for name, value in rates.items() if value is not None}
     kind = "pinned" if "to_device_pinned_gbps" in rates else "pageable"
     return Machine(
         name=f"{facts.gpu.name}, {facts.cores} cores",
@@ -540,16 +543,16 @@ def machine_of(
         device_context_bytes=int(rates.get("context_bytes") or CONTEXT_BYTES),
         host_memory_bytes=facts.allowed_bytes,
         cores=facts.cores,
-        matmul_tflops=known[f"{precision}_matmul_tflops"],
-        attention_forward_tflops=known[f"{precision}_attention_forward_tflops"],
-        attention_backward_tflops=known[f"{precision}_attention_backward_tflops"],
-        device_gbps=known["device_gbps"],
-        to_device_gbps=known[f"to_device_{kind}_gbps"],
-        from_device_gbps=known[f"from_device_{kind}_gbps"],
-        update_gbps=known["update_gparams"] * UPDATE_BYTES,
+        matmul_tflops=measured[f"{precision}_matmul_tflops"],
+        attention_forward_tflops=measured[f"{precision}_attention_forward_tflops"],
+        attention_backward_tflops=measured[f"{precision}_attention_backward_tflops"],
+        device_gbps=measured["device_gbps"],
+        to_device_gbps=measured[f"to_device_{kind}_gbps"],
+        from_device_gbps=measured[f"from_device_{kind}_gbps"],
+        update_gbps=measured["update_gparams"] * UPDATE_BYTES,
         disk_write_gbps=rates.get("disk_write_gbps"),
         disk_read_gbps=rates.get("disk_read_gbps"),
         disk_both_gbps=rates.get("disk_both_gbps"),
-        launch_seconds=known["launch_microseconds"] / 1e6,
+        launch_seconds=measured["launch_microseconds"] / 1e6,
         measured=True,
     )

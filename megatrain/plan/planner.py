@@ -39,7 +39,6 @@ class TileBytes:
     Attributes:
         name: `layer 2`, `layer 2 ... layer 27`, or `9 of layer 2 ... layer 27`.
         disk: planes that rest on the disk instead of `tier`.
-        stays: True if the device keeps a copy of the weights.
         written: bytes that an update of one tile writes to the disk.
         parameters, planes: of one tile. Gradients that share room (no clipping) do not count.
     """
@@ -90,8 +89,8 @@ class Plan:
     def missing_device_bytes(self) -> int:
         """Of one memory, all that is missing."""
         place = "both_bytes" if self.machine.one_memory else "device_memory_bytes"
-        needed, here = (getattr(each, place) for each in (self.forecast.machine, self.machine))
-        return 0 if self.fits else needed - here
+        needed, now = (getattr(m, place) for m in (self.forecast.machine, self.machine))
+        return 0 if self.fits else needed - now
 
     @property
     def missing_host_bytes(self) -> int:
@@ -140,10 +139,7 @@ def make_plan(
     warnings: Sequence[str] = (),
     notes: Notes | None = None,
 ) -> Plan:
-    """Plan a run on `gpus` of a host; with `must_clip` no remedy may switch clipping off.
-
-    Args: `notes`: what is known of the model.
-    """
+    """Plan a run on `gpus` of a host; with `must_clip` no remedy may switch clipping off."""
     plans = Planner(spec, notes)
     warnings = list(warnings)
     _log.log(PASSING, "looking for the fastest way that fits...")
@@ -209,30 +205,33 @@ def several_gpus(
 def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> list[TileBytes]:
     """All tiles of a training run, equal layers together."""
     layouts = Model(spec, workload.rule, precision=workload.precision).layouts
-    kept, gradient = tile_planes(workload.rule, workload.dtype), gradient_plane(workload.dtype)
+    lasting, gradient = tile_planes(workload.rule, workload.dtype), gradient_plane(workload.dtype)
     groups: dict[tuple, list[int]] = {}
     for index, (layout, rests) in enumerate(zip(layouts, resting(placement, layouts), strict=True)):
         planes = dict.fromkeys(PLANES, 0)
-        for plane in kept:
+        for plane in lasting:
             planes[plane.kind.value] += plane.num_bytes(layout)
         waits = workload.clip and not workload.rule.directs(layout)
         if waits or rests.gradient is Tier.DEVICE:
             planes[gradient.kind.value] = gradient.num_bytes(layout)
         name = "" if layout.kind is TileKind.LAYER else layout.name
-        updated = (p for p in kept if layout.trainable_numel and rests.tier(p) is Tier.DISK)
-        places = ((p, p.place(0, layout.trainable_numel).stop) for p in updated)
-        written = sum(stop * p.dtype.itemsize for p, stop in places)
+        written = sum(
+            plane.place(0, layout.trainable_numel).stop * plane.dtype.itemsize
+            for plane in lasting
+            if layout.trainable_numel and rests.tier(plane) is Tier.DISK
+        )
         if layout.numel:
             key = name, rests, tuple(planes.items()), written
             groups.setdefault(key, []).append(index)
     tiles = []
-    for (_, rests, planes, written), same in groups.items():
-        first, last = layouts[same[0]], layouts[same[-1]]
+    for (_, rests, planes, written), indices in groups.items():
+        first, last, count = layouts[indices[0]], layouts[indices[-1]], len(indices)
         name = " ... ".join(dict.fromkeys((first.name, last.name)))
+        is_row = count == indices[-1] - indices[0] + 1
         tiles.append(
             TileBytes(
-                name=name if len(same) == same[-1] - same[0] + 1 else f"{len(same)} of {name}",
-                count=len(same),
+                name=name if is_row else f"{count} of {name}",
+                count=count,
                 parameters=first.num_parameters,
                 tier="device" if rests.weights is Tier.DEVICE else "host",
                 planes=dict(planes),

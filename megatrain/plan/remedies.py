@@ -60,12 +60,12 @@ class Planner:
         if workload.placement is None:
             return least(self._forecasts, machine, workload.computed)
         forecast = self._placed(machine, workload)
-        enough = replace(
+        enlarged = replace(
             machine,
             device_memory_bytes=max(forecast.device_peak_bytes, machine.device_memory_bytes),
             host_memory_bytes=max(forecast.host_peak_bytes, machine.host_memory_bytes),
         )
-        return replace(forecast, machine=enough)
+        return replace(forecast, machine=enlarged)
 
     def could_fit(self, machine: Machine, workload: Workload) -> bool:
         """True if a placement likely fits; far quicker than to find the fastest one."""
@@ -137,20 +137,20 @@ class Remedy:
             yield "do not clip gradients", {"training.max_grad_norm": None}
         if (length := new.sequence_length) != old.sequence_length:
             yield f"take sequences of {length:,} tokens", {"data.sequence_length": length} | batch
-        here, other = self.machine, self.forecast.machine
-        if here.one_memory and other.name == here.name:
-            if other.both_bytes > here.both_bytes:
-                yield f"take a machine with {_whole(other)} GiB of memory", {}
+        present, needed = self.machine, self.forecast.machine
+        if present.one_memory and needed.name == present.name:
+            if needed.both_bytes > present.both_bytes:
+                yield f"take a machine with {_whole(needed)} GiB of memory", {}
             return
-        device, host = size(other.device_memory_bytes), size(other.host_memory_bytes)
+        device, host = size(needed.device_memory_bytes), size(needed.host_memory_bytes)
         use = "let it use "
-        if other.name != here.name:
-            gpu = other.name.partition(",")[0]
-            yield f"take a larger GPU, {gpu} ({_sold(other) / GIB:.0f} GiB)", {}
-        elif other.device_memory_bytes != here.device_memory_bytes:
+        if needed.name != present.name:
+            gpu = needed.name.partition(",")[0]
+            yield f"take a larger GPU, {gpu} ({_sold(needed) / GIB:.0f} GiB)", {}
+        elif needed.device_memory_bytes != present.device_memory_bytes:
             yield f"{use}{device} of device memory", {"engine.device_memory": device}
             use = ""
-        if other.host_memory_bytes != here.host_memory_bytes:
+        if needed.host_memory_bytes != present.host_memory_bytes:
             yield f"{use}{host} of host memory", {"engine.host_memory": host}
 
 
@@ -167,17 +167,17 @@ def remedies(
     listed = [Remedy(asked, machine, new, forecast) for new, forecast in fitting]
 
     def hardware(remedy: Remedy) -> tuple[bool, int, int]:
-        taken = remedy.forecast.machine  # another GPU is dearest, then its memory
-        size = taken.both_bytes if machine.one_memory else taken.device_memory_bytes
-        return taken.name != machine.name, size, taken.host_memory_bytes
+        needed = remedy.forecast.machine  # another GPU is dearest, then its memory
+        size = needed.both_bytes if machine.one_memory else needed.device_memory_bytes
+        return needed.name != machine.name, size, needed.host_memory_bytes
 
     return sorted(listed, key=hardware)
 
 
 def compute_bound_tokens(bounds: Mapping[str, float], tokens: int, sequence_length: int) -> int:
     """Tokens a step, in whole rows, from which on arithmetic takes longest."""
-    others = max((seconds for name, seconds in bounds.items() if name != COMPUTE), default=0.0)
-    needed = tokens * others / bounds[COMPUTE]
+    longest = max((seconds for name, seconds in bounds.items() if name != COMPUTE), default=0.0)
+    needed = tokens * longest / bounds[COMPUTE]
     return max(1, math.ceil(needed / sequence_length)) * sequence_length
 
 
@@ -218,10 +218,7 @@ def _changed(plans: Planner, machine: Machine, asked: Workload, changes: Sequenc
 def _mildest(
     could: Callable[[Workload], bool], asked: Workload, changes: Sequence[str]
 ) -> Workload | None:
-    """The workload with the least of some changes that fits; cheap changes go first.
-
-    The dearest change is reduced first as far as it still fits, then the next one.
-    """
+    """The workload with the least of some changes that fits; cheap changes go first."""
 
     def could_with(level: Workload, cheaper: Sequence[str]) -> bool:
         for change in cheaper:
@@ -273,10 +270,10 @@ def _on_a_larger_gpu(plans: Planner, machine: Machine, asked: Workload, least: F
     sold = (gpu for gpu in known_gpus() if not gpu.shared)
     fastest = {gpu.memory_gib: gpu for gpu in sorted(sold, key=lambda gpu: gpu.bf16_tflops)}
     for _, gpu in sorted(fastest.items()):
-        other = machine_for(gpu.name, host, machine.cores, precision=asked.precision)
-        if other.device_memory_bytes < device:
+        larger = machine_for(gpu.name, host, machine.cores, precision=asked.precision)
+        if larger.device_memory_bytes < device:
             continue
-        if (forecast := plans.fitting(other, asked, thorough=False)) is not None:
+        if (forecast := plans.fitting(larger, asked, thorough=False)) is not None:
             yield asked, forecast
             return
 
@@ -294,9 +291,9 @@ def _levels(change: str, asked: Workload) -> list[Workload]:
         changed = [replace(asked, precision="bf16")]
     elif change == "fewer tokens":
         for rows in (n * lines for n in _halves(asked.rows // lines, 1)):
-            most = None if asked.micro_batch is None else min(asked.micro_batch, rows)
+            micro_batch = None if asked.micro_batch is None else min(asked.micro_batch, rows)
             tokens = rows * asked.sequence_length
-            changed.append(replace(asked, tokens_per_step=tokens, micro_batch=most))
+            changed.append(replace(asked, tokens_per_step=tokens, micro_batch=micro_batch))
     elif change == "int8 moments" and isinstance(asked.rule, AdamW):
         changed = [replace(asked, rule=replace(asked.rule, states="int8"))]
     elif change == "no clipping":

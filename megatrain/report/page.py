@@ -65,7 +65,6 @@ class Metrics:
 
     Attributes:
         columns: the values of each of COLUMNS over the finished steps; NaN: none.
-        evaluations: the line of each evaluation.
         failed: the error that ended the run, if its last line has one.
     """
 
@@ -126,7 +125,7 @@ def collect(records: Iterable[Mapping[str, Any]]) -> Metrics:
             continue
         failed = str(record["failed"]) if "failed" in record else None
         if is_evaluation(record):
-            evaluated = {before: r for before, r in evaluated.items() if before < step}
+            evaluated = {done: r for done, r in evaluated.items() if done < step}
             evaluated[step] = record
         elif failed is None and "skipped" not in record:
             for name in COLUMNS:
@@ -206,10 +205,10 @@ def _status(metrics: Metrics, config: Mapping[str, Any], folder: Path) -> str:
     stopped_early = end.early is not None and end.done == last
     goes_on = bool(total and last and last < total) and not stopped_early
     if (folder / MODEL).is_dir() and not goes_on:
-        why = f", stopped early: {end.early}" if end.early else ""
+        reason = f", stopped early: {end.early}" if end.early else ""
         is_best = end.state != end.done
         best = f" The model is that of step {end.state:,}, the best." if is_best else ""
-        return f"Finished: {done}{why}.{best}"
+        return f"Finished: {done}{reason}.{best}"
     return f"Still going, or ended before its model was written: {done}."
 
 
@@ -260,9 +259,11 @@ def charts(metrics: Metrics) -> list[Chart]:
     for title, column, quantity in _CHARTS:
         values = metrics.columns[column] / (GIB if column.endswith("_bytes") else 1)
         finite = np.isfinite(values)
-        lines = [Line("training", steps[finite], values[finite])] * bool(values[finite].any())
-        lines += metrics.evaluated(quantity) if quantity else []
-        drawn += [Chart(title, lines)] if lines else []
+        lines = metrics.evaluated(quantity) if quantity else []
+        if values[finite].any():
+            lines = [Line("training", steps[finite], values[finite]), *lines]
+        if lines:
+            drawn.append(Chart(title, lines))
     return drawn
 
 

@@ -50,8 +50,8 @@ def load_run(run: Path, overrides: Sequence[str], *, resume: bool) -> Config:
     if not (run / CONFIG).is_file():
         raise InputError(f"{run}: no run there (no {CONFIG}); give the folder of a run")
     loaded = run_files.load(run / CONFIG, overrides)
-    wanted, written = loaded.output.folder, run_files.load(run / CONFIG).output.folder
-    if wanted not in (None, written) and Path(wanted).expanduser().resolve() != run.resolve():
+    folder, written = loaded.output.folder, run_files.load(run / CONFIG).output.folder
+    if folder not in (None, written) and Path(folder).expanduser().resolve() != run.resolve():
         raise InputError(f"output.folder: the run goes on in {run}; for another: cp -r {run} NEW")
     output = loaded.output.model_copy(update={"folder": str(run)})
     return loaded.model_copy(update={"output": output})
@@ -81,10 +81,7 @@ def _free_folder(name: str) -> Path:
 
 
 def make_run_folder(folder: str | None, name: str) -> Path:
-    """Make the folder of `new_run_folder`; a chosen name is never another run's.
-
-    Raises InputError: as `new_run_folder` does.
-    """
+    """Make the folder of `new_run_folder`; a chosen name is never another run's."""
     while True:
         path = new_run_folder(folder, name)
         try:
@@ -131,7 +128,7 @@ def require_plain(path: Path) -> None:
 def require_folder(path: Path) -> None:
     """Raises InputError if the path exists and is no folder, or is a broken link."""
     if os.path.lexists(path) and not path.is_dir():
-        raise InputError(f"{path}: no folder, or a link to none; is the disk there that it was on?")
+        raise InputError(f"{path}: no folder, or a link to none; mount the disk that it is on")
 
 
 def require_empty(path: Path, what: str = "") -> None:
@@ -146,8 +143,8 @@ def require_empty(path: Path, what: str = "") -> None:
 
 def model_folder(path: str) -> str:
     """The model's folder if `path` is a finished run; else `path` itself (folder or hub id)."""
-    inside = Path(path) / MODEL
-    return str(inside) if holds_model(inside) else path
+    exported = Path(path) / MODEL
+    return str(exported) if holds_model(exported) else path
 
 
 def holds_model(folder: Path) -> bool:
@@ -204,10 +201,10 @@ def finished_steps(run: Path, config: Config) -> int | None:
     """
     note = _note(run)
     done, best, _ = (note.pop(name, None) for name in ("done", "best", "early"))
-    wanted = config.watched if config.checkpoint.load_best else None
+    best_metric = config.watched if config.checkpoint.load_best else None
     names = best if isinstance(best, dict) else ()
     metric = next((name for name in names if name != "step"), None)
-    return done if note == _length(config) and metric == wanted else None
+    return done if note == _length(config) and metric == best_metric else None
 
 
 class Ending(NamedTuple):

@@ -73,7 +73,7 @@ class _Loading:
             drawn = self._read_saved(source.saved)
         elif source.folder is not None:
             stored_names = {name: stored for stored, name in source.names.items()}
-            packed = {stored_names.get(name, name): how for name, how in spec.packed.items()}
+            packed = {stored_names.get(name, name): form for name, form in spec.packed.items()}
             model, threads = plain(source.model), update_threads()
             missing = read_weights(source.folder, model, write, threads=threads, packed=packed)
             if missing and (adapters is None or not {*missing} <= adapters.replaced):
@@ -144,12 +144,12 @@ class _Loading:
             return
         tile, entry = self._places[name]
         if entry.group is None:
-            came = values.dtype if values.is_floating_point() else source.dtype
-            untrained.dtypes[name] = came
+            dtype = values.dtype if values.is_floating_point() else source.dtype
+            untrained.dtypes[name] = dtype
             if read and self._origin is not None:
                 self._origin.add(name, values)
             narrow = tile.remainder_of(entry) is None and tile.weights.data.dtype == torch.bfloat16
-            untrained.rounded |= narrow and not entry.packed and came != torch.bfloat16
+            untrained.rounded |= narrow and not entry.packed and dtype != torch.bfloat16
         tile.write_master(entry, values, threads)
         self._share.add(entry.numel)
 
@@ -180,8 +180,8 @@ def read_adapter(source: Source, write: Write) -> None:
                     f"{path}: {name} is not the base's weight, but an adapter does not change its "
                     "base; merge the adapter with PEFT (merge_and_unload), and train the result"
                 )
-    wanted = {file_name: shapes[name] for file_name, name in names.items()}
-    differing = {n: tensor.shape for n, tensor in stored.items()}.items() ^ wanted.items()
+    expected = {file_name: shapes[name] for file_name, name in names.items()}
+    differing = {n: tensor.shape for n, tensor in stored.items()}.items() ^ expected.items()
     if differing:
         raise InputError(
             f"{path}: its tensors are not those that {peft.CONFIG_FILE} makes, for example "

@@ -36,14 +36,7 @@ def check_call(
     loss: object,
     limit: float | None,
 ) -> None:
-    """Raises InputError: a rank has another call, settings that cannot be, or a loss that is none.
-
-    Args:
-        steps: that have been taken.
-        optimizer: None: nothing is trained.
-        loss: or NO_LABELS.
-        limit: of the gradient's norm.
-    """
+    """Raises InputError: ranks differ in their calls, or settings or loss cannot be used."""
 
     def wanted() -> dict[str, str]:
         if optimizer is not None:
@@ -52,11 +45,9 @@ def check_call(
         if checked_loss is not NO_LABELS and not _fits(checked_loss, spec):
             raise InputError(
                 f"{type(loss).__name__} is not for a {type(spec.capture.model).__name__}: Reward "
-                "and Engine.rewards are for models with a head of one score for each row "
-                "(AutoModelForSequenceClassification, num_labels=1), Contrastive and "
-                "Engine.embeddings for models without a head (AutoModel), cross entropy and "
-                "MultiLabel for heads of several classes (by the configuration's problem_type; "
-                "regression has no loss here), and other losses for language models"
+                "is for one score of each row (AutoModelForSequenceClassification, num_labels=1), "
+                "Contrastive for models without a head (AutoModel), cross entropy and MultiLabel "
+                "for heads of classes (regression has no loss), other losses for language models"
             )
         if ranks.size == 1:
             return {}

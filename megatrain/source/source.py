@@ -358,7 +358,7 @@ def structure(source: Source, *, trained: bool = True) -> ModelSpec:
             probed.wide = {n for n in still if types.get(n, source.dtype) != torch.bfloat16}
         if packed := _packings(source, probed, trained=trained):
             wide = probed.in_fp32(torch.bfloat16)
-            probed.packed = {name: how for name, how in packed.items() if name not in wide}
+            probed.packed = {name: packing for name, packing in packed.items() if name not in wide}
         source.structures[trained] = probed
     return source.structures[trained]
 
@@ -392,8 +392,8 @@ def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict
         and packing.takes(weight.shape)
         and (frozen or not weight.requires_grad)
     ]
-    if left := {n: packing for n in names if adapters is None or n in adapters.held}:
-        return left
+    if packed := {n: packing for n in names if adapters is None or n in adapters.held}:
+        return packed
     remedy = "give an adapter" if adapters is None else "leave base out (a Conv1D is not linear)"
     raise InputError(f"base is {base!r}, but no linear module of the layers is frozen; {remedy}")
 
@@ -402,14 +402,14 @@ def _packings(source: Source, spec: ModelSpec, *, trained: bool) -> dict[str, We
     """The formats of frozen weights: those of a checkpoint or folder, else those asked for."""
     saved = source.saved
     if saved is not None and source.resumes:
-        left = saved.settings.left_out
-        kept = {p.name: p.packed for p in saved.manifest.parameters if p.packed}
-        kept |= {} if left is None else left.packed
-        return {name: PACKINGS[how] for name, how in kept.items()}
+        base = saved.settings.left_out
+        saved_as = {p.name: p.packed for p in saved.manifest.parameters if p.packed}
+        saved_as |= {} if base is None else base.packed
+        return {name: PACKINGS[form] for name, form in saved_as.items()}
     folder, names = source.folder, source.names
     stored = {} if folder is None else WeightPlan(folder, plain(source.model)).packings
-    taken = _KEPT.get(source.base, ())
-    packed = {names.get(name, name): how for name, how in stored.items() if how in taken}
+    ours = _KEPT.get(source.base, ())
+    packed = {names.get(name, name): form for name, form in stored.items() if form in ours}
     if not packed:
         return packed_weights(spec, source.base, frozen=not trained)
     for name in packed if trained else ():
@@ -441,7 +441,6 @@ class EngineSetup:
     Attributes:
         host_limit: bytes that the process may have; None: what the machine allows.
         disk_space: bytes that planes may take on the disk; None: what is free.
-        ranks: who share the model.
         sequence_ranks: who share every row as well; alone where each rank has rows of its own.
     """
 
@@ -475,10 +474,10 @@ class EngineSetup:
                     f"the placement keeps {size(num_bytes)} on a disk (disk_moments, "
                     "disk_remainder, disk_weights), but none is given; set disk to a folder on it"
                 )
-            every = num_bytes * self.ranks.on_host
-            if self.disk_space is not None and every > self.disk_space:
+            all_bytes = num_bytes * self.ranks.on_host
+            if self.disk_space is not None and all_bytes > self.disk_space:
                 raise DoesNotFit(
-                    f"the placement keeps {size(every)} on the disk, and disk_space is "
+                    f"the placement keeps {size(all_bytes)} on the disk, and disk_space is "
                     f"{size(self.disk_space)}; raise it"
                 )
             files.append(PlaneFile(self.disk, num_bytes))

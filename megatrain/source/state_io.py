@@ -133,8 +133,8 @@ def frozen_types(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, to
     """The dtypes of frozen parameters in the model's source, by name."""
     frozen = [p.name for p in checkpoint.manifest.parameters if p.group is None]
     frozen += left_out_names(checkpoint, model).values()
-    others = checkpoint.settings.frozen_dtypes
-    return {name: saved_dtype(checkpoint, others.get(name)) for name in frozen}
+    exceptions = checkpoint.settings.frozen_dtypes
+    return {name: saved_dtype(checkpoint, exceptions.get(name)) for name in frozen}
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> dict[str, Stored]:
@@ -195,8 +195,8 @@ def saved_optimizer(checkpoint: Checkpoint) -> Rule | None:
     if name == "muon" and not settings.get("packed", True):
         del settings["packed"]  # earlier versions had it
     rule = RULES.get(name)
-    known = set() if rule is None else {setting.name for setting in fields(rule)}
-    if rule is None or settings.keys() != known:
+    keys = set() if rule is None else {setting.name for setting in fields(rule)}
+    if rule is None or settings.keys() != keys:
         raise InputError(f"{checkpoint.folder}: its optimizer is none that is known")
     return rule(**settings)
 
@@ -215,13 +215,13 @@ def resumed_placement(
         return Placement(**renamed(saved) | {"resident": tuple(saved["resident"])})
 
 
-def check_precision(checkpoint: Checkpoint, wanted: str | None) -> Any:
+def check_precision(checkpoint: Checkpoint, requested: str | None) -> Any:
     """The precision to go on with, which is the saved one. Raises InputError."""
     saved = checkpoint.settings.precision
-    if wanted not in (None, saved):
+    if requested not in (None, saved):
         raise InputError(
-            f"precision is {wanted!r}, but {checkpoint.folder} was trained with {saved!r} and goes "
-            "on with that; leave precision out, or export the model and start from the export"
+            f"precision is {requested!r}, but {checkpoint.folder} was trained with {saved!r} and "
+            "goes on with that; leave precision out, or export the model and start from the export"
         )
     return saved
 
@@ -253,10 +253,10 @@ class Origin:
 
 
 def _fingerprint(carried: Mapping[str, Stored], algorithm: str = ALGORITHM) -> str:
-    seen = Origin("", algorithm=algorithm)
+    origin = Origin("", algorithm=algorithm)
     for name, tensor in carried.items():
-        seen.add(name, tensor.read())
-    return seen.fingerprint(carried)
+        origin.add(name, tensor.read())
+    return origin.fingerprint(carried)
 
 
 def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
@@ -265,8 +265,8 @@ def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
     None if the base's values are in no file: another adapter changed them, or they are unpacked.
     """
     settings = checkpoint.settings
-    if left := settings.left_out:
-        return Origin(left.path, left.revision) if resumes or not left.packed else None
+    if base := settings.left_out:
+        return Origin(base.path, base.revision) if resumes or not base.packed else None
     return Origin(str(checkpoint.folder.absolute())) if settings.adapter is None else None
 
 
@@ -285,7 +285,6 @@ def base_reference(
 
     Args:
         origin: of the base; None: it was not read, or not all of it.
-        entries: all parameters of the model.
         carried: tensors of the base that the model has no place for.
         folder: of the checkpoint; it replaces a folder that is there.
     """
@@ -337,86 +336,90 @@ def read_left_out(
 
     Returns the names that the base never had, such as a head of which the adapter has a copy.
     """
-    left = checkpoint.settings.left_out
-    if left is None:
+    reference = checkpoint.settings.left_out
+    if reference is None:
         return set()
-    names, base = left_out_names(checkpoint, model), _open(checkpoint, left)
-    seen = Origin(left.path, left.revision, left.fingerprint.partition(":")[0])
+    names, base = left_out_names(checkpoint, model), _open(checkpoint, reference)
+    origin = Origin(reference.path, reference.revision, reference.fingerprint.partition(":")[0])
     types: dict[str, torch.dtype] = {}
 
     def pass_on(base_name: str, values: Tensor) -> None:
         if (name := names.get(base_name)) is not None:
-            seen.add(name, values)
+            origin.add(name, values)
             if as_computed:
-                values = _unpacked(left, model, name, values, types.get(base_name))
+                values = _unpacked(reference, model, name, values, types.get(base_name))
             write(name, values)
 
     if isinstance(base, Checkpoint):
-        whole = masters(base)
+        of_base = masters(base)
         with ThreadPoolExecutor(update_threads(), thread_name_prefix="read-base") as pool:
-            list(pool.map(lambda name: pass_on(name, whole[name]()), names.keys() & whole.keys()))
+            present = names.keys() & of_base.keys()
+            list(pool.map(lambda name: pass_on(name, of_base[name]()), present))
     else:
-        formats = _formats(left, names)
+        formats = _formats(reference, names)
         inner, threads = plain(model), update_threads()
-        with _another_base(checkpoint, left):
+        with _another_base(checkpoint, reference):
             types = weights.WeightPlan(base, inner).types if as_computed else {}
             weights.read_weights(base, inner, pass_on, threads=threads, packed=formats)
-    _require_same(checkpoint, left, seen.fingerprint(names.values()), left.fingerprint)
-    return {*names.values()} - seen.sums.keys()
+    _require_same(checkpoint, reference, origin.fingerprint(names.values()), reference.fingerprint)
+    return {*names.values()} - origin.sums.keys()
 
 
 def _unpacked(
-    left: BaseReference, model: PreTrainedModel, name: str, values: Tensor, dtype: Any
+    reference: BaseReference, model: PreTrainedModel, name: str, values: Tensor, dtype: Any
 ) -> Tensor:
-    """Values as layers compute with them; those that a folder packs, uint8, are of `dtype`."""
-    if name not in left.packed:
+    """A base's values as layers compute with them: packed and unpacked if the reference packs them.
+
+    Args: `dtype`: that of the values if they come packed (uint8).
+    """
+    if name not in reference.packed:
         return values
-    packing, shape = PACKINGS[left.packed[name]], model.get_parameter(name).shape
+    packing, shape = PACKINGS[reference.packed[name]], model.get_parameter(name).shape
     if values.dtype == torch.uint8:
         return packing.unpacked(values, shape).to(dtype)
     return packing.unpacked(packing.pack(values), shape)
 
 
-def _formats(left: BaseReference, names: Mapping[str, str]) -> dict[str, WeightFormat]:
+def _formats(reference: BaseReference, names: Mapping[str, str]) -> dict[str, WeightFormat]:
     """The formats of packed parameters by their names in the base."""
-    packed = ((base, name) for base, name in names.items() if name in left.packed)
-    return {base: PACKINGS[left.packed[name]] for base, name in packed}
+    packed = ((base, name) for base, name in names.items() if name in reference.packed)
+    return {base: PACKINGS[reference.packed[name]] for base, name in packed}
 
 
-def _another_base(checkpoint: Checkpoint, left: BaseReference) -> AbstractContextManager[None]:
+def _another_base(checkpoint: Checkpoint, reference: BaseReference) -> AbstractContextManager[None]:
     """Within this context errors say that the base is not the one that the checkpoint had."""
-    another = f"{left.path}: is not the base that {checkpoint.folder} was trained on"
+    another = f"{reference.path}: is not the base that {checkpoint.folder} was trained on"
     return explained(another, _PUT_BACK, of=InputError)
 
 
-def _require_same(checkpoint: Checkpoint, left: BaseReference, now: str, before: str) -> None:
+def _require_same(checkpoint: Checkpoint, reference: BaseReference, now: str, before: str) -> None:
     """Raises InputError: the base's fingerprint `now` is not the one when the checkpoint began."""
     if now != before:
         raise InputError(
-            f"{left.path}: its weights are not those that {checkpoint.folder} was trained on; "
+            f"{reference.path}: its weights are not those that {checkpoint.folder} was trained on; "
             f"{_PUT_BACK}"
         )
 
 
 def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
     """All `masters`, including those of a base that is left out, as layers compute with them."""
-    saved, left = masters(checkpoint), checkpoint.settings.left_out
-    if left is None:
+    saved, reference = masters(checkpoint), checkpoint.settings.left_out
+    if reference is None:
         return saved
-    base, names = _open(checkpoint, left), left_out_names(checkpoint, model)
+    base, names = _open(checkpoint, reference), left_out_names(checkpoint, model)
     types: dict[str, torch.dtype] = {}
     if isinstance(base, Checkpoint):
-        whole: Values = masters(base)
+        of_base: Values = masters(base)
     else:
-        with _another_base(checkpoint, left):
-            whole = weights.lazy_weights(base, plain(model), _formats(left, names))
+        with _another_base(checkpoint, reference):
+            of_base = weights.lazy_weights(base, plain(model), _formats(reference, names))
             types = weights.WeightPlan(base, plain(model)).types
 
     def read(base_name: str) -> Tensor:
-        values = whole[base_name]()
-        return _unpacked(left, model, names[base_name], values, types.get(base_name))
+        values = of_base[base_name]()
+        return _unpacked(reference, model, names[base_name], values, types.get(base_name))
 
-    return saved | {name: partial(read, base) for base, name in names.items() if base in whole}
+    return saved | {name: partial(read, base) for base, name in names.items() if base in of_base}
 
 
 def require_same_base(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
@@ -432,7 +435,6 @@ def require_base_of(adapter: Path, base: str, **code: Any) -> None:
 
     Args:
         base: the folder, checkpoint or hub id that the adapter names.
-        code: as of `open_model`.
     """
     from megatrain.run_folder import layout  # it needs the libraries of run files
 
@@ -441,9 +443,9 @@ def require_base_of(adapter: Path, base: str, **code: Any) -> None:
     if adapter.name != layout.MODEL or not saved:
         return
     newest = open_checkpoint(saved[0])
-    if (left := newest.settings.left_out) is None:
+    if (reference := newest.settings.left_out) is None:
         return
-    settings = replace(newest.settings, left_out=replace(left, path=base, revision=None))
+    settings = replace(newest.settings, left_out=replace(reference, path=base, revision=None))
     newest = replace(newest, manifest=replace(newest.manifest, settings=settings))
     require_same_base(newest, open_model(newest, **code))
 
@@ -460,21 +462,21 @@ def carried(place: Checkpoint | Path, model: PreTrainedModel) -> dict[str, Store
     """
     if isinstance(place, Path):
         return weights.carried_tensors(place, plain(model))
-    if left := place.settings.left_out:
-        tensors, before = carried(_open(place, left), plain(model)), left.carried
-        if before:
-            _require_same(place, left, _fingerprint(tensors, before.partition(":")[0]), before)
+    if base := place.settings.left_out:
+        tensors, old = carried(_open(place, base), plain(model)), base.carried
+        if old:
+            _require_same(place, base, _fingerprint(tensors, old.partition(":")[0]), old)
         return tensors
     opened = cache(lambda path: path.open("rb", buffering=0))
     return {name: tensor.kept_open(opened) for name, tensor in _stored(place, CARRIED).items()}
 
 
-def _open(checkpoint: Checkpoint, left: BaseReference) -> Checkpoint | Path:
-    path = Path(left.path)
+def _open(checkpoint: Checkpoint, reference: BaseReference) -> Checkpoint | Path:
+    path = Path(reference.path)
     problem = f"{checkpoint.folder}: has an adapter alone, and its base cannot be read"
     with explained(problem, of=InputError):
         if path.is_absolute() and not path.exists():
             raise InputError(f"{path} is not there; {_PUT_BACK}")
         if is_checkpoint(path):
             return open_checkpoint(path)
-        return weights.resolve_model(left.path, left.revision)
+        return weights.resolve_model(reference.path, reference.revision)

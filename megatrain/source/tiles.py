@@ -65,10 +65,10 @@ class Model:
         def layout(kind: TileKind, names: list[str], visit: str = "") -> TileLayout:
             parameters = [(n, shapes[n], None if n in unmoved else groups.get(n)) for n in names]
             rows = lcm(*(prod(shapes[n][1:]) for n in names if n in spec.gathered))
-            name, how = kind.value + visit, (spec.wide, spec.packed, wide.intersection(names))
-            own = set(self._owned).intersection(names)
+            name, formats = kind.value + visit, (spec.wide, spec.packed, wide.intersection(names))
+            owned_here = set(self._owned).intersection(names)
             return TileLayout(
-                name, parameters, kind, *how, operands, ranks=ranks, row=rows, owned=own
+                name, parameters, kind, *formats, operands, ranks=ranks, row=rows, owned=owned_here
             )
 
         tiles = [

@@ -119,10 +119,10 @@ def write_model(
         _log.warning(text, source.base)
     values, as_came = {**masters, **untrained.values}, untrained.as_came(dtype)
     if adapters is not None:
-        whole, names = merged_into_base(model, values), {**adapters.held, **adapters.copies}
-        unchanged = {n for n in names if n in values and whole.get(names[n]) is values[n]}
+        merged_values, names = merged_into_base(model, values), {**adapters.held, **adapters.copies}
+        unchanged = {n for n in names if n in values and merged_values.get(names[n]) is values[n]}
         as_came = {names[n]: kind for n, kind in as_came.items() if n in unchanged}
-        model, values = adapters.base, whole
+        model, values = adapters.base, merged_values
     write_weights(
         folder,
         model,

@@ -103,8 +103,6 @@ class Reader:
     """A save that reads a tile's planes as they are now: the next update waits for it.
 
     Attributes:
-        event: the update waits for it.
-        wait: the name of this wait.
         set_aside: copies bytes that are still to be read, on the update's stream; None: no bytes.
     """
 
@@ -118,12 +116,10 @@ class Tile:
     """One tile's planes, with the offsets of its layout.
 
     Attributes:
-        planes: all planes of the tile.
         weights: the plane that is streamed: bf16, or the fp32 master if layers compute in fp32.
         remainder: int16; `fp32 master = (weights << 16) + remainder`. int8, if the rule has it, for
             the upper byte of that. None in fp32. Frozen parameters that came in bf16 have none.
         states: the planes of the optimizer's rule, in its order.
-        rests: the tier of each plane.
         version: updates applied or started.
         updated: event of the newest update; None when there is nothing to wait for.
         written: event after which that update's planes are on the disk that they rest on.
@@ -224,15 +220,15 @@ class Tile:
                 weights.view(torch.uint8)[: len(stored)].copy_(stored)
             return
         flat = values.detach().contiguous().view(-1)[part]
-        rest = self.remainder_of(entry)
-        if rest is None or flat.dtype == torch.bfloat16:
+        low_bits = self.remainder_of(entry)
+        if low_bits is None or flat.dtype == torch.bfloat16:
             with self.weights.writing(place) as weights:
                 weights.copy_(flat)  # a bf16 value is its own master: the remainder is zero
-            if rest is not None:
-                with rest.writing(place) as remainder:
+            if low_bits is not None:
+                with low_bits.writing(place) as remainder:
                     remainder.zero_()
             return
-        with rest.writing(place) as remainder, self.weights.writing(place) as weights:
+        with low_bits.writing(place) as remainder, self.weights.writing(place) as weights:
             high, low = (p if p.is_cpu else torch.empty_like(p, device="cpu")
                          for p in (weights, remainder))  # fmt: skip
             kernels.split(flat.float(), high, low, threads=threads)
@@ -244,15 +240,15 @@ class Tile:
 
         With several ranks it is this rank's part, flat, and the parameter must not be packed.
         """
-        (place, part), rest = self.place(entry), self.remainder_of(entry)
+        (place, part), low_bits = self.place(entry), self.remainder_of(entry)
         shape = entry.shape if self.layout.ranks == 1 else (part.stop - part.start,)
         weights = self.weights.values(place)
         if entry.packed is not None:
             return entry.packed.unpacked(weights.cpu(), shape)
-        if rest is None:
+        if low_bits is None:
             return weights.to("cpu", torch.float32, copy=True).view(shape)
         master = torch.empty(len(weights), dtype=torch.float32)
-        remainder = rest.values(place).cpu()
+        remainder = low_bits.values(place).cpu()
         kernels.join(weights.cpu(), remainder, master)
         return master.view(shape)
 
@@ -261,14 +257,14 @@ class Tile:
         remainder, spans = self.remainder, self.spans
 
         def moved(place: int) -> int | None:
-            inside = (s for s in spans if s.at <= place < s.at + s.numel)
-            return next((place - s.at + s.start for s in inside), None)
+            containing = (s for s in spans if s.at <= place < s.at + s.numel)
+            return next((place - s.at + s.start for s in containing), None)
 
-        for start, stop, at in chain.from_iterable(self.layout.copies.values()):
-            own, first = moved(start), moved(at)
-            if remainder is None or own is None or first is None:
+        for start, stop, copy_start in chain.from_iterable(self.layout.copies.values()):
+            target, first = moved(start), moved(copy_start)
+            if remainder is None or target is None or first is None:
                 continue
-            trained = slice(own, own + stop - start)
+            trained = slice(target, target + stop - start)
             with self.weights.writing(slice(first, first + 2 * (stop - start))) as copy:
                 halves = self.weights.values(trained), remainder.values(trained)
                 _join(*halves, copy.view(torch.float32), threads)
@@ -311,7 +307,6 @@ class Store:
 
         Args:
             rule: of the optimizer; None: for inference, weights alone.
-            placement: says where each plane rests.
             open_file: makes a file of so many bytes for planes on a disk; None where nothing is
                 computed.
             rank: keep this rank's blocks, if `layouts` are cut for several ranks.
@@ -401,18 +396,18 @@ def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
 def on_disk(placement: Placement, layouts: Sequence[TileLayout]) -> dict[str, set[str]]:
     """For each kind of plane that may rest on a disk, the names of the tiles whose plane does."""
     counts = {"remainder": placement.disk_remainder, "moments": placement.disk_moments}
-    there = {n: _spread([t for t in layouts if t.trainable_numel], counts[n]) for n in counts}
+    names = {n: _spread([t for t in layouts if t.trainable_numel], counts[n]) for n in counts}
     layers = [t for t in layouts if t.kind is TileKind.LAYER]
-    return there | {"weights": _spread(layers, placement.disk_weights)}
+    return names | {"weights": _spread(layers, placement.disk_weights)}
 
 
 def _spread(layouts: Sequence[TileLayout], count: int) -> set[str]:
     """Choose `count` tiles, by name: layers, spread evenly over all, and then the others."""
     layers = [t.name for t in layouts if t.kind is TileKind.LAYER]
-    others = [t.name for t in layouts if t.kind is not TileKind.LAYER]
-    num, within = len(layers), min(count, len(layers))
-    return {layers[i] for i in range(num) if i * within % num < within} | set(
-        others[: count - within]
+    outside = [t.name for t in layouts if t.kind is not TileKind.LAYER]
+    num, num_chosen = len(layers), min(count, len(layers))
+    return {layers[i] for i in range(num) if i * num_chosen % num < num_chosen} | set(
+        outside[: count - num_chosen]
     )
 
 
@@ -515,24 +510,24 @@ class DiskStaging:
             parts = {p: b.piece(places[p].start, places[p].stop) for p, b in tile.planes.items()}
             lane = next(self._next_lane)
             present = [plane for plane in planes if len(parts[plane].data)]  # some end earlier
-            rooms = self._rooms(lane, {plane: parts[plane] for plane in present})
+            buffers = self._rooms(lane, {plane: parts[plane] for plane in present})
             device.wait(DISK_IN, lane.free, "disk lane free")
             for plane in present:
-                device.copy(DISK_IN, rooms[plane], parts[plane])
+                device.copy(DISK_IN, buffers[plane], parts[plane])
             device.wait(UPDATE, device.record(DISK_IN), "disk planes arrived")
-            yield start, stop, replace(tile, planes=parts | rooms)
+            yield start, stop, replace(tile, planes=parts | buffers)
             device.wait(DISK_OUT, device.record(UPDATE), "disk planes updated")
             for plane in present:
-                device.copy(DISK_OUT, parts[plane], rooms[plane])
+                device.copy(DISK_OUT, parts[plane], buffers[plane])
             lane.free = tile.written = device.record(DISK_OUT)
 
     def _rooms(self, lane: Lane, parts: Mapping[Plane, Buffer]) -> dict[Plane, Buffer]:
-        rooms, at = {}, 0
+        buffers, start = {}, 0
         for plane, part in parts.items():
-            memory = lane.buffer.data[at : at + align(part.data.nbytes, BLOCK)]
-            rooms[plane] = Buffer(lane.buffer.name, memory.view(plane.dtype))
-            at += self._bytes(plane)
-        return rooms
+            memory = lane.buffer.data[start : start + align(part.data.nbytes, BLOCK)]
+            buffers[plane] = Buffer(lane.buffer.name, memory.view(plane.dtype))
+            start += self._bytes(plane)
+        return buffers
 
 
 class DiskReader:
@@ -546,9 +541,9 @@ class DiskReader:
         self._device = device
         data = [buffer.data for buffer in buffers if isinstance(buffer, disk.DiskBuffer)]
         self._piece = min(disk.PIECE, max(map(len, data), default=0))
-        room = align(self._piece * max((each.itemsize for each in data), default=0), BLOCK)
+        num_bytes = align(self._piece * max((tensor.itemsize for tensor in data), default=0), BLOCK)
         name = Name(Memory.DISK, "disk lane in the device")
-        self._lane = device.host(name, room, torch.uint8, pinned=True).data
+        self._lane = device.host(name, num_bytes, torch.uint8, pinned=True).data
 
     @property
     def host_bytes(self) -> int:

@@ -116,9 +116,9 @@ def passing(text: str) -> None:
 
     Only the first rank of several shows anything. Nothing is written to a file or a pipe.
     """
-    able = os.environ.get("TERM") != "dumb"
+    can_erase = os.environ.get("TERM") != "dumb"
     with suppress(OSError, ValueError, AttributeError):  # there is no terminal, or none any more
-        if able and os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
+        if can_erase and os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
             _shown[:] = [text]
             print(f"{_ERASE}{text[: _columns() - 1]}", end="", file=sys.stderr, flush=True)
 
@@ -164,7 +164,7 @@ class Share:
         """Count `part` of the whole as done."""
         with self._lock:
             self._done += part
-            now = time.monotonic()
-            if now - self._logged >= _SECONDS:
-                self._logged = now
+            time_now = time.monotonic()
+            if time_now - self._logged >= _SECONDS:
+                self._logged = time_now
                 self._log.log(PASSING, "%s: %.0f %%", self._what, 100 * self._done / self._whole)

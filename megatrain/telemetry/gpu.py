@@ -101,23 +101,24 @@ def named_gpu(text: str) -> KnownGpu:
         return gpu
     if (gpu := by_driver_name(text)) is not None:
         for size in map(int, re.findall(r"(\d+) ?g(?:i?b)?\b", text.lower())):
-            other = max(size / gpu.memory_gib, gpu.memory_gib / size) > 1.15
-            if other and size < 3 * gpu.memory_gib:  # a far larger one is the host's (GH200 480GB)
+            differs = max(size / gpu.memory_gib, gpu.memory_gib / size) > 1.15
+            # A far larger one is the host's (GH200 480GB).
+            if differs and size < 3 * gpu.memory_gib:
                 raise InputError(
                     f"GPU {text!r}: {gpu.name} is listed with {gpu.memory_gib:g} GiB; give --gpu "
                     f"'{gpu.name}' and --device-memory {size}GiB"
                 )
         return gpu
-    wanted = _words(text)
-    close = [gpu.name for gpu in known_gpus() if wanted and wanted <= gpu.words]
-    near = difflib.get_close_matches(_squeezed(text), names, n=3, cutoff=0.5)
-    close = close or [names[name].name for name in near]
+    words = _words(text)
+    close = [gpu.name for gpu in known_gpus() if words and words <= gpu.words]
+    if not close:
+        similar = difflib.get_close_matches(_squeezed(text), names, n=3, cutoff=0.5)
+        close = [names[name].name for name in similar]
     hint = f"did you mean {' or '.join(close)}?"
     if not close:
         hint = f"known are {', '.join(gpu.name for gpu in known_gpus())}"
     raise InputError(
-        f"unknown GPU {text!r}; {hint} (for one that is not listed, name the most similar "
-        "and give its memory)"
+        f"unknown GPU {text!r}; {hint} (name the most similar one and give its memory)"
     )
 
 

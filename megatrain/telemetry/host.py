@@ -54,9 +54,9 @@ def cgroup_files(name: str, controller: str = "") -> Iterator[str]:
         lines = _OWN_CGROUP.read_text().splitlines()
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        inside = PurePosixPath(path).parts[1:]
-        if controller in controllers.split(",") and ".." not in inside:
-            folders += (folders[0].joinpath(*inside[:n]) for n in range(1, len(inside) + 1))
+        parts = PurePosixPath(path).parts[1:]
+        if controller in controllers.split(",") and ".." not in parts:
+            folders += (folders[0].joinpath(*parts[:n]) for n in range(1, len(parts) + 1))
     for folder in folders:
         with suppress(OSError):
             yield (folder / name).read_text().strip()
@@ -154,16 +154,16 @@ def commit() -> str | None:
     """The commit of the checkout with this file; without a checkout, MEGATRAIN_COMMIT."""
     if "MEGATRAIN_COMMIT" in os.environ:
         return os.environ["MEGATRAIN_COMMIT"]
-    here = Path(__file__)
+    package_file = Path(__file__)
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(here.parent), *arguments]
+        command = ["git", "-C", str(package_file.parent), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
         return done.stdout.strip()
 
     try:
         # An installed package may lie in a checkout of something else.
-        git("ls-files", "--error-unmatch", here.name)
+        git("ls-files", "--error-unmatch", package_file.name)
         return git("rev-parse", "HEAD")
     except (OSError, subprocess.SubprocessError):
         return None

@@ -78,14 +78,14 @@ def breakdown(spans: Sequence[Span], main: str) -> Breakdown:
         words = (word for word in _KEY.sub("", span.name).split() if any(map(str.isalpha, word)))
         work[span.stream, " ".join(words)] += span.seconds
     idle: defaultdict[str, float] = defaultdict(float)
-    at = first
+    now = first
     for span in sorted((s for s in spans if s.stream == main), key=lambda s: s.start):
-        gap = span.start - at
+        gap = span.start - now
         if gap > SHORTEST_GAP_SECONDS:
             idle[span.after[-1] if span.after else "launch"] += gap
-        at = max(at, span.end)
-    if last > at:
-        idle["end of step"] += last - at
+        now = max(now, span.end)
+    if last > now:
+        idle["end of step"] += last - now
     num_bytes = {stream: count for stream, count in moved.items() if count}
     return Breakdown(last - first, dict(busy), num_bytes, dict(work), dict(idle))
 
@@ -99,17 +99,17 @@ def critical_path(spans: Iterable[Span]) -> Counter[str]:
     ends: defaultdict[int, dict[str, Span]] = defaultdict(dict)  # nanoseconds
     for span in spans:
         ends[round(span.end * 1e9)][span.stream] = span
-    path, stream, at = Counter[str](), "", max(ends, default=0)
+    path, stream, now = Counter[str](), "", max(ends, default=0)
     for end in sorted(ends, reverse=True):
-        if end > at:
+        if end > now:
             continue
         ended = ends[end]
         span = ended.get(stream) or max(ended.values(), key=lambda span: span.seconds)
         begin, stream = min(end, round(span.start * 1e9)), span.stream
-        path["launches"] += at - end
+        path["launches"] += now - end
         path[stream] += end - begin
-        at = begin
-    path["launches"] += at
+        now = begin
+    path["launches"] += now
     return Counter({stream: ns / 1e9 for stream, ns in path.items() if ns})
 
 
@@ -159,22 +159,22 @@ def read_trace(trace: Mapping[str, Any]) -> list[Span]:
 
 def window(spans: Iterable[Span], start: float, end: float) -> list[Span]:
     """The spans between two times, counted from `start` and cut at both ends, bytes too."""
-    inside = []
+    cut = []
     for span in spans:
         begins, ends = max(span.start, start), min(span.end, end)
         if begins < ends:
             num_bytes = round(span.num_bytes * (ends - begins) / span.seconds)
             place = begins - start, ends - start
-            inside.append(Span(span.stream, span.name, *place, span.after, num_bytes))
-    return inside
+            cut.append(Span(span.stream, span.name, *place, span.after, num_bytes))
+    return cut
 
 
-def overlap(one: Sequence[Span], other: Sequence[Span]) -> float:
+def overlap(first: Sequence[Span], second: Sequence[Span]) -> float:
     """Seconds in which both did something; each is in order and does one thing at a time."""
     total, i, j = 0.0, 0, 0
-    while i < len(one) and j < len(other):
-        total += max(0.0, min(one[i].end, other[j].end) - max(one[i].start, other[j].start))
-        if one[i].end < other[j].end:
+    while i < len(first) and j < len(second):
+        total += max(0.0, min(first[i].end, second[j].end) - max(first[i].start, second[j].start))
+        if first[i].end < second[j].end:
             i += 1
         else:
             j += 1

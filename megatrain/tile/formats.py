@@ -97,7 +97,7 @@ class WeightFormat:
         num_pieces = -(-flat.numel() // at_once)
         scales_at_once = -(-len(scales) // num_pieces)
         by_scale = (codes.view(len(scales), -1), scales, flat.view(len(scales), -1))
-        for piece in zip(*(whole.split(scales_at_once) for whole in by_scale), strict=True):
+        for piece in zip(*(tensor.split(scales_at_once) for tensor in by_scale), strict=True):
             piece_codes, piece_scales, piece_out = piece
             expand(piece_codes.view(-1), piece_scales, values, piece_out.view(-1))
 
@@ -165,8 +165,8 @@ def _wide_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 def is_nf4(codes: Tensor, scale_codes: Tensor | None) -> bool:
     """True if both tables of codes (scales may have none) are those that this file uses."""
-    same = torch.equal(codes, _nf4_values(codes.device))
-    return same and (
+    has_codes = torch.equal(codes, _nf4_values(codes.device))
+    return has_codes and (
         scale_codes is None or torch.equal(scale_codes, _dynamic_values(scale_codes.device))
     )
 
@@ -208,7 +208,7 @@ def _fp8_sections(shape: Sequence[int]) -> tuple[int, ...]:
 def _pack_fp8(values: Tensor) -> Tensor:
     rows = values.reshape(-1, values.shape[-1]).split(max(1, _PIECE // values.shape[-1]))
     codes, scales = zip(*map(fp8_rows, rows), strict=True)
-    return torch.cat([each.view(-1).view(torch.uint8) for each in (*scales, *codes)])
+    return torch.cat([part.view(-1).view(torch.uint8) for part in (*scales, *codes)])
 
 
 def fp8_rows(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,8 +221,8 @@ def fp8_rows(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def operands(stored: Tensor, shape: Sequence[int]) -> dict[str, Tensor]:
     """A weight's codes `[O, I]` and scales `[1, O]`, as `FP8` keeps them, and transposed codes."""
-    kept, turned = stored.view(torch.uint8).split((FP8.bytes_of(shape), prod(shape)))
-    codes, scales = FP8.parts(kept, shape)
+    in_rows, turned = stored.view(torch.uint8).split((FP8.bytes_of(shape), prod(shape)))
+    codes, scales = FP8.parts(in_rows, shape)
     return {
         "codes": codes.view(torch.float8_e4m3fn).view(*shape),
         "scales": scales[None],
@@ -263,12 +263,12 @@ def _blocks_sections(shape: Sequence[int]) -> tuple[int, ...]:
 def _pack_blocks(values: Tensor) -> Tensor:
     (rows, columns), packed = values.shape[-2:], []
     for matrix in values.reshape(-1, rows, columns):
-        whole = nn.functional.pad(matrix, (0, 0, 0, -rows % SIDE))
-        blocks = whole.view(-1, SIDE, columns // SIDE, SIDE).transpose(1, 2)
+        padded = nn.functional.pad(matrix, (0, 0, 0, -rows % SIDE))
+        blocks = padded.view(-1, SIDE, columns // SIDE, SIDE).transpose(1, 2)
         codes, scales = fp8_rows(blocks.reshape(-1, SIDE * SIDE))
         laid_out = codes.view(torch.uint8).view(blocks.shape).transpose(1, 2)
         packed.append((scales.view(torch.uint8), laid_out.reshape(-1)[: matrix.numel()]))
-    return torch.cat([each for pieces in zip(*packed, strict=True) for each in pieces])
+    return torch.cat([part for pieces in zip(*packed, strict=True) for part in pieces])
 
 
 def _blocks_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -290,7 +290,7 @@ def _pack_mxfp4(values: Tensor) -> Tensor:
     """The exponents of `[E, I, O]` for each span of inputs, and codes of two inputs a byte."""
     spans = values.reshape(-1, _SPAN, values.shape[-1])
     pieces = map(_mxfp4_piece, spans.split(max(1, _PIECE // spans[0].numel())))
-    return torch.cat([each.view(-1) for kind in zip(*pieces, strict=True) for each in kind])
+    return torch.cat([part.view(-1) for kind in zip(*pieces, strict=True) for part in kind])
 
 
 def _mxfp4_piece(spans: Tensor) -> tuple[Tensor, Tensor]:

@@ -109,14 +109,14 @@ class Entry:
         Args: `rows`: ascending; those that follow each other are in one range.
         """
         shared, *kinds = self._sections(itemsize)
-        at, following = self.offset * itemsize + shared, {row + 1 for row in rows}
-        starts = [row for row in rows if row not in following]
-        stops = sorted(following.difference(rows))
+        first, later = self.offset * itemsize + shared, {row + 1 for row in rows}
+        starts = [row for row in rows if row not in later]
+        stops = sorted(later.difference(rows))
         for num_bytes in kinds:
             of_row = num_bytes // self.shape[0]
             for start, stop in zip(starts, stops, strict=True):
-                yield (at + start * of_row) // itemsize, -(-(at + stop * of_row) // itemsize)
-            at += num_bytes
+                yield (first + start * of_row) // itemsize, -(-(first + stop * of_row) // itemsize)
+            first += num_bytes
 
     def _sections(self, itemsize: int) -> tuple[int, ...]:
         plain = 0, self.numel * itemsize
@@ -181,12 +181,12 @@ class TileLayout:
         cut = ranks * lcm(ALIGNMENT, row) if ranks > 1 else ALIGNMENT
         entries: list[Entry] = []
         offset = 0
-        how = {**(packed or {}), **dict.fromkeys(fp32, FP32)}
+        formats = {**(packed or {}), **dict.fromkeys(fp32, FP32)}
         marked = [
-            (n, shape, group, group is None and n in wide and n not in how)
+            (n, shape, group, group is None and n in wide and n not in formats)
             for n, shape, group in parameters
         ]
-        later = {name for name, packing in how.items() if packing is not FP32}.union(multiplied)
+        later = {name for name, packing in formats.items() if packing is not FP32}.union(multiplied)
         order = sorted(marked, key=lambda p: (p[2] is None, not p[3], p[0] in later, p[2] or 0))
         self.parts: list[tuple[int, int]] = []
         self.moved: list[int] = []
@@ -195,18 +195,18 @@ class TileLayout:
         def part_of(p: Any) -> tuple[bool, bool, str]:
             return p[2] is None, p[3], p[0] if p[0] in self.owned else ""
 
-        for (is_frozen, _, own), members in groupby(order, key=part_of):
+        for (is_frozen, _, is_owned), members in groupby(order, key=part_of):
             if is_frozen and not any(entry.group is None for entry in entries):
                 offset = self._place_copies(entries, offset, cut)
             start = offset
             self.moved.append(start - at)
             for parameter, shape, group, is_wide in members:
-                packing = how.get(parameter) if group is None else None
+                packing = formats.get(parameter) if group is None else None
                 traits = is_wide, packing, is_frozen and parameter in multiplied
                 entries.append(Entry(parameter, tuple(shape), offset, group, *traits))
                 offset = align(offset + entries[-1].stored, ALIGNMENT)
             at += offset - start
-            offset = start + align(offset - start, ALIGNMENT if own else cut)
+            offset = start + align(offset - start, ALIGNMENT if is_owned else cut)
             self.parts.append((start, offset))
             if not is_frozen:
                 self.trainable_numel = offset
@@ -216,26 +216,23 @@ class TileLayout:
         self.by_name = {entry.name: entry for entry in entries}
 
     def _place_copies(self, trained: Sequence[Entry], start: int, cut: int) -> int:
-        """Lay out each rank's copies of its blocks from `start` on; returns their end.
-
-        A rank's copies are as long as another's, since ranks gather them.
-        """
+        """Lay out each rank's copies of its blocks from `start` on; returns their end."""
         longest = 0
         places: list[tuple[str, int, int, int, int]] = []
         for rank in range(self.ranks):
-            at, blocks = 0, [*self.blocks(rank)]
+            copy_start, blocks = 0, [*self.blocks(rank)]
             copied = [entry for entry in trained if entry.name in self._fp32]
             for entry, (begin, size) in product(copied, blocks):
                 first = max(entry.offset, begin)
                 stop = min(entry.offset + entry.numel, begin + size)
                 if first < stop:
-                    places.append((entry.name, first, stop, rank, at))
-                    at = align(at + 2 * (stop - first), ALIGNMENT)
-            longest = max(longest, at)
+                    places.append((entry.name, first, stop, rank, copy_start))
+                    copy_start = align(copy_start + 2 * (stop - first), ALIGNMENT)
+            longest = max(longest, copy_start)
         length = align(longest, cut // self.ranks)
-        for name, first, stop, rank, at in places:
+        for name, first, stop, rank, copy_start in places:
             pieces = self.copies.setdefault(name, [])
-            pieces.append((first, stop, start + rank * length + at))
+            pieces.append((first, stop, start + rank * length + copy_start))
         if length:
             self.parts.append((start, start + self.ranks * length))
             self.moved.append(0)
@@ -287,8 +284,8 @@ class TileLayout:
             return self
 
         def shape(e: Entry) -> torch.Size:
-            own = e.name in self.owned
-            return torch.Size((e.shape[0] // self.ranks, *e.shape[1:]) if own else e.shape)
+            is_owned = e.name in self.owned
+            return torch.Size((e.shape[0] // self.ranks, *e.shape[1:]) if is_owned else e.shape)
 
         parameters = [(e.name, shape(e), e.group) for e in self.entries]
         packed = {e.name: e.packed for e in self.entries if e.packed not in (None, FP32)}
@@ -299,13 +296,13 @@ class TileLayout:
     @cached_property
     def gathered(self) -> list[tuple[int, int]]:
         """The parts, on the device, that have a block of each rank."""
-        whole = {entry.offset for entry in self.local.entries if entry.name in self.owned}
-        return [part for part in self.local.parts if part[0] not in whole]
+        owned_starts = {entry.offset for entry in self.local.entries if entry.name in self.owned}
+        return [part for part in self.local.parts if part[0] not in owned_starts]
 
     def local_blocks(self, rank: int) -> Iterator[tuple[int, int]]:
         """As `blocks`, with the block's place on the device."""
         for (_, size), part in zip(self.blocks(rank), self.local.parts, strict=True):
-            yield part[0] + rank * size * (part in self.gathered), size
+            yield part[0] + (rank * size if part in self.gathered else 0), size
 
     def unpack(
         self,
@@ -379,7 +376,7 @@ class TileLayout:
         """Every parameter of the tile, as layers compute with it, in its full-length weights."""
         views = {entry.name: entry.view(flat) for entry in self.entries}
         for name, pieces in self.copies.items():
-            parts = [flat[at : at + 2 * (stop - start)] for start, stop, at in pieces]
+            parts = [flat[offset : offset + 2 * (stop - start)] for start, stop, offset in pieces]
             copy = parts[0] if len(parts) == 1 else torch.cat(parts)
             views[name] = copy.view(torch.float32).view(self.by_name[name].shape)
         return views

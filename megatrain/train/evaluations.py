@@ -96,10 +96,11 @@ class Evaluations:
                 if self._signals.stop and not final:
                     return None
                 results[name] += self._measured(name, part, count)
-        every = [result for of_set in results.values() for result in of_set]
-        metrics = self._of(every, [part for parts in self._sets.values() for part in parts], "")
+        all_results = [result for of_set in results.values() for result in of_set]
+        all_parts = [part for parts in self._sets.values() for part in parts]
+        metrics = self._metrics_of(all_results, all_parts, "")
         for name in filter(None, results):
-            metrics |= self._of(results[name], self._sets[name], f"{name}_")
+            metrics |= self._metrics_of(results[name], self._sets[name], f"{name}_")
         return metrics
 
     def _measured(self, name: str, part: Step, count: int) -> list[Any]:
@@ -117,7 +118,7 @@ class Evaluations:
         loss, accuracy = self._engine.score(rows)
         return [(loss * count, accuracy * count)]
 
-    def _of(self, results: list[Any], parts: _Parts, prefix: str) -> dict[str, float]:
+    def _metrics_of(self, results: list[Any], parts: _Parts, prefix: str) -> dict[str, float]:
         if isinstance(self._loss, JointLoss):
             steps = [part for part, _ in parts]
             if not self._loss.depends_on_step:
@@ -164,12 +165,12 @@ class Evaluations:
 
 def _of_steps(loss: JointLoss, results: Iterator[Any], steps: list[Step]) -> dict[str, float]:
     """Loss and measures of a joint loss: means over steps, weighed by their rows of tokens."""
-    every = [loss.loss_and_measures([*islice(results, len(rows))], rows) for rows in steps]
-    if len(every) == 1:
-        return every[0]
+    scores = [loss.loss_and_measures([*islice(results, len(rows))], rows) for rows in steps]
+    if len(scores) == 1:
+        return scores[0]
     sizes = [sum(len(micro["labels"]) for micro in rows) for rows in steps]
-    means = (np.average([values[name] for values in every], weights=sizes) for name in every[0])
-    return dict(zip(every[0], map(float, means), strict=True))
+    means = (np.average([values[name] for values in scores], weights=sizes) for name in scores[0])
+    return dict(zip(scores[0], map(float, means), strict=True))
 
 
 def _parts(rows: Step, at_once: int, shift: int) -> _Parts:
@@ -203,14 +204,14 @@ class Watch:
         if self.metric not in record:
             return False
         value = record[self.metric]
-        known = isinstance(value, int | float) and math.isfinite(value)
-        signed = self._sign * value if known else math.inf
+        is_finite = isinstance(value, int | float) and math.isfinite(value)
+        signed = self._sign * value if is_finite else math.inf
         if signed < self._reference - (self._rule.min_delta if self._rule else 0.0):
             self._reference, self._waited = signed, 0
         else:
             self._waited += 1
         is_best = signed < min(self._values.values(), default=math.inf)
-        if known:
+        if is_finite:
             self._values[record["step"]] = signed
         return is_best
 

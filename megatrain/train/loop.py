@@ -158,9 +158,9 @@ class Checkpointing:
                 log.warning("an old checkpoint cannot be deleted: %s", error)
 
     def _failed(self, step: int, error: Exception) -> None:
-        again = self._retry = step + _RETRY_AFTER
-        then = f" and tries again after step {again}" if again <= self.job.total_steps else ""
-        log.warning("%s; the run goes on%s", error, then)
+        retry = self._retry = step + _RETRY_AFTER
+        when = f" and tries again after step {retry}" if retry <= self.job.total_steps else ""
+        log.warning("%s; the run goes on%s", error, when)
 
 
 def _is_of_all(error: BaseException | None) -> bool:
@@ -264,10 +264,7 @@ def train(
 
 
 def _open(config: Config, name: str, stack: ExitStack, ranks: Ranks, *, resume: bool) -> Job | Path:
-    """A run in its folder, which is locked, ready for the next step; `stack` gives both back.
-
-    Returns only the folder if the run has finished. The first rank makes and locks the folder.
-    """
+    """A run in its folder, which is locked, ready for the next step; `stack` gives both back."""
     wanted = config.output.folder
     earlier = ranks.from_first(lambda: layout.run_to_resume(wanted, name) if resume else None)
     if earlier is not None:
@@ -321,18 +318,14 @@ def _go_on(folder: Path, config: Config, ranks: Ranks) -> Job:
 
 
 def _as_started(config: Config, ranks: Ranks) -> Config:
-    """The configuration with as many devices as ranks that torchrun has started on this host.
-
-    Raises InputError: it asks for several devices, and torchrun has not started the run.
-    """
+    """The configuration with as many devices as ranks that torchrun has started on this host."""
     if ranks.size == 1 and config.engine.devices > 1:
         raise InputError(
-            f"engine.devices is {config.engine.devices}, and this is one process: start the run "
-            f"with megatrain train, or this script with torchrun --nproc-per-node "
-            f"{config.engine.devices}; or set engine.devices to 1"
+            f"engine.devices is {config.engine.devices}, and this is one process: start it with "
+            "megatrain train, or torchrun --nproc-per-node; or set engine.devices to 1"
         )
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)) if ranks.size > 1 else 1
-    engine = config.engine.model_copy(update={"devices": here})
+    on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)) if ranks.size > 1 else 1
+    engine = config.engine.model_copy(update={"devices": on_this_host})
     return config.model_copy(update={"engine": engine})
 
 
@@ -380,8 +373,8 @@ class _Run:
         logged = job.ranks.from_first(lambda: cut_metrics(log_file, first))
         log_file, listeners = (log_file, listeners) if is_first else (Path(os.devnull), [])
         metrics = MetricsWriter(log_file, also=listeners)
-        left = job.total_steps - first if is_first else 0
-        timeline = RunTimeline(job.engine.recording, self._folder, left)
+        steps_left = job.total_steps - first if is_first else 0
+        timeline = RunTimeline(job.engine.recording, self._folder, steps_left)
         self.steps = Steps(job, metrics, timeline)
         self.watch = Watch(self._config, logged)
         self.checkpoints = Checkpointing(job, first, self.best_kept)
@@ -396,8 +389,8 @@ class _Run:
         """The step of the best state that has a checkpoint; None: nobody asked for it."""
         if self._config.checkpoint.best is None:
             return None
-        kept = layout.checkpoints(self._folder)
-        return next((step for step in self.watch.ranked if step in kept), None)
+        checkpoints = layout.checkpoints(self._folder)
+        return next((step for step in self.watch.ranked if step in checkpoints), None)
 
     def take_steps(self) -> None:
         """Take all steps, or those until an early end; a failure saves the state first."""
@@ -424,8 +417,8 @@ class _Run:
         self.evaluations.trained(record)
         progress.step(record)
         self._signals.share(self._job.ranks)
-        asked = self._signals.take_save()
-        self.checkpoints.after(self.steps.state, asked=asked, last=self.is_last)
+        save_now = self._signals.take_save()
+        self.checkpoints.after(self.steps.state, asked=save_now, last=self.is_last)
         self._evaluate(progress.say)
 
     def _evaluate(self, say: Callable[[str], None]) -> None:

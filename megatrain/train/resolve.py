@@ -87,8 +87,8 @@ class ResolvedModel:
         adapter = None if isinstance(source, Checkpoint) else adapter_folder(source)
         if adapter is not None:
             base = cls.of(section.model_copy(update={"path": folder_adapter(adapter)[1]}))
-            beside = section.tokenizer or (str(adapter) if any(tokenizer_files(adapter)) else None)
-            return cls(base.section.model_copy(update={"tokenizer": beside}), source)
+            files = section.tokenizer or (str(adapter) if any(tokenizer_files(adapter)) else None)
+            return cls(base.section.model_copy(update={"tokenizer": files}), source)
         folder = str(source.model_folder) if isinstance(source, Checkpoint) else source
         return cls(section.model_copy(update={"path": folder}), source)
 
@@ -144,10 +144,10 @@ def _written_out(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
         hint = nearest(model_type, [str(name) for name in CONFIG_MAPPING])
         raise InputError(f"model.config.model_type: unknown type {model_type!r}{hint}")
     config_class = CONFIG_MAPPING[model_type]
-    known = sorted({*config_class().to_dict(), *config_class.attribute_map})
+    fields_known = sorted({*config_class().to_dict(), *config_class.attribute_map})
     for name, value in fields.items():
-        if name not in known:
-            raise InputError(f"model.config.{name}: unknown field{nearest(name, known)}")
+        if name not in fields_known:
+            raise InputError(f"model.config.{name}: unknown field{nearest(name, fields_known)}")
         if name in _COUNTS and not (type(value) is int and value > 0):
             raise InputError(f"model.config.{name}: should be a positive integer, got {value!r}")
     derived = {name: getattr(tokenizer, name) for name in _SPECIAL}
@@ -159,13 +159,13 @@ def _written_out(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
 
 def newest_checkpoint(parent: Path) -> Checkpoint | None:
     """The newest whole checkpoint in a folder; damaged ones are named in the log."""
-    whole: list[Checkpoint] = []
+    found: list[Checkpoint] = []
     for folder in sorted(parent.glob("[!.]*")):
         try:
-            whole.append(open_checkpoint(folder))
+            found.append(open_checkpoint(folder))
         except InputError as error:
             log.warning("not used: %s", error)
-    return max(whole, key=lambda each: (each.step, each.folder.name), default=None)
+    return max(found, key=lambda c: (c.step, c.folder.name), default=None)
 
 
 def open_data(
@@ -221,9 +221,9 @@ def run_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
         tokenizer.chat_template = read_template(Path(model.chat_template).expanduser())
     if model.eos_token is not None:
         if model.eos_token not in tokenizer.get_vocab():
-            known = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-            near = nearest(model.eos_token, known)
-            raise InputError(f"model.eos_token: no token {model.eos_token!r}{near}")
+            tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+            hint = nearest(model.eos_token, tokens)
+            raise InputError(f"model.eos_token: no token {model.eos_token!r}{hint}")
         tokenizer.eos_token = model.eos_token
     return tokenizer
 

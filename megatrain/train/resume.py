@@ -91,30 +91,30 @@ def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None
 
     Args: `before`: the configuration, resolved, that `where` was made with.
     """
-    for section, key, was, now in differences(before, config):
+    for section, key, old, new in differences(before, config):
         name = f"{section}.{key}"
         free = section in _FREE_SECTIONS or key in FREE_KEYS.get(section, ())
         if not free or name in ("loss.labels", "loss.pooling"):  # the model's files say them
             raise InputError(
-                f"{name}: {shown(now)} now, but {where} was made with {shown(was)}, and this "
+                f"{name}: {shown(new)} now, but {where} was made with {shown(old)}, and this "
                 "cannot change on resume; set it back, or start a new run"
             )
 
 
 def say_differences(config: Config, state: RunState) -> None:
     """Log the settings that change from here on."""
-    for section, key, before, now in differences(state.config, config):
+    for section, key, old, new in differences(state.config, config):
         if section not in ("output", "checkpoint", "tracking"):
-            log.info("resume: %s.%s was %s, is %s now", section, key, shown(before), shown(now))
+            log.info("resume: %s.%s was %s, is %s now", section, key, shown(old), shown(new))
 
 
 def differences(before: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, Any, Any]]:
     """Section, key, and both values; a key that the older version did not know is no difference."""
     for section, keys in config.model_dump(mode="json").items():
-        known = before.get(section)
+        saved = before.get(section)
         for key, value in keys.items():
-            if isinstance(known, dict) and key in known and known[key] != value:
-                yield section, key, known[key], value
+            if isinstance(saved, dict) and key in saved and saved[key] != value:
+                yield section, key, saved[key], value
 
 
 def cut_metrics(path: Path, step: int) -> list[Mapping[str, Any]]:
@@ -125,7 +125,7 @@ def cut_metrics(path: Path, step: int) -> list[Mapping[str, Any]]:
     Raises InputError: it cannot be read or written.
     """
     require_plain(path)
-    kept: list[Mapping[str, Any]] = []
+    records: list[Mapping[str, Any]] = []
     read = end = 0
     with explained(f"{path}: cannot be continued", of=OSError), path.open("a+b") as file:
         file.seek(0)
@@ -137,11 +137,11 @@ def cut_metrics(path: Path, step: int) -> list[Mapping[str, Any]]:
             if not line.endswith(b"\n"):
                 continue  # the last one was cut short
             if record is not None and isinstance(number, int):
-                kept.append(record)
+                records.append(record)
             end = read
         file.truncate(end)
         os.fsync(file.fileno())
-    return kept
+    return records
 
 
 def find_starts(run: Path, config: Config) -> Iterator[Start]:

@@ -108,8 +108,8 @@ def _column(name: str, returned: Any, count: int) -> Tensor:
     try:
         if isinstance(returned, str | bytes):
             raise TypeError
-        each = returned.tolist() if isinstance(returned, Tensor) else returned
-        values = [math.nan if value is None else float(value) for value in each]
+        items = returned.tolist() if isinstance(returned, Tensor) else returned
+        values = [math.nan if value is None else float(value) for value in items]
     except (TypeError, ValueError):
         values = []
     if len(values) != count or any(map(math.isinf, values)):
@@ -143,8 +143,8 @@ def _module(where: str) -> ModuleType:
 
 def measured(each_RF: Tensor, together_R: Tensor, names: Sequence[str]) -> dict[str, float]:
     """Means and standard deviations over replies, by TRL's names; NaN is left out."""
-    each = zip(names, each_RF.T, strict=True)
-    columns = [(f"rewards/{name}/mean", f"rewards/{name}/std", values) for name, values in each]
+    pairs = zip(names, each_RF.T, strict=True)
+    columns = [(f"rewards/{name}/mean", f"rewards/{name}/std", values) for name, values in pairs]
     measures: dict[str, float] = {}
     for mean, std, values in (*columns, ("reward", "reward_std", together_R)):
         numbers = values[~values.isnan()]
@@ -225,12 +225,12 @@ class Rollouts:
                 }
                 for micro in state.get("step", [])
             ]
-        changed = "loss.name or loss.beta"
+        changed = None
         if temperature != self._loss.temperature:
             changed = f"rollout.temperature ({temperature:g}, and now {self._loss.temperature:g})"
-        elif all({*micro} - {*PLAIN} == {*self._loss.inputs} for micro in self._step):
-            return
-        if self._left:
+        elif any({*micro} - {*PLAIN} != {*self._loss.inputs} for micro in self._step):
+            changed = "loss.name or loss.beta"
+        if changed and self._left:
             raise InputError(
                 f"{self._left} more steps learn from replies made for another {changed}; set it "
                 "back, or begin a new run with model.path: this one"
@@ -247,9 +247,8 @@ class Rollouts:
         rewards = self.rewards.together(each_RF)
         if rewards.isnan().all():
             raise StepRefused(
-                f"no function of rollout.rewards has rewarded any of the {len(rewards)} replies: "
-                "each returned None or NaN for all of them; correct the functions, or leave such "
-                "steps out with training.on_nonfinite: skip",
+                f"all functions of rollout.rewards returned None or NaN for all {len(rewards)} "
+                "replies; correct them, or leave such steps out with training.on_nonfinite: skip",
                 intact=True,
             )
         times.append(time.perf_counter())
@@ -302,11 +301,11 @@ class Rollouts:
     def rewarded(self, sets: Mapping[str, Sequence[Reply]]) -> dict[str, float]:
         """The log's values of evaluation replies: over all sets, and over each under its name."""
         logged: dict[str, Any] = {}
-        every = [reply for replies in sets.values() for reply in replies]
-        every_RF = self._rewarded(every, self.step + 1, logged)  # what functions log: over all
+        replied = [reply for replies in sets.values() for reply in replies]
+        every_RF = self._rewarded(replied, self.step + 1, logged)  # what functions log: over all
         parts = every_RF.split([len(replies) for replies in sets.values()])
         named = [(f"{name}_", sets[name], p) for name, p in zip(sets, parts, strict=True) if name]
-        for prefix, replies, rewards_RF in [("", every, every_RF), *named]:
+        for prefix, replies, rewards_RF in [("", replied, every_RF), *named]:
             values = measured(rewards_RF, self.rewards.together(rewards_RF), self.rewards.names)
             if "reward" not in values:
                 log.warning(
@@ -328,10 +327,10 @@ class Rollouts:
             seed=derived_seed(self.config.training.seed, _SEED, number),
         )
         stops = stop_ids(self.engine, self.tokenizer, chat=True)  # as checkpoints' models know them
-        every = [row for row in rows for _ in range(count)]
+        copies = [row for row in rows for _ in range(count)]
         replies = continued(
             self.engine,
-            [row.ids for row in every],
+            [row.ids for row in copies],
             sampling,
             GenerationConfig(),  # not the model's settings, which change the distribution
             stops=stops,
@@ -339,7 +338,7 @@ class Rollouts:
             batch_size=self._at_once,
             apart=True,
         )
-        return [Reply(row, ids, ids[-1] in stops) for row, ids in zip(every, replies, strict=True)]
+        return [Reply(row, ids, ids[-1] in stops) for row, ids in zip(copies, replies, strict=True)]
 
     def _rewarded(self, replies: Sequence[Reply], step: int, logged: dict[str, Any]) -> Tensor:
         """Each function's reward of each reply `[R, F]`; puts what they log into `logged`."""
@@ -382,7 +381,7 @@ class Rollouts:
             rows.append((ids, np.where(learnt, ids, IGNORED)))
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row][0]))
         size = self.loader.rows_per_micro_batch * self._loss.lines
-        parts = [order[at : at + size] for at in range(0, len(order), size)]
+        parts = [order[start : start + size] for start in range(0, len(order), size)]
         micros = [self._layout.batch([[rows[row]] for row in part]) for part in parts]
         has_labels = any((micro["labels"] != IGNORED).any() for micro in micros)
 

@@ -84,8 +84,8 @@ class References:
 
     def write(self, run: Path) -> None:
         """Write the record to a run's folder, whole or not at all."""
-        kept = {"keys": self.keys, "sums": {name: t.tolist() for name, t in self.sums.items()}}
-        write_file(run / REFERENCES, json.dumps(kept | {"crc32": json_crc32(kept)}))
+        content = {"keys": self.keys, "sums": {name: t.tolist() for name, t in self.sums.items()}}
+        write_file(run / REFERENCES, json.dumps(content | {"crc32": json_crc32(content)}))
 
     @classmethod
     def read(cls, run: Path) -> "References":
@@ -93,20 +93,19 @@ class References:
         path = run / REFERENCES
         remedy = "put the file back, or begin a new run with this run as model.path"
         with explained(f"{path}: what the run keeps of its reference cannot be read", remedy):
-            kept = json.loads(path.read_text())
-            if kept.pop("crc32") != json_crc32(kept):
+            content = json.loads(path.read_text())
+            if content.pop("crc32") != json_crc32(content):
                 raise ValueError("it has changed since it was written")
-            sums = {name: torch.tensor(values) for name, values in kept["sums"].items()}
-            return cls(sums, dict(kept["keys"]))
+            sums = {name: torch.tensor(values) for name, values in content["sums"].items()}
+            return cls(sums, dict(content["keys"]))
 
 
 def same_model(key: str, start: Start | None) -> References:
     """The record of a second model with this `key`."""
     if start is not None and References.read(start.run).keys != {"model": key}:
         raise InputError(
-            f"{start.run / REFERENCES}: the reference or teacher is not the one that the run began "
-            "with (its files have other sizes, times or bytes); put the old files back, or begin "
-            "a new run with the trained model of this run as model.path"
+            f"{start.run / REFERENCES}: the reference or teacher has changed since the run began; "
+            "put the old files back, or begin a new run with this run as model.path"
         )
     return References({}, {"model": key})
 
@@ -143,19 +142,19 @@ def prepare_replies(
     if start is None:
         at_once = max(1, config.training.batch_size // rows)
         sums = {n: _sums(engine, replies, rows, at_once, ranks) for n, replies in sets.items()}
-        known = References(sums, keys)
+        recorded = References(sums, keys)
     else:
-        known, path = References.read(start.run), start.run / REFERENCES
+        recorded, path = References.read(start.run), start.run / REFERENCES
         for name, key in keys.items():
-            kept = known.keys.get(name)
-            if kept is None or _placeless(kept) != _placeless(key):
+            recorded_key = recorded.keys.get(name)
+            if recorded_key is None or _placeless(recorded_key) != _placeless(key):
                 raise InputError(
                     f"{path}: the reference's log-probabilities are not of this data ({name}) and "
                     "model; set them back, or begin a new run with model.path: this one"
                 )
     for name, replies in sets.items():
-        replies.reference = known.sums[name]
-    return known
+        replies.reference = recorded.sums[name]
+    return recorded
 
 
 def _placeless(key: str) -> list[Any]:
@@ -168,10 +167,10 @@ def _sums(engine: Engine, data: ReplyDataset, rows: int, at_once: int, ranks: Ra
     """The reference's summed log-probability of each line `[rows, lines]`, for `References`."""
     log.info("computing the reference's log-probabilities of %s rows", f"{len(data):,}")
     starts = range(0, len(data), rows)
-    every = [range(start, min(start + rows, len(data))) for start in starts]
+    groups = [range(start, min(start + rows, len(data))) for start in starts]
     sums: list[Tensor] = []
-    for first in range(0, len(every), at_once):
-        step = [data.plain(part) for part in every[first : first + at_once]]
+    for first in range(0, len(groups), at_once):
+        step = [data.plain(part) for part in groups[first : first + at_once]]
         sums += [values.double().sum(1) for values in logprobs(engine, step, ranks, data)]
     return torch.cat(sums).view(len(data), -1).float()
 
@@ -247,9 +246,8 @@ def find_teacher(
     needed = min(sizes[1], max(vocab.values(), default=0) + 1)
     if sizes[0] < needed:
         raise InputError(
-            f"loss.teacher: the embedding table of {name} has {sizes[0]} rows, and its tokenizer's "
-            f"tokens, which the trained model has too, need {needed}; call "
-            f"resize_token_embeddings({needed}) of the teacher and save it, or take another"
+            f"loss.teacher: {name} has {sizes[0]} embeddings, and its tokenizer needs {needed}; "
+            f"call its resize_token_embeddings({needed}) and save it, or take another teacher"
         )
     if (top_k := config.loss.top_k or 0) > min(sizes):
         raise InputError(

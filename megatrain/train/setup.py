@@ -66,7 +66,6 @@ class Job:
     """A run ready to start; the caller closes it.
 
     Attributes:
-        folder: of the run, once it is made.
         ends: tokens that end what is taught, which the model may not know yet.
         evaluation: micro-batches of each evaluation set, or its prompts.
         references: the record of a second model, where the loss asks for one.
@@ -100,8 +99,8 @@ class Job:
         """
         add_ends(folder, self.ends)
         files, model = list(tokenizer_files(folder)), self.config.model
-        own = model.chat_template is not None or model.eos_token is not None
-        if files and not own and model.tokenizer in (None, str(model.path)):
+        is_changed = model.chat_template is not None or model.eos_token is not None
+        if files and not is_changed and model.tokenizer in (None, str(model.path)):
             return
         for path in files:
             path.unlink()
@@ -126,13 +125,14 @@ def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) ->
 
 
 def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStack) -> Job:
-    """See `prepare`: first the tokenizer, then structure, data and engines; `stack` closes all."""
+    """Build the parts of a run in the order of their cost; `stack` closes what is opened."""
     ranks.agree(lambda: check_device(config, ranks))
-    ranks.agree(lambda: Workload.of_run(config).disk_bytes)  # a folder, on each host
+    ranks.agree(lambda: Workload.of_run(config).disk_bytes)  # refuses a folder on any host
     if config.training.steps is not None:
         check_schedule(config, config.training.steps)
     rewards = Rewards(config.rollout)
-    # A resumed run finds its model in the checkpoint, and asks for this one only as a reference.
+    # The tokenizer, and the model without weights. A resumed run opens its model from the
+    # checkpoint; it needs the initial model only as a reference.
     initial_model = cache(partial(ResolvedModel.of, config.model))
     if start is None:
         section = initial_model().section
@@ -146,22 +146,28 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     teacher = find_teacher(config, tokenizer, text_config)
     source = _structure(config, initial_model().taken(tokenizer)) if start is None else None
     ranks.agree(lambda: check_disk(config, source or start, config.training.steps))
+
+    # The data, and the number of steps.
     training, evaluation = in_turn(
         ranks, lambda: open_data(config, tokenizer, text_config.vocab_size, run_images(section))
     )
     _check_images(config, [training, *evaluation.values()], teacher)
     loader = _loader(config, training, ranks)
     stack.callback(loader.close)
-    repeats = config.loss.num_iterations or 1  # steps that learn from the same replies
-    total_steps = config.training.steps or repeats * loader.steps_of(config.training.epochs or 0)
-    if config.training.steps is None:  # known now, and still before weights are read
+    total_steps = config.training.steps
+    if total_steps is None:
+        repeats = config.loss.num_iterations or 1  # steps that learn from the same replies
+        total_steps = repeats * loader.steps_of(config.training.epochs or 0)
         check_schedule(config, total_steps)
         ranks.agree(lambda: check_disk(config, source or start, total_steps))
-    done, *_ = ranks.agree(lambda: _go_to(loader, start, total_steps))
-    by_prompts, second = config.loss.kind == "prompts", None if teacher is None else teacher.model
-    if by_prompts and config.loss.beta:
-        second = initial_model()
-    references = None if second is None else same_model(second.key, start)
+    done = ranks.agree(lambda: _go_to(loader, start, total_steps))[0]
+
+    # The engines, and what needs them.
+    has_prompts = config.loss.kind == "prompts"
+    second_model = None if teacher is None else teacher.model
+    if has_prompts and config.loss.beta:
+        second_model = initial_model()
+    references = None if second_model is None else same_model(second_model.key, start)
     if teacher is not None:
         # Opened first: `auto` places the model that is trained in the memory that is left.
         teacher = teacher.opened(ranks.host)
@@ -175,10 +181,12 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     references = prepare_replies(config, engine, sets, rows, start, ranks) or references
     size, device = f"{engine.num_parameters:,}", engine.device.torch_device
     log.info("model: %s parameters on %s, placement: %s", size, device, engine.placement)
-    rollouts = reference = None
-    if by_prompts:
-        if second is not None:
-            reference = stack.enter_context(begun_model(config, second, tokenizer, ranks.host))
+    rollouts = None
+    if has_prompts:
+        reference = None
+        if second_model is not None:
+            reference = begun_model(config, second_model, tokenizer, ranks.host)
+            stack.enter_context(reference)
         rollouts = Rollouts(
             config, rewards, engine, tokenizer, loader, reference, total_steps, ranks
         )
@@ -206,16 +214,18 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
 def _batches(
     evaluation: dict[str, Any], rows: int, of_step: int, teacher: Teacher | None, ranks: Ranks
 ) -> dict[str, Step | Prompts]:
+    """The micro-batches of each evaluation set, with a teacher's answers; prompts as they are."""
     sets: dict[str, Any] = {
         name: data if isinstance(data, Prompts) else list(data.batches(rows, of_step))
         for name, data in evaluation.items()
     }
     numbered([micro for step in sets.values() if isinstance(step, list) for micro in step])
-    for name, step in sets.items() if teacher is not None else ():
-        assert teacher is not None
+    if teacher is None:
+        return sets
+    for name, step in sets.items():
         answer = partial(teacher.with_answers, data=evaluation[name])
-        parts = [step[at : at + ranks.size] for at in range(0, len(step), ranks.size)]
-        step[:] = [micro for part in parts for micro in by_parts(ranks, part, answer)]
+        groups = [step[i : i + ranks.size] for i in range(0, len(step), ranks.size)]
+        sets[name] = [micro for group in groups for micro in by_parts(ranks, group, answer)]
     return sets
 
 
@@ -261,9 +271,9 @@ def _rows_per_micro_batch(config: Config, engine: Engine, start: Start | None) -
     """Examples in a micro-batch: configured, else of the resumed run, the engine's, the usual."""
     rows_per_example = config.loss.lines
     fitting = max(1, usual_micro_batch(config.data.sequence_length) // rows_per_example)
-    before = None if start is None else start.state.data.get("rows_per_micro_batch")
+    resumed = None if start is None else start.state.data.get("rows_per_micro_batch")
     chosen = engine.micro_batch and max(1, engine.micro_batch // rows_per_example)
-    choices = (config.training.micro_batch_size, before, chosen, fitting)
+    choices = (config.training.micro_batch_size, resumed, chosen, fitting)
     rows = next(rows for rows in choices if isinstance(rows, int) and rows > 0)
     return min(rows, config.training.batch_size)
 
@@ -360,11 +370,12 @@ def _saved_engine(
 ) -> Engine:
     """The engine of a checkpoint; weights are not read from the model's source again."""
     placement, workload = config.engine.placement_value(), Workload.of_run(config)
-    rows = start.state.data.get("rows_per_micro_batch")  # which the run goes on with
-    if workload.micro_batch is None and isinstance(rows, int) and rows > 0:
-        workload = replace(workload, micro_batch=rows * config.loss.lines)
-    before = start.state.config.get("engine")
-    still_auto = isinstance(before, dict) and before.get("placement") == placement == "auto"
+    saved_rows = start.state.data.get("rows_per_micro_batch")
+    if workload.micro_batch is None and isinstance(saved_rows, int) and saved_rows > 0:
+        workload = replace(workload, micro_batch=saved_rows * config.loss.lines)
+    saved_section = start.state.config.get("engine")
+    saved_placement = saved_section.get("placement") if isinstance(saved_section, dict) else None
+    still_auto = placement == saved_placement == "auto"
     try:
         engine = Engine.load(
             start.checkpoint,
@@ -380,12 +391,13 @@ def _saved_engine(
         raise
     stack.enter_context(engine)
     assert engine.optimizer is not None
-    optimizer, saved = engine.optimizer, engine.optimizer.rule
+    optimizer, saved_rule = engine.optimizer, engine.optimizer.rule
     settings, rule = config.optimizer.settings, config.optimizer.rule()
-    for name in ("name", *rule.choices):  # a key that an older version did not know is in no file
-        if (was := getattr(saved, name, None)) != getattr(rule, name):
+    for name in ("name", *rule.choices):
+        saved = getattr(saved_rule, name, None)  # older versions did not know all choices
+        if saved != getattr(rule, name):
             raise InputError(
-                f"optimizer.{name}: {start.checkpoint} was made with {was}; set it back"
+                f"optimizer.{name}: {start.checkpoint} was made with {saved}; set it back"
             )
     changed = {
         key: settings[key]
@@ -420,7 +432,7 @@ def check_device(config: Config, ranks: Ranks) -> None:
     if shared not in (1, ranks.size):
         raise InputError(
             f"engine.sequence_parallel is {shared}, and the run has {ranks.size} "
-            f"process{'es' * (ranks.size > 1)}: set engine.devices to {shared}, or it to 1"
+            f"process{'es' if ranks.size > 1 else ''}: set engine.devices to {shared}, or this to 1"
         )
     if name == "auto" and device.type == "cpu":
         log.warning(
@@ -450,11 +462,11 @@ def check_disk(config: Config, model: Source | Start | None, total_steps: int | 
         checkpoint, exported = _bytes_of(config, model)
         needed = number * checkpoint + exported
         takes = f"the model and {number} checkpoints of {gib(checkpoint)} take"
-    room = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists()))
-    if needed > room.free and room.total > 0:  # /proc and its like say nothing
+    disk = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists()))
+    if needed > disk.free and disk.total > 0:  # /proc and its like say nothing
         raise DoesNotFit(
-            f"{folder}: the disk has {gib(room.free)} left, and {takes} {gib(needed)}; free "
-            f"{gib(needed - room.free)}, set output.folder of a new run to a folder on another "
+            f"{folder}: the disk has {gib(disk.free)} left, and {takes} {gib(needed)}; free "
+            f"{gib(needed - disk.free)}, set output.folder of a new run to a folder on another "
             "disk, or keep fewer checkpoints (checkpoint.keep, keep_every, every, at_end)"
         )
 
@@ -462,10 +474,13 @@ def check_disk(config: Config, model: Source | Start | None, total_steps: int | 
 def _checkpoints_at_once(config: Config, total_steps: int | None) -> int:
     """Number of checkpoints on the disk while the newest is written beside the kept ones."""
     settings, steps = config.checkpoint, total_steps or 0
-    saves = steps // (settings.every or steps + 1)
-    saves += settings.at_end and (not steps or steps % (settings.every or steps + 1) > 0)
-    marked = steps // (settings.keep_every or steps + 1)
-    return min(saves, max(settings.keep, marked) + 1)
+    never = steps + 1
+    every = settings.every or never
+    saves = steps // every
+    if settings.at_end and (steps == 0 or steps % every > 0):
+        saves += 1
+    kept_for_good = steps // (settings.keep_every or never)
+    return min(saves, max(settings.keep, kept_for_good) + 1)
 
 
 def _bytes_of(config: Config, source: Source) -> tuple[int, int]:
@@ -524,8 +539,7 @@ def check_schedule(config: Config, total_steps: int) -> None:
                 above = f", above optimizer.lr {lr:g}" if rate > lr else ""
                 raise InputError(
                     f"schedule: {config.schedule.name} makes the learning rate of step {done + 1} "
-                    f"{rate:g}{above}; correct schedule.options (min_lr is a rate, min_lr_rate a "
-                    "share of optimizer.lr)"
+                    f"{rate:g}{above}; correct schedule.options (min_lr_rate is a share)"
                 )
     if rates == {0.0} or warmup >= total_steps:
         log.warning(

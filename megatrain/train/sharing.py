@@ -34,8 +34,7 @@ def check_shared(config: Config, ranks: Ranks) -> None:
     replies = config.training.batch_size * config.loss.lines
     if config.loss.kind == "prompts" and replies < ranks.size:
         raise InputError(
-            f"a step of {replies} replies has none for some of {ranks.size} ranks; raise "
-            "training.batch_size"
+            f"a step has {replies} replies for {ranks.size} ranks; raise training.batch_size"
         )
 
 
@@ -47,7 +46,7 @@ def group_of(config: Config, ranks: Ranks) -> Any:
     for rank, size in enumerate(others, 1):
         if size != first:
             raise InputError(
-                f"rank {rank} is one of {size} on its host, and rank 0 one of {first}: start as "
+                f"the host of rank {rank} has {size} ranks, that of rank 0 has {first}: start as "
                 "many on every host (--nproc-per-node), or set engine.sharding to full"
             )
     if ranks.size in (first, 1):
@@ -77,14 +76,14 @@ def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:
     if ranks.size == 1:
         return step
     ends = list(accumulate(micro["input_ids"].numel() for micro in step))
-    part, at = [], -1
+    part, rank = [], -1  # the rank of the micro-batch before
     for number, (micro, end) in enumerate(zip(step, ends, strict=True)):
         middle = end - micro["input_ids"].numel() / 2
-        fair = int(middle * ranks.size / ends[-1])
+        fair_rank = int(middle * ranks.size / ends[-1])
         if len(step) >= ranks.size:  # each has one: none is passed over, and some are left
-            fair = max(min(fair, at + 1), number + ranks.size - len(step))
-        at = fair
-        if at == ranks.rank:
+            fair_rank = max(min(fair_rank, rank + 1), number + ranks.size - len(step))
+        rank = fair_rank
+        if rank == ranks.rank:
             part.append(micro)
     if part:
         return part
@@ -99,9 +98,9 @@ def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:
 def with_own_images(data: PackedDataset, ranks: Ranks, step: Step) -> Step:
     """A step, split for the ranks; the micro-batches that this rank takes have their images."""
     step = split_for_ranks(step, ranks)
-    own = {id(micro) for micro in part_of(step, ranks)}
+    own_ids = {id(micro) for micro in part_of(step, ranks)}
     for number, micro in enumerate(step):
-        if id(micro) in own:
+        if id(micro) in own_ids:
             step[number] = data.with_images(micro)
         else:
             del micro[ROWS]

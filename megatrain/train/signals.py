@@ -62,8 +62,8 @@ class Signals:
             # LLVM, which compiles GPU kernels, takes this signal for itself when it first runs; the
             # other ones, which it takes as well, it passes on.
             signal.signal(signal.SIGUSR1, self._on_save)
-        asked, self._save = self._save, False
-        return asked
+        save_now, self._save = self._save, False
+        return save_now
 
     def share(self, ranks: Ranks) -> None:
         """Agree with all ranks on requests that any has had; from now on only agreed ones count."""
@@ -92,9 +92,9 @@ class Signals:
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if before := self._heard if self._shared else self.stop:
+        if was_heard := self._heard if self._shared else self.stop:
             echoed = number == signal.SIGHUP or time.monotonic() - self._stopped < _ECHO_SECONDS
-            if name == before and echoed:  # kernel and shell both tell of a hangup
+            if name == was_heard and echoed:  # kernel and shell both tell of a hangup
                 return
             if self._shared and number == signal.SIGTERM:  # torchrun tells everybody once more
                 return

@@ -95,8 +95,8 @@ class Steps:
         config = job.config
         self._job, self._metrics, self._timeline = job, metrics, timeline
         gpu = find_gpu(str(job.engine.device.torch_device))
-        known = by_driver_name(gpu.name) if gpu and config.engine.precision == "bf16" else None
-        self._peak_tflops = known and known.bf16_tflops
+        listed = by_driver_name(gpu.name) if gpu and config.engine.precision == "bf16" else None
+        self._peak_tflops = listed and listed.bf16_tflops
         self._refusals = BadSteps(config.training)
         self._loss = step_loss(config.loss, config.rollout)
         self._recheck = config.training.recheck is not False and config.updates_wait_for_the_norm

@@ -141,7 +141,7 @@ def nested(text):
 
 # What becomes of the file called so, and what is said of it.
 DAMAGES = {
-    "not saved": ("model/added_tokens.json", lambda _: "{}", "was not saved with the checkpoint"),
+    "not saved": ("model/added_tokens.json", lambda _: "{}", "not saved with the checkpoint"),
     "grown": ("model/config.json", "{}\0".format, "too long"),
     "no such checksum": (
         "manifest.json", lambda text: text.replace('"xxh3_64"', '"sha512"'), "algorithm: Predicate",

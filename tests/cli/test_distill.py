@@ -55,7 +55,7 @@ def test_a_run_that_distils_goes_on_exactly(megatrain, distilling, teacher, tmp_
     before = (tmp_path / "run" / FILE).read_bytes()
     noisy(LlamaForCausalLM.from_pretrained(own)).save_pretrained(own)
     more = sets(output__folder=str(tmp_path / "run"), training__steps=8)
-    megatrain.refused("not the one that the run began with", "train", file, *more, "--resume")
+    megatrain.refused("has changed since the run began", "train", file, *more, "--resume")
     assert (tmp_path / "run" / FILE).read_bytes() == before
 
 
@@ -72,8 +72,8 @@ def test_a_teacher_with_fewer_rows_or_other_tokens_is_refused(
     rows = model.config.vocab_size
     model.resize_token_embeddings(rows - 3)
     model.save_pretrained(own)
-    said = f"{own} has {rows - 3} rows, and its tokenizer's tokens, which the trained model has too"
-    megatrain.refused(f"{said}, need {rows};", "train", file)
+    said = f"{own} has {rows - 3} embeddings, and its tokenizer needs {rows};"
+    megatrain.refused(said, "train", file)
     tokenizer = AutoTokenizer.from_pretrained(own)
     tokenizer.add_tokens(["<other>"])
     tokenizer.save_pretrained(own)

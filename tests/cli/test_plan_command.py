@@ -236,7 +236,7 @@ def test_an_adapter_of_a_run_file_is_written_there(megatrain, run_file):
 
 
 def test_a_run_on_the_cpu_is_planned_for_a_gpu_alone(megatrain, run_file):
-    refused(megatrain("plan", run_file), "plans are for GPUs, and the device is cpu; name one")
+    refused(megatrain("plan", run_file), "engine.device is cpu, and plans are for GPUs; name one")
     assert megatrain("plan", run_file, *HERE).exit_code == 0  # as if it ran on that GPU
 
 

@@ -185,7 +185,7 @@ def multiplied_of(model):
 def test_what_has_no_products_in_float8_is_refused():
     refused = {
         "use_dora needs the base's weights": lambda: adapted(use_dora=True),
-        r"no layer has an nn\.Linear": lambda: adapted(
+        r"no nn\.Linear's sizes are multiples": lambda: adapted(
             lambda: tiny_model("gpt2"), target_modules=["c_attn"], fan_in_fan_out=True
         ),
     }

@@ -126,7 +126,9 @@ DRAWN: dict[str, dict] = {
 
 @pytest.mark.parametrize("family", ["openai-gpt", "apertus"])
 def test_values_that_only_a_constructor_sets_are_not_drawn(family):
-    with pytest.raises(InputError, match="_init_weights of a .* does not set .*; give a model in"):
+    with pytest.raises(
+        InputError, match="_init_weights of a .* does not set .*; give the model's folder"
+    ):
         make_engine(tiny_config(family))
 
 

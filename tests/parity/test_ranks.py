@@ -513,7 +513,7 @@ def test_any_layout_goes_on_from_a_checkpoint_of_hosts_bit_for_bit(tmp_path):
         listed = os.listdir
         there = mock.patch.object(files.os, "listdir", lambda at: listed(at) if rank != 3 else [])
         with there:
-            refused(RunFailed, "is not to be seen from", engine.save, tmp_path / "none")
+            refused(RunFailed, "made by rank 0, but not there on", engine.save, tmp_path / "none")
         kept = masters(engine)
         if rank == 2:  # of the second host, a bit falls over
             store_of(engine).tiles[2].weights.data[0] += 1

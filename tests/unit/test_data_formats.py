@@ -258,7 +258,7 @@ def test_splits_beside_one_another_are_never_trained_on_together(tmp_path, patte
     for name in ("train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"):
         write_jsonl(folder / name, PAIRS)
     source = str(tmp_path / pattern)
-    with pytest.raises(InputError, match=r"train-.*, .*test-.*\): name the files to train on"):
+    with pytest.raises(InputError, match=r"train-.*, .*test-.*\): name the former as data.path"):
         opened(source, tmp_path)
     (folder / "test-00000-of-00001.jsonl").unlink()
     write_jsonl(folder / "latest-tests.jsonl", PAIRS)

@@ -1,0 +1,336 @@
+"""The work and memory of each method with which an engine computes a model.
+
+The engine hands a device methods with their arguments. None is run: each has a price here: its
+work, by what was measured of the model (forecast/profile.py), the memory that it takes and gives
+back, and its results, which are memory that is `Held`. A group of micro-batches holds as much as
+they do.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatrain.engine.head import Head
+from megatrain.engine.layer import Layer, Turn
+from megatrain.engine.modules import Media, Prologue
+from megatrain.engine.saved_tensors import OffloadPlan
+from megatrain.forecast.op_counter import Held, LayerWork, Ledger, Place, Work, added
+from megatrain.forecast.profile import Profile, grouped
+from megatrain.model.capture import ADDED, FEATURES, Call, Ref
+from megatrain.model.micro_batch import MicroBatch
+from megatrain.placement import Saves
+from megatrain.tile import Entry, TileLayout
+from megatrain.tile.formats import BLOCKS, FP8
+
+# Codes of four bits are looked up, by arithmetic: on an H200 at a fifth of its memory's rate, GB/s,
+# with more launches a parameter (NF4 of 7B, 72B, gpt-oss-120B, its MXFP4; benchmarks/results).
+_BY_TABLE_GBPS, _MORE_LAUNCHES = 4080 / 5, 4
+
+# Of a graph that leaves or returns, what the bus takes from device memory besides the packing: a
+# step of 7B with 15 graphs on the host takes 7.79 s; the forecast is 0.9 % less, without it 2.3 %.
+_CROSSING = 2
+
+_NO_WORK = Work()
+
+Values = dict[Ref, Any]
+
+
+class _Graph(NamedTuple):
+    """The graph of a layer that waits for its backward, and its memory if that is on the device."""
+
+    forward: Work
+    backward: Work
+    memory: Held | None
+
+
+def _works_of_graph(work: LayerWork, saves: Saves) -> tuple[Work, Work, str]:
+    """Forward and backward of a layer whose graph waits, and the place of the graph's memory."""
+    if saves == "graph":
+        return work.keeping, work.kept_backward, Place.KEPT_GRAPHS
+    if saves == "all":
+        return work.again, work.backward, Place.KEPT_GRAPHS
+    return work.forward, work.repeating or work.backward, Place.WORKING_SET
+
+
+class _Visit:
+    """The cost of a layer, for one micro-batch."""
+
+    def __init__(
+        self, work: LayerWork, layer: Layer, input_grads: dict[Ref, int], itemsize: int
+    ) -> None:
+        self.work, self.input_grads = work, input_grads
+        self.produced = {ref: work.outputs[ref.leaf].num_bytes for ref in layer.outputs}
+        self.produced_bytes = sum(self.produced.values())
+        layout = layer.tile.layout.local
+        self.gradient_bytes = layout.trainable_numel * itemsize
+        # Sums are read and written, in bf16 by a kernel for each parameter.
+        kernels = len(layout.trainable) if itemsize < 4 else min(len(layout.trainable), 1)
+        self.summed = Work(touched_bytes=layout.trainable_numel * (itemsize + 8), kernels=kernels)
+
+
+class Declared:
+    """The work of everything that an engine computes with a model; a ledger counts its memory."""
+
+    def __init__(self, measured: Profile, head_tokens: int, gbps: float) -> None:
+        """Args: `head_tokens`: whose logits the head computes at once; `gbps`: of device memory."""
+        self.measured, self.ledger, self._gbps = measured, Ledger(), gbps
+        self._head_tokens = head_tokens
+        self._itemsize = measured.dtype.itemsize
+        self._visits: dict[tuple[Layer, int], _Visit] = {}
+        self._prices: dict[Any, Callable[..., tuple[Work, Any]]] = {
+            Layer.forward: self._forward,
+            Layer.backward: self._backward,
+            Media.forward: self._encode,
+            Media.backward: self._encode_again,
+            Prologue.forward: self._prologue,
+            Prologue.backward: self._prologue_backward,
+            Head.gradients: self._gradients,
+            Head.token_losses: self._token_losses,
+            Head.routed_total: self._routed_total,
+            Declared.unpack: self._unpacked,
+        }
+
+    def of(self, work: Any) -> tuple[Work, Any] | None:
+        """The work of a method of the engine, and its result; None: it has no price here."""
+        method = getattr(work, "func", None)
+        price = self._prices.get(getattr(method, "__func__", None))
+        if price is None:
+            return None
+        return price(work.func.__self__, *work.args, **work.keywords)
+
+    def unpack(self, layout: TileLayout, stored: Tensor, out: Tensor) -> None:
+        """Stands for the unpacking of weights on the device."""
+
+    def _unpacked(self, _: Any, layout: TileLayout, *memory: Tensor) -> tuple[Work, None]:
+        unpacked = [e for e in layout.entries if e.needs_unpacking]
+        by_table = [e for e in unpacked if e.packed not in (None, FP8, BLOCKS)]
+        touched = (layout.numel + layout.unpacked.numel) * self._itemsize
+        if by_table:
+            touched = int(touched * max(1.0, self._gbps / _BY_TABLE_GBPS))
+        kernels = sum(2 if e.multiplied else e.packed is not None for e in layout.entries)
+        kernels += _MORE_LAUNCHES * len(by_table)
+
+        def scratch_bytes(entry: Entry) -> int:
+            # Scales are spread over their blocks, a parameter's at once: three fp32 values a block.
+            per_element = 12 / 64
+            # What is multiplied in float8 is unpacked from NF4 before, and in fp32 if not compiled.
+            if entry.multiplied:
+                per_element += 0 if entry.packed in (None, FP8) else 2
+                per_element += 0 if self.measured.compiled else 12
+            return int(entry.numel * per_element)
+
+        self.ledger.note_peak(max(map(scratch_bytes, unpacked)))
+        return Work(touched_bytes=touched, kernels=kernels), None
+
+    def _took(self, work: Work, count: int) -> Work:
+        """The work of a group; its peak lies on top of what is alive now."""
+        self.ledger.note_peak(work.peak_bytes)
+        return work.times(count)
+
+    def _visit(self, layer: Layer, rows: int) -> _Visit:
+        visit, measured = self._visits.get((layer, rows)), self.measured
+        if visit is None:
+            work, entering = measured.layer(layer.visit, rows), measured.prologue(rows).results
+            absent = {r for r in layer.inputs if r.visit == ADDED} - {*dict(entering)}
+            shapes = {r: measured.shape(r, rows) for r in layer.inputs if r not in absent}
+            input_grads = {r: s.num_bytes for r, s in shapes.items() if s.dtype.is_floating_point}
+            visit = _Visit(work, layer, input_grads, self._itemsize)
+            self._visits[layer, rows] = visit
+        return visit
+
+    def _forward(
+        self, layer: Layer, at: Turn, leaving: OffloadPlan | None, *, train: bool
+    ) -> tuple[Work, Values]:
+        ledger, count = self.ledger, grouped(at.micro)
+        visit = self._visit(layer, len(at.micro.inputs["input_ids"]))
+        saves = layer.saves(at) if train else None
+        if saves is not None:
+            done = self._forward_with_graph(layer, at, visit, saves, leaving)
+        elif train and layer.policy.saves == "attention":
+            again = visit.work.again
+            results = ledger.hold(Place.KEPT_ATTENTION, again.attention_bytes * count)
+            forward = _beside_attention(again)
+            others_bytes = (count - 1) * visit.produced_bytes
+            ledger.note_peak(forward.peak_bytes, others_bytes, Place.WORKING_SET)
+            ledger.note_peak(forward.kept_bytes)
+            if leaving is not None:
+                leaving.memory.append(results)
+            layer.waiting[at.index] = [results] if leaving is None else []
+            done = forward.times(count)
+        else:
+            done = self._took(visit.work.forward, count)
+        kept_on = {ref: value for ref, value in at.values.items() if ref in layer.live_out}
+        return done, {**kept_on, **self._results(visit.produced, count)}
+
+    def _forward_with_graph(
+        self, layer: Layer, at: Turn, visit: _Visit, saves: Saves, leaving: OffloadPlan | None
+    ) -> Work:
+        """A forward whose graph waits on the device, or leaves for the host one by one."""
+        ledger, count = self.ledger, grouped(at.micro)
+        forward, backward, place = _works_of_graph(visit.work, saves)
+        graph_bytes = forward.kept_bytes
+        all_bytes = count * graph_bytes
+        stays = leaving is None
+        # The last of a group has its peak on top of the others.
+        others_bytes = (count - 1) * ((graph_bytes if stays else 0) + visit.produced_bytes)
+        ledger.note_peak(forward.peak_bytes, others_bytes, place)
+        memory = ledger.hold(place, all_bytes, all_bytes if stays else graph_bytes)
+        layer.waiting[at.index] = _Graph(forward, backward, memory if stays else None)
+        crossing = 0
+        if leaving is not None:
+            crossing = _CROSSING * memory.nbytes
+            leaving.memory.append(memory)
+        # What a graph holds is packed piece by piece, and its inputs are let go of.
+        packing = Work(touched_bytes=crossing, kernels=count * len(layer.inputs))
+        return added(forward.times(count), packing)
+
+    def _results(self, sizes: Mapping[Ref, int], count: int) -> Values:
+        return {ref: self.ledger.hold(Place.ACTIVATIONS, n * count) for ref, n in sizes.items()}
+
+    def _backward(
+        self, layer: Layer, at: Turn, returned: Sequence[Any], dh: Values, accumulator: Any
+    ) -> tuple[Work, Values]:
+        ledger, count = self.ledger, grouped(at.micro)
+        visit = self._visit(layer, len(at.micro.inputs["input_ids"]))
+        waiting = layer.waiting.pop(at.index, None)
+        if isinstance(waiting, _Graph):
+            forward, backward, graph = waiting
+            # A graph that has returned stays in its lanes.
+            least_peak = backward.made_bytes if graph is None else 0
+            crossing = _CROSSING * sum(memory.nbytes for memory in returned)
+            done = Work(touched_bytes=crossing) if crossing else _NO_WORK
+        else:
+            forward, backward, least_peak = visit.work.again, visit.work.backward, 0
+            if waiting is not None:
+                forward = _beside_attention(forward)._replace(attention_flops=0)
+            # Each of a group is computed again after the one before it is done.
+            done = self._took(forward, count)
+            graph = ledger.hold(Place.WORKING_SET, forward.kept_bytes)
+            ledger.note_peak(visit.produced_bytes)
+        del waiting
+        passed_on = {ref: gradient for ref, gradient in dh.items() if ref not in layer.outputs}
+        if dh.keys().isdisjoint(visit.produced) and dh.keys().isdisjoint(layer.outputs):
+            return done, passed_on
+        # The graph already counts in the backward's peak.
+        ledger.note_peak(max(least_peak, backward.peak_bytes - forward.kept_bytes))
+        ledger.add_bytes(Place.WORKING_SET, visit.gradient_bytes)
+        ledger.note_peak(sum(visit.input_grads.values()))
+        if count > 1 and graph is not None and graph.nbytes:  # all but the last are done
+            graph = None
+            graph = ledger.hold(Place.WORKING_SET, forward.kept_bytes)
+        # Of a group, each one's inputs are gone when the next one's gradients are made.
+        inputs = [at.values[ref] for ref in visit.input_grads if ref in layer.new_inputs]
+        inputs_bytes = sum(value.nbytes for value in inputs if isinstance(value, Held))
+        freed = inputs_bytes * (count - 1) // count
+        ledger.add_bytes(Place.ACTIVATIONS, -freed)
+        input_grads = {
+            ref: ledger.hold(Place.WORKING_SET, n * count) for ref, n in visit.input_grads.items()
+        }
+        del graph
+        ledger.add_bytes(Place.ACTIVATIONS, freed)
+        ledger.add_bytes(Place.WORKING_SET, -visit.gradient_bytes)
+        done = added(done, added(backward, visit.summed).times(count))
+        for ref in input_grads.keys() & passed_on.keys():
+            input_grads[ref] = ledger.hold(Place.WORKING_SET, input_grads[ref].nbytes)
+            done = added(done, Work(touched_bytes=3 * input_grads[ref].nbytes, kernels=1))
+        return done, passed_on | input_grads
+
+    def _encode(self, media: Media, slot: Any, micro: MicroBatch, *, train: bool) -> Any:
+        work, count = self.measured.media_work(len(micro.inputs["input_ids"])), grouped(micro)
+        if train and media.trained:
+            micro.kept = [self.ledger.hold(Place.ACTIVATIONS, count * work.kept_bytes)]
+        done = self._took(work.encoding, count)
+        return done, self._results({FEATURES: work.feature_bytes}, count)
+
+    def _encode_again(
+        self, media: Media, slot: Any, sums: Any, micro: MicroBatch, dh: Values
+    ) -> Any:
+        work = self.measured.media_work(len(micro.inputs["input_ids"]))
+        done = self._took(work.again, grouped(micro))
+        micro.kept.clear()
+        return done, None
+
+    def _prologue(
+        self, prologue: Prologue, slot: Any, micro: MicroBatch, h: Values
+    ) -> tuple[Work, Values]:
+        count, measured = grouped(micro), self.measured
+        results, argument_bytes = measured.prologue(len(micro.inputs["input_ids"]))
+        arguments = self.ledger.hold(Place.ARGUMENTS, count * argument_bytes)
+        micro.calls = [Call([arguments], None)] * len(measured.spec.layers)
+        sizes = {ref: shape.num_bytes for ref, shape in results}
+        moved = count * sum(sizes.values())
+        work = Work(touched_bytes=2 * moved, kernels=count, calls=count)
+        if micro.media:
+            work = self._took(measured.media_work(len(micro.inputs["input_ids"])).entering, count)
+        return work, self._results(sizes, count)
+
+    def _prologue_backward(
+        self,
+        prologue: Prologue,
+        slot: Any,
+        accumulator: Any,
+        micro: MicroBatch,
+        h: Values,
+        dh: Values,
+    ) -> tuple[Work, Values]:
+        work, values = self._prologue(prologue, slot, micro, h)
+        rows = sum(micro.rows.tables[name].nbytes for name in prologue.embedding.trained)
+        numel = prologue.tile.layout.trainable_numel
+        if values.keys().isdisjoint(dh) or not rows + numel + len(h):
+            return work, {}
+        if micro.media:
+            length = len(micro.inputs["input_ids"])
+            self.ledger.note_peak(self.measured.media_work(length).leaving.peak_bytes)
+        self.ledger.note_peak(rows + numel * self._itemsize)
+        summed = (rows // self._itemsize + numel) * (self._itemsize + 8)
+        kernels = len(micro.rows.tables) + len(prologue.tile.layout.trainable)
+        summing = Work(touched_bytes=work.touched_bytes + summed, kernels=work.kernels + kernels)
+        slopes = {ref: self.ledger.hold(Place.ACTIVATIONS, h[ref].nbytes) for ref in h}
+        return added(work, summing), slopes
+
+    def _gradients(
+        self,
+        head: Head,
+        slot: Any,
+        count: float,
+        accumulator: Any,
+        micro: MicroBatch,
+        values: Values,
+    ) -> tuple[Work, tuple[Tensor, Values]]:
+        number, rows, ledger = grouped(micro), len(micro.inputs["input_ids"]), self.ledger
+        loss = torch.empty((), device="meta")
+        work = self.measured.head(rows, self._head_tokens, micro.loss)
+        done = self._took(work, number)
+        sizes = {
+            ref: value.nbytes
+            for ref, value in values.items()
+            if self.measured.shape(ref, rows).dtype.is_floating_point
+        }
+        # Of a group, each one's activations are gone when the next one's gradients are made.
+        freed = sum(sizes.values()) * (number - 1) // number
+        ledger.add_bytes(Place.ACTIVATIONS, -freed)
+        gradients = self._results(sizes, 1)
+        ledger.add_bytes(Place.ACTIVATIONS, freed)
+        return done, (loss, gradients)
+
+    def _token_losses(
+        self, head: Head, slot: Any, micro: MicroBatch, values: Values
+    ) -> tuple[Work, Tensor]:
+        rows, count = len(micro.inputs["input_ids"]), grouped(micro)
+        done = self._took(self.measured.head_losses(rows, self._head_tokens, micro.loss), count)
+        losses = torch.empty(count, micro.inputs["input_ids"].numel(), device="meta")
+        return done, self.ledger.count(losses, Place.WORKING_SET)[0]
+
+    def _routed_total(self, head: Head, h: list[Values]) -> tuple[Work, Tensor]:
+        spec = self.measured.spec
+        num_bytes = sum(values.pop(ref).nbytes for values in h for ref in spec.routed)
+        work = Work(touched_bytes=2 * num_bytes, kernels=len(h) * len(spec.routed))
+        return work, torch.empty(spec.routed_shape, device="meta")
+
+
+def _beside_attention(work: Work) -> Work:
+    """Work whose attention's results are kept: they are beside the graph that reads them."""
+    size = work.attention_bytes
+    return work._replace(peak_bytes=work.peak_bytes - size, kept_bytes=work.kept_bytes - size)
