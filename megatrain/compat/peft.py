@@ -168,7 +168,9 @@ def from_json(values: Mapping[str, Any]) -> Any:
 
     Raises InputError: this PEFT does not take it, or its weights go with a base that it changed.
     """
-    return lora_config(_of_existing(values))
+    config = lora_config(_of_existing(values))
+    config.has_weights = True
+    return config
 
 
 def _of_existing(values: Mapping[str, Any]) -> dict[str, Any]:

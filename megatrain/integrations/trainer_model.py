@@ -13,11 +13,12 @@ from torch import nn
 
 from megatrain.api import Engine
 from megatrain.compat.gguf import is_gguf, unpacked
-from megatrain.compat.peft import is_peft_model, without_wrapper
+from megatrain.compat.peft import has_adapter, is_peft_model, without_wrapper
 from megatrain.compat.transformers import MULTIMODAL_CLASSES, classifies
 from megatrain.data import load_tokenizer
 from megatrain.errors import InputError
 from megatrain.integrations.heeded import REFUSED_OPTIONS, refuse
+from megatrain.source.source import adapter_folder
 
 _FACTS = bool | int | float | str | None  # types of attributes that anybody may read
 
@@ -133,6 +134,8 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
         refuse("quantization_config", REFUSED_OPTIONS["quantization_config"])
     if isinstance(model, transformers.PreTrainedModel) or is_peft_model(model):
         inner = without_wrapper(model)
+        if has_adapter(model) and inner is model:
+            refuse("a model with add_adapter", "give a PeftModel, or the base and peft_config")
         if not scores and classifies(inner):
             refuse(
                 f"a {type(inner).__name__}",
@@ -144,6 +147,8 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
         return model
     if not isinstance(model, str | Path):
         raise InputError("StreamedTrainer needs a transformers model, its hub id or folder")
+    if adapter_folder(model) is not None:
+        refuse("an adapter's folder", "give PeftModel.from_pretrained(..., is_trainable=True)")
     model = unpacked(Path(model)) if is_gguf(model) else model
     kwargs.pop("device_map", None)
     trusted = getattr(args, "trust_remote_code", False)

@@ -122,10 +122,12 @@ def with_adapter(base: PreTrainedModel, config: Any, name: str = "default") -> P
 
 
 def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
-    """`with_adapter` for a new adapter, whose configuration is checked further.
+    """`with_adapter`; the configuration of a new adapter, without weights, is checked further.
 
     Raises InputError: also for names that match nothing in the model, which PEFT ignores.
     """
+    if getattr(config, "has_weights", False):
+        return with_adapter(base, config)
     modules, word = [f".{name}" for name, _ in base.named_modules()], str(config.target_modules)
     if re.fullmatch(r"[\w-]+", word) and f".{word}" not in (*modules, ".None", ".all-linear"):
         raise InputError(  # PEFT takes a word for a pattern of whole names

@@ -30,13 +30,7 @@ from megatrain.device.disk import PlaneFile, disk_bytes
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.loss import ClassHead
 from megatrain.model import build
-from megatrain.model.adapters import (
-    adapted,
-    note_adapter,
-    plain,
-    with_adapter,
-    with_new_adapter,
-)
+from megatrain.model.adapters import adapted, note_adapter, plain, with_new_adapter
 from megatrain.model.companions import Companions, companions, sentence_files, set_generation
 from megatrain.model.float8 import ROUTERS, require_torchao
 from megatrain.model.probe import spec
@@ -175,7 +169,7 @@ def open_source(
             raise _not_merged(folder, base_path)
         source.companions = {**source.companions, **companions(folder)}
         set_generation(source.model, source.companions)
-        source = _grown(source, with_adapter(source.model, config))  # which its file must fit
+        source = _grown(source, config)
         source.adapter_folder = folder
         source.require_base = partial(state_io.require_base_of, folder, base_path, **code)
     else:
@@ -203,7 +197,7 @@ def open_source(
         path = next(name for name, module in source.model.named_modules() if module is decoder)
         if config.exclude_modules is None and path:  # PEFT's pattern of whole names
             config.exclude_modules = rf"(?!{re.escape(path)}\.).*"
-    return _grown(source, with_new_adapter(source.model, config))
+    return _grown(source, config)
 
 
 def _asked_for(adapter: Any, model: Any, opened: PreTrainedModel) -> Any:
@@ -275,9 +269,8 @@ def _not_merged(folder: Path, base: str) -> InputError:
     )
 
 
-def _grown(source: Source, model: PreTrainedModel) -> Source:
-    """The source with a model that has an adapter, in place of its own."""
-    source.model, source.grows = model, True
+def _grown(source: Source, config: Any) -> Source:
+    source.model, source.grows = with_new_adapter(source.model, config), True
     names, buffers = source.names, source.untrained.buffers
     source.untrained.buffers = {names.get(n, n): b for n, b in buffers.items()}
     return source
@@ -538,6 +531,6 @@ def choose_trained(
         raise InputError("precision is 'fp8', but use_dora needs the base's weights; take bf16")
     if optimizer is not None and not any(p.requires_grad for p in source.model.parameters()):
         raise InputError(
-            "every parameter of the model with the adapter is frozen: give the adapter's folder, "
-            "or load it by PeftModel.from_pretrained with is_trainable=True, and do not disable it"
+            "every parameter of the model with the adapter is frozen: load it by "
+            "PeftModel.from_pretrained with is_trainable=True, and do not disable it"
         )

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -117,6 +117,17 @@ def test_a_run_begins_with_the_adapter_of_another(
 def assert_adapter_is_planned(plan):
     layers = next(tile for tile in plan["tiles"] if tile["name"].startswith("layer"))
     assert 0 < layers["planes"]["moments"] < layers["planes"]["weights"]
+
+
+def test_a_plan_takes_the_adapters_that_a_run_takes(megatrain, adapter_file, base, tmp_path):
+    config = LoraConfig(r=4, target_modules=["q_proj", "not_there"])
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(
+        tmp_path / "a"
+    )
+    chosen = sets(engine__precision="bf16", engine__device="auto", model__path=str(tmp_path / "a"))
+    assert_adapter_is_planned(
+        megatrain.planned(change_run(adapter_file, adapter={}), *chosen, *HERE)
+    )
 
 
 def test_a_plan_knows_the_adapter(megatrain, adapter_file):

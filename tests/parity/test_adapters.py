@@ -378,7 +378,7 @@ def test_adapters_may_come_by_transformers_and_as_a_dictionary(tmp_path):
         assert same(masters(again), masters(engine))
         with make_engine(tmp_path / "base", adapter=config.to_dict()) as other:
             assert masters(other).keys() == masters(again).keys()
-    with refused("every parameter of the model with the adapter is frozen: give"):
+    with refused("every parameter of the model with the adapter is frozen"):
         make_engine(AutoModelForCausalLM.from_pretrained(tmp_path / "adapter"))
 
 

@@ -207,6 +207,19 @@ def test_a_model_is_not_loaded_otherwise(tmp_path, changes, options, message):
         Streamed(small(), args, train_dataset=rows(4), **options)
 
 
+def test_an_adapter_comes_as_a_peft_model(tmp_path):
+    model, config = small(), LoraConfig(target_modules=["q_proj"])
+    get_peft_model(model, config).save_pretrained(tmp_path)
+    added = small()
+    added.add_adapter(config)
+    for given, name in (
+        (str(tmp_path), "an adapter's folder"),
+        (added, "a model with add_adapter"),
+    ):
+        with pytest.raises(InputError, match=f"{name}: give .*PeftModel"):
+            Streamed(given, arguments(tmp_path / "out"), train_dataset=rows(4))
+
+
 # PEFT's adapters under a streamed Trainer are trained as under the plain one.
 
 
