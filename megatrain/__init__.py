@@ -1,6 +1,7 @@
 """MegaTrain: full-precision training of large language models on one GPU, from host memory."""
 
 import os
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatrain.errors import DoesNotFit, InputError, MegatrainError, RunFailed
@@ -26,22 +27,15 @@ if "WORLD_SIZE" in os.environ:  # streams that share a connection hold each othe
 __version__ = "0.1.0"  # the build reads it from here
 
 
+_PLACES = {"Engine": "api", "StepResult": "api", "run": "train.loop"}  # the others are in optim
+
+
 def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import; a command that prints help needs neither.
-    if name in ("Engine", "StepResult"):
-        from megatrain import api
-
-        return getattr(api, name)
-    if name in ("AdamW", "Lion", "Muon", "SGD"):
-        from megatrain import optim
-
-        return getattr(optim, name)
+    if name in __all__:
+        return getattr(import_module(f"megatrain.{_PLACES.get(name, 'optim')}"), name)
     if name == "Adafactor":
         from megatrain.optim import NO_ADAFACTOR
 
         raise ImportError(NO_ADAFACTOR)
-    if name == "run":
-        from megatrain.train import loop
-
-        return loop.run
     raise AttributeError(f"module 'megatrain' has no attribute {name!r}")

@@ -13,9 +13,10 @@ from megatrain.autoplace.auto import parse_limit, settle
 from megatrain.checkpoint import open_checkpoint
 from megatrain.device import Buffer, Device, Recording, open_device
 from megatrain.engine.batch import MicroBatches
-from megatrain.engine.engine import PlacedEngine, cpu_by_default
+from megatrain.engine.engine import PlacedEngine
 from megatrain.engine.head import Head
 from megatrain.engine.modules import State
+from megatrain.engine.undisturbed import plain_tensors
 from megatrain.engine.update import StepResult
 from megatrain.errors import InputError
 from megatrain.forecast.workload import Generation
@@ -74,7 +75,7 @@ class Engine(PlacedEngine):
             None stands for 98,304.
         sequence_length: tokens of a row, at most. With `auto`, None stands for 1,024.
         micro_batch: rows of a micro-batch. None: `auto` chooses, see `Engine.micro_batch`.
-        loss: the loss of later steps; `auto` leaves room for it.
+        loss: the one that later steps will be given; `auto` leaves room for it.
         generation: replies that the model makes between steps, for which `auto` leaves room.
         media: `input_ids` `[1, T]` and what a processor makes beside it, of a row with as many
             images or sounds as any will have; `auto` leaves room for encoding them in every row.
@@ -159,7 +160,7 @@ class Engine(PlacedEngine):
             raise InputError(f"saveable is {saveable!r}; it must be True or False")
         if disk_space is not None and disk is None:
             raise InputError("disk_space needs disk: a folder on the disk")
-        with cpu_by_default():
+        with plain_tensors():
             source = open_source(
                 model,
                 adapter,
@@ -312,7 +313,7 @@ class Engine(PlacedEngine):
         """
         checkpoint = open_checkpoint(folder)
         settings = checkpoint.settings
-        with cpu_by_default():
+        with plain_tensors():
             source = open_source(
                 checkpoint,
                 resumes=True,

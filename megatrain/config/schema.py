@@ -211,6 +211,8 @@ class CheckpointSection(Section):
         for name in ("mode", "load_best"):
             if getattr(self, name) and self.best is None:
                 yield f"{name} needs best: the metric, such as eval_loss"
+        if self.keep_every is not None and (self.every is None or self.keep_every % self.every):
+            yield f"keep_every is {self.keep_every}; it must be a multiple of every ({self.every})"
 
 
 class OutputSection(Section):

@@ -392,10 +392,14 @@ def choose(store: TokenStore, layout: Layout, seed: int) -> Segments:
     documents = store.documents()
     lengths = (documents["end"] - documents["begin"]).astype(np.int64)
     learnable = documents["first_target"] >= 0
+    dropped = np.zeros_like(learnable)
     if layout.kind != "text":
         lengths = _shorten(store, lengths, learnable, layout)
+        dropped = learnable & (lengths == 0)  # which has been said
         learnable &= documents["first_target"] < lengths
-    _report_unlearnable(store, learnable, layout)
+    elif layout.overlong != "truncate":
+        _log.warning("data.overlong: %s is not for texts, which are cut", layout.overlong)
+    _report_unlearnable(store, learnable | dropped, layout)
     per_row = layout.lines  # both replies of a pair, or none
     usable = np.logical_and.reduce(learnable.reshape(-1, per_row), 1)
     order = shuffled(len(usable), 0, seed)

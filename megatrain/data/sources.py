@@ -93,8 +93,11 @@ def open_sources(
         if files and (hub_config is not None or hub_split != "train"):
             _log.warning("%s: hub_config and hub_split choose nothing here: these are files", entry)
         for file in files or [load_hub(str(entry), hub_config, hub_split)]:
-            if weighted and chosen.get(file.place, (file, group))[1] != group:
+            twice = chosen.get(file.place, (file, group))[1] != group
+            if twice and weighted:
                 raise InputError(f"{file.name}: named twice: a weight is for one of them, keep one")
+            if twice:
+                _log.warning("%s: named twice, and read once", file.name)
             chosen.setdefault(file.place, (file, group))
     return [file for file, _ in chosen.values()], [group for _, group in chosen.values()]
 

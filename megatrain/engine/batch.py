@@ -197,11 +197,17 @@ class Intake:
             raise InputError(f"{where}: input_ids must be [rows, tokens], not {list(shape)}")
         for key in micro:
             _check_value(where, micro, key, loss)
+        mask = micro.get("attention_mask", torch.ones(1))
+        if len(others := mask[(mask != 0) & (mask != 1)]):
+            raise InputError(
+                f"{where}: attention_mask holds {int(others[0])}; 1 stands for a token, 0 hides it "
+                "(documents of a row are kept apart by position_ids that start anew)"
+            )
         _check_ids(f"{where}: input_ids", micro["input_ids"], self._vocab_size)
         if loss is not None:
             labels = micro["labels"]
             _check_ids(f"{where}: labels", labels[labels != IGNORED], self._labels)
-            if (labels != IGNORED).any() and not micro.get("attention_mask", torch.ones(1)).any():
+            if (labels != IGNORED).any() and not mask.any():
                 raise InputError(
                     f"{where}: attention_mask hides all tokens; 1 stands for one, 0 hides"
                 )

@@ -3,10 +3,9 @@
 import gc
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -26,6 +25,7 @@ from megatrain.engine.expert_loads import ExpertLoads
 from megatrain.engine.head import Head
 from megatrain.engine.modules import State
 from megatrain.engine.step import Parts, Result, TrainingParts, forward_only, train_step
+from megatrain.engine.undisturbed import plain_tensors, undisturbed
 from megatrain.engine.update import StepResult
 from megatrain.engine.whole_model import whole_model
 from megatrain.errors import DoesNotFit, InputError, RunFailed
@@ -60,21 +60,13 @@ _MEDIA_UNPLANNED = (
     "A step has images or sounds, for which the placement leaves no room; give the engine a row "
     "with as many as any will have, as media="
 )
-
-_TYPES_DIFFER = "expected scalar type|to have the same dtype|must have the same dtype|same dtype"
+_TORN = "a step was broken off when updates had begun"
 
 # What holds memory, and goes when the engine is closed.
 _BUILT = (
     *("_parts", "_store", "_saver", "_program", "_policies", "_intake", "_checks"),
     "_expert_loads",
 )
-
-
-@contextmanager
-def cpu_by_default() -> Iterator[None]:
-    """Within this context new tensors are on the CPU, whatever torch's default device is."""
-    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
-        yield
 
 
 class PlacedEngine:
@@ -99,6 +91,7 @@ class PlacedEngine:
         self.config: PreTrainedConfig = opened.source.model.config
         self.optimizer: StreamedOptimizer | None = opened.model.optimizer
         self._steps, self.label_shift = 0, self._spec.label_shift
+        self._running = False  # a call that others must wait for
         self.num_logits = self._spec.num_logits
         self._lean = False  # steps save nothing, in half micro-batches: one had no memory
         self._planned, self._warned = planned, False
@@ -243,22 +236,25 @@ class PlacedEngine:
                 "a step runs within torch.autograd.graph.saved_tensors_hooks or save_on_cpu, but "
                 "the engine saves tensors itself, as the placement says; call step outside of them"
             )
-        start = time.perf_counter()
-        if self._lean and router_shares is None:  # halves would have other losses of routers
-            micro_batches = halved(micro_batches, self._spec.capture.is_media)
-        batch = self._prepare(micro_batches, loss, norm_limit)
-        if router_shares is not None:
-            require_alone(self.ranks, "a loss of routers of each micro-batch")
-        batch.router_shares = router_shares
-        self._parts.update.norm_limit, self._parts.update.expected = norm_limit, expected
-        try:
-            measured = self._train(self._parts, batch, loss)
-        except DoesNotFit as error:
-            if router_shares is not None or not self._can_be_leaner(self._parts, batch):
-                raise
-            _log.warning(_LEANER, self._steps + 1, str(error).partition(";")[0])
-        else:
-            self._steps += 1
+        if norm_limit < inf and not self._parts.update.deferred:
+            raise InputError("norm_limit needs max_grad_norm, and with Muon clip='all'")
+        start, measured = time.perf_counter(), None
+        with self._alone():
+            if self._lean and router_shares is None:  # halves would have other losses of routers
+                micro_batches = halved(micro_batches, self._spec.capture.is_media)
+            batch = self._prepare(micro_batches, loss, [self.max_grad_norm, norm_limit, expected])
+            if router_shares is not None:
+                require_alone(self.ranks, "a loss of routers of each micro-batch")
+            batch.router_shares = router_shares
+            self._parts.update.norm_limit, self._parts.update.expected = norm_limit, expected
+            try:
+                measured = self._train(self._parts, batch, loss)
+                self._steps += 1
+            except DoesNotFit as error:
+                if router_shares is not None or not self._can_be_leaner(self._parts, batch):
+                    raise
+                _log.warning(_LEANER, self._steps + 1, str(error).partition(";")[0])
+        if measured is not None:
             self.optimizer.took_step()
             seconds, measures = time.perf_counter() - start, as_numbers(batch.measured)
             experts = self._expert_loads.after_step(batch.loads)
@@ -327,7 +323,21 @@ class PlacedEngine:
         finish: Callable[[Head, Buffer, Batch, State], Result],
     ) -> Result:
         """The forward alone, ended by `finish(head, its weights, batch, last activations)`."""
-        return self._forward_only(self._prepare(micro_batches, loss), finish)
+        with self._alone():
+            return self._forward_only(self._prepare(micro_batches, loss), finish)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Raises InputError: another call is running, in another thread or around this one."""
+        if self._running:
+            raise InputError(
+                "another call of this engine is running, in a thread or around this one; let it end"
+            )
+        try:
+            self._running = True
+            yield
+        finally:
+            self._running = False
 
     @contextmanager
     def whole_model(
@@ -343,18 +353,19 @@ class PlacedEngine:
                 one of several ranks does not.
             apart: several ranks call it with inputs of their own, but of one shape and as often.
         """
-        check_call(self.ranks, self._spec, self._steps, None, NO_LABELS, None)
-        if self._opened.sequence_ranks.size > 1:
-            raise InputError(
-                "the model as a whole, for texts, is not for ranks that share rows yet; make an "
-                "engine without sequence_parallel"
-            )
-        self._require_texts()
-        self.flush()
-        self._program.train(False)
-        context = whole_model(self._opened, self._parts, self._store, spare, apart=apart)
-        with self._undisturbed(), context as model:
-            yield model
+        with self._alone():
+            check_call(self.ranks, self._spec, self._steps, None, NO_LABELS)
+            if self._opened.sequence_ranks.size > 1:
+                raise InputError(
+                    "the model as a whole, for texts, is not for ranks that share rows yet; make "
+                    "an engine without sequence_parallel"
+                )
+            self._require_texts()
+            self.flush()
+            self._program.train(False)
+            context = whole_model(self._opened, self._parts, self._store, spare, apart=apart)
+            with self._undisturbed(), context as model:
+                yield model
 
     def require_held(self) -> None:
         """Raises InputError: parameters are trained that the adapter's folder does not hold."""
@@ -399,48 +410,17 @@ class PlacedEngine:
         with self._undisturbed():
             return forward_only(self._parts.of(batch), batch, finish)
 
-    @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        random = torch.random.fork_rng(devices=self.device.can.generators)
-        autocast = torch.autocast(self.device.torch_device.type, enabled=False)
-        try:
-            with random, torch.inference_mode(False), autocast, cpu_by_default():
-                yield
-        except torch.OutOfMemoryError as error:
-            reason = str(error).split(". ")[0]
-            clips = self._opened.max_grad_norm is not None
-            unchanged = " (no weight has been changed)" if clips else ""
-            raise DoesNotFit(
-                f"the device has no memory left ({reason}); use smaller micro-batches, "
-                f"placement.layer_inputs: host, fewer resident tiles or slots{unchanged}"
-            ) from error
-        except TypeError as error:
-            if "float64" not in str(error):
-                raise
-            raise InputError(
-                f"this needs float64, which {self.device.kind} lacks ({error}); take device cpu"
-            ) from error
-        except RuntimeError as error:
-            if "device meta" in str(error):
-                raise InputError(
-                    "a layer's code keeps its weights after the layer's forward, as "
-                    "torch.utils.checkpoint does; leave that out: the placement recomputes layers"
-                ) from error
-            if self._dtype != torch.bfloat16 or not re.search(_TYPES_DIFFER, str(error)):
-                raise
-            raise InputError(
-                f"the model's own code does not compute in bf16 ({str(error).splitlines()[0]}); "
-                "set precision to fp32"
-            ) from error
+    def _undisturbed(self) -> AbstractContextManager[None]:
+        return undisturbed(self.device, self._dtype, clips=self._opened.max_grad_norm is not None)
 
-    def _prepare(self, micro_batches: MicroBatches, loss: Any, limit: float | None = None) -> Batch:
-        """Args: `limit`: of the gradient's norm, in a step; None: nothing is trained."""
-        trained = None if limit is None else self.optimizer
-        check_call(self.ranks, self._spec, self._steps, trained, loss, limit)
-        with torch.inference_mode(False), cpu_by_default():
+    def _prepare(self, micro_batches: MicroBatches, loss: Any, alike: Any = None) -> Batch:
+        """Args: `alike`: what all ranks pass to a step alike; None: nothing is trained."""
+        trained = None if alike is None else self.optimizer
+        check_call(self.ranks, self._spec, self._steps, trained, loss, alike)
+        with plain_tensors():
             labelled = None if loss is NO_LABELS else loss
             batch = self._intake.batch(micro_batches, labelled, self._steps)
-        self._program.train(limit is not None)
+        self._program.train(alike is not None)
         return batch
 
     @contextmanager
@@ -483,6 +463,8 @@ class PlacedEngine:
         """
         source = self._opened.source
         self._require_whole()
+        if self._torn:
+            _log.warning("%s; the weights that are written are not all of one step", _TORN)
         dtype = source.untrained.export_dtype(dtype)
         if not merged:
             self.require_held()
@@ -526,32 +508,38 @@ class PlacedEngine:
         self._require_whole()
         folder = Path(os.path.abspath(folder))
         require_replaceable(folder)
-        if isinstance(self._parts, TrainingParts) and self._parts.update.torn:
+        if self._torn:
             raise RunFailed(
-                "a step was broken off when updates had begun, so there is no step's state to "
-                "save; go back to the last checkpoint"
+                f"{_TORN}, so there is no step's state to save; go back to the last checkpoint"
             )
-        source = self._opened.source
-        untrained = replace(source.untrained, buffers={**source.untrained.buffers})
-        source = replace(source, untrained=untrained)  # later steps may have other biases
-        entries = (entry for _, entry in self._store.entries())
-        left_out = base_reference(
-            source.model, source.origin, entries, untrained.carried, folder, self.ranks
-        )
-        settings = settings_of(self._opened, self._steps, self.placement, left_out)
-        written = partial(write_documents, source=source, carries=left_out is None)
-        contents = Contents(settings, as_json(extra or {}), written, attach, keep)
-        background = self.optimizer is not None and not wait
-        self.ranks.agree(lambda: self._checks.compare_all(wait=False))
-        saving = self._saver.begin(folder, contents, background=background)
+        with self._alone():
+            source = self._opened.source
+            untrained = replace(source.untrained, buffers={**source.untrained.buffers})
+            source = replace(source, untrained=untrained)  # later steps may have other biases
+            entries = (entry for _, entry in self._store.entries())
+            left_out = base_reference(
+                source.model, source.origin, entries, untrained.carried, folder, self.ranks
+            )
+            settings = settings_of(self._opened, self._steps, self.placement, left_out)
+            written = partial(write_documents, source=source, carries=left_out is None)
+            contents = Contents(settings, as_json(extra or {}), written, attach, keep)
+            background = self.optimizer is not None and not wait
+            self.ranks.agree(lambda: self._checks.compare_all(wait=False))
+            saving = self._saver.begin(folder, contents, background=background)
         if wait:
             saving.wait()
         return saving
 
     def _require_whole(self) -> None:
-        """Raises InputError if what is saved could not be loaded as the same model."""
-        if (lost := self._opened.source.lost) is not None:
+        """Raises InputError if what is saved could not be loaded as the same model, or not now."""
+        with self._alone():
+            lost = self._opened.source.lost
+        if lost is not None:
             raise InputError(lost)
+
+    @property
+    def _torn(self) -> bool:
+        return isinstance(self._parts, TrainingParts) and self._parts.update.torn
 
     @property
     def saving(self) -> Saving | None:

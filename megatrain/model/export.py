@@ -136,7 +136,7 @@ def write_adapter(
         described[name] = torch.empty_like(state[mine], dtype=stored, device="meta")
     beside = {n: data for n, data in (beside or {}).items() if not REPLACED.fullmatch(n)}
     with _exported(folder, described, beside) as new:
-        values = (tensors[mine]().to(described[name].dtype) for name, mine in names.items())
+        values = (_cast(n, tensors[mine](), described[n].dtype) for n, mine in names.items())
         write_shard(new / peft.WEIGHTS_FILE, described, values)
         peft.write_config(adapter.config, new, model)
         if model.can_generate():  # a merged model has the ends that its run has added there
@@ -308,12 +308,12 @@ def _pieces(model: PreTrainedModel, metas: Tensors, value: Callable[[str], Tenso
     """A model's tensors in the layout that it has on the hub, in the order of `metas`."""
 
     def renamed(name: str, source: str) -> Tensors:
-        return {name: value(source).to(metas[source].dtype)}
+        return {name: _cast(source, value(source), metas[source].dtype)}
 
     def converted(get: Callable[[str], Tensor], group: Sequence[str]) -> Tensors:
         # Parameters that are merged share a dtype; the widest loses nothing.
         dtype = max((metas[name].dtype for name in group), key=lambda dtype: dtype.itemsize)
-        values = {name: get(name).to(dtype) for name in group}
+        values = {name: _cast(name, get(name), dtype) for name in group}
         return {n: _one(tensors) for n, tensors in revert_weight_conversion(model, values).items()}
 
     on_hub = revert_weight_conversion(model, dict(metas))
@@ -332,6 +332,16 @@ def _pieces(model: PreTrainedModel, metas: Tensors, value: Callable[[str], Tenso
             "its weights all at once; save a checkpoint instead"
         )
     return [pieces[name] for name in metas if name in pieces]
+
+
+def _cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Raises InputError: float16, whose largest number is 65504, has no room for the values."""
+    cast = values.to(dtype)
+    if dtype == torch.float16 and not cast.is_meta and (cast.isinf() & values.isfinite()).any():
+        raise InputError(
+            f"{name} has numbers beyond float16's largest, 65504; export in bfloat16 or float32"
+        )
+    return cast
 
 
 def _groups(model: PreTrainedModel, names: Mapping[str, Tensor]) -> list[tuple[str, ...]]:

@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from megatrain.compat import peft
+from megatrain.compat.transformers import attention_of, configs, experts_of
 from megatrain.errors import InputError
 from megatrain.loss import JointLoss, MultiLabel, given_loss
 from megatrain.model.adapters import adapted
@@ -34,7 +35,7 @@ def check_call(
     steps: int,
     optimizer: StreamedOptimizer | None,
     loss: object,
-    limit: float | None,
+    alike: Any = None,
 ) -> None:
     """Raises InputError: ranks differ in their calls, or settings or loss cannot be used."""
 
@@ -58,8 +59,8 @@ def check_call(
         return {
             "call": f"{kind} after {steps} steps",
             "loss": str(checked_loss),
-            "norm_limit": str(limit),
             "settings of the optimizer": str(settings),
+            "max_grad_norm, norm_limit, expected": str(alike),
         }
 
     ranks.barrier()
@@ -103,6 +104,7 @@ def _described(opened: EngineSetup, placement: Placement) -> dict[str, str]:
 
     source, model = opened.source, opened.model
     adapter, folder = adapted(source.model), source.adapter_folder
+    code = [(attention_of(each), experts_of(each)) for _, each in configs(source.model.config)]
     tiles = [(t.name, t.numel, t.trainable_numel, t.entries) for t in model.layouts]
     facts = {
         "version of megatrain": __version__,
@@ -115,6 +117,8 @@ def _described(opened: EngineSetup, placement: Placement) -> dict[str, str]:
         "optimizer": model.rule,
         "max_grad_norm": opened.max_grad_norm,
         "precision": opened.precision,
+        "verify": opened.verify,
+        "implementation of attention and experts": code,
         "base": source.base,
         "adapter": None if adapter is None else adapter.as_json(),
         "file of the adapter": folder and zlib.crc32((folder / peft.WEIGHTS_FILE).read_bytes()),

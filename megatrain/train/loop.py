@@ -212,6 +212,8 @@ def run(
             "callbacks: a run calls none; give on_record a function of each record of the log, or "
             "train with megatrain.integrations.StreamedTrainer, which calls them as Trainer does"
         )
+    if isinstance(overrides, str):
+        raise InputError(f"overrides is {overrides!r}; give a list: [{overrides!r}]")
     if not isinstance(what, Mapping):
         config, name = layout.load_run(Path(what), overrides, resume=resume), Path(what).stem
     elif overrides:

@@ -58,6 +58,17 @@ def test_the_files_are_those_that_the_engine_writes(dtype, tmp_path):
     assert (told.eos_token_id, told.temperature, told.do_sample) == ([5, 6], 0.5, True)
 
 
+def test_numbers_beyond_float16_are_refused(tmp_path):
+    model = llama()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = 1e5
+    engine = engine_of(model=model)
+    with pytest.raises(InputError, match="lm_head.weight has numbers beyond float16's largest"):
+        engine.save_pretrained(tmp_path / "out", dtype="float16")
+    assert not list(tmp_path.iterdir())
+    engine.save_pretrained(tmp_path / "out", dtype="bfloat16")
+
+
 def test_what_was_attached_comes_along(tmp_path):
     def attach(folder):
         (folder / "tokenizer.json").write_text("{}")

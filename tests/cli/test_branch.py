@@ -66,3 +66,5 @@ def test_a_run_calls_a_function_with_each_record_and_no_callbacks(run_file):
     assert heard == records(folder)
     with pytest.raises(InputError, match="callbacks: a run calls none; give on_record"):
         package.run(run_file, callbacks=[print])
+    with pytest.raises(InputError, match="overrides is 'training.steps=1'; give a list"):
+        package.run(run_file, "training.steps=1")

@@ -157,8 +157,7 @@ def test_the_caller_s_modes_and_seeds_decide_nothing(mode):
 
     def work(source):
         step = [{name: value.clone() for name, value in micro.items()} for micro in given]
-        with torch.inference_mode(False):
-            engine = make_engine(source, precision="bf16")
+        engine = make_engine(source, precision="bf16")
         numbers = [engine.step(step).loss, engine.evaluate(step)]
         return numbers, engine.logits({"input_ids": step[0]["input_ids"]}), masters(engine)
 

@@ -6,12 +6,13 @@ the layers (a good loss, a bad gradient).
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
 import torch
 
-from megatrain import Placement, RunFailed
+from megatrain import InputError, Placement, RunFailed
 from megatrain.device import CpuDevice
 from tests.inside import parts_of, program_of, store_of
 from tests.parity.cases import llama, make_batches, make_engine, masters, moments, qwen2, same
@@ -124,6 +125,9 @@ def test_a_bad_gradient_without_clipping_is_not_called_harmless(device):
     engine, steps = engine_of(False, None, device), make_batches(2)
     engine.step(steps[0])
     before = masters(engine)
+    with pytest.raises(InputError, match="norm_limit needs max_grad_norm"):
+        engine.step(steps[1], norm_limit=1.0)
+    assert same(masters(engine), before)
     spoil_gradient(engine, torch.nan)
     with pytest.raises(RunFailed, match="weights and optimizer state are damaged") as caught:
         engine.step(steps[1])
@@ -173,7 +177,7 @@ class Breaking(CpuDevice):
 
 
 @swept(together=1, tied=TIED, clip=CLIPPED)
-def test_a_step_that_fails_in_its_updates_leaves_nothing_to_save(tied, clip, tmp_path):
+def test_a_step_that_fails_in_its_updates_leaves_nothing_to_save(tied, clip, tmp_path, caplog):
     """Also when all tiles count it already, and after later steps."""
     device = Breaking()
     engine = engine_of(tied, clip, lambda: device)
@@ -189,6 +193,26 @@ def test_a_step_that_fails_in_its_updates_leaves_nothing_to_save(tied, clip, tmp
             engine.save(tmp_path / "saved")
         engine.step(third)
     assert not list(tmp_path.iterdir())
+    engine.save_pretrained(tmp_path / "exported")
+    assert "the weights that are written are not all of one step" in caplog.text
+
+
+def test_a_call_while_another_runs_is_refused(tmp_path):
+    """Within it and in another thread: both would change what is the engine's own."""
+    engine, [step] = make_engine(llama()), make_batches(1)
+    calls = (
+        lambda: engine.step(step),
+        lambda: engine.evaluate(step),
+        lambda: engine.save(tmp_path / "saved"),
+        lambda: engine.save_pretrained(tmp_path / "exported"),
+    )
+    with engine.whole_model(), ThreadPoolExecutor() as pool:
+        for call in calls:
+            for run in (call, lambda call=call: pool.submit(call).result()):
+                with pytest.raises(InputError, match="another call of this engine is running"):
+                    run()
+    assert not list(tmp_path.iterdir())
+    assert engine.step(step).loss == make_engine(llama()).step(step).loss
 
 
 # A closed engine holds no memory, which the next one has, and says that it is closed.

@@ -299,6 +299,8 @@ def other_weights():
 # What rank 1 does otherwise than rank 0, and what all ranks say of it.
 OTHERWISE: dict[str, tuple[dict, str]] = {
     "seed": ({"seed": 1}, "rank 1 has another seed"),
+    "verify": ({"verify": "step"}, "rank 1 has another verify"),
+    "attention": ({"attn_implementation": "eager"}, "another implementation of attention"),
     "optimizer": ({"lr": 0.3}, "rank 1 has another optimizer"),
     "model": ({"model": qwen2}, "rank 1 has another model"),
     "weights": ({"model": other_weights}, "rank 1 has another model in memory"),
@@ -361,7 +363,16 @@ def bad_calls(engine, step, rank):
         finally:
             group["lr"] = kept
 
+    def clipped():
+        engine.max_grad_norm = 1.0 + rank
+        try:
+            engine.step(own)
+        finally:
+            engine.max_grad_norm = 1.0
+
     return [
+        (clipped, "another max_grad_norm, norm_limit, expected"),
+        (lambda: engine.step(own, expected=(1.0, 1.0) if rank else None), "limit, expected"),
         (lambda: engine.step(broken), "outside the model's vocabulary"),
         (lambda: engine.step(own[: 1 - rank]), "at least one micro-batch"),
         (scheduled, "another settings of the optimizer"),

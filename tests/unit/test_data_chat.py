@@ -159,7 +159,9 @@ def test_overlong_conversations_are_truncated_dropped_or_refused(tmp_path, caplo
     ]  # fmt: skip
     for row in range(2):
         assert (data.batch([row])["labels"] != -100).any()
+    caplog.clear()
     dropped = dataset(tmp_path, tokenizer, rows, overlong="drop", **settings)
+    assert [r.getMessage()[:25] for r in caplog.records] == ["dropped 2 of 3 conversati"]
     assert len(dropped) == 1 and "chat.jsonl:1" in dropped.describe(0)
     assert dropped.fingerprint != data.fingerprint
     with pytest.raises(InputError, match=r"2 conversations are longer.*chat.jsonl:2 has \d+"):

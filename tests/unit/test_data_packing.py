@@ -148,6 +148,8 @@ def test_empty_documents_are_dropped_with_one_warning(tmp_path, caplog):
         data = open_text(tmp_path, ["", "The sea", ""])
     (record,) = caplog.records
     assert "dropped 2 of 3 documents, which have no text (first: " in record.getMessage()
+    open_text(tmp_path, ["The sea"], overlong="drop")
+    assert "overlong: drop is not for texts, which are cut" in caplog.text
     assert data.num_tokens == len(make_tokenizer()("The sea")["input_ids"]) + 1
     with pytest.raises(InputError, match="none of the 2 rows has text"):
         open_text(tmp_path, ["", ""])

@@ -30,7 +30,7 @@ def as_source(path):
     return file
 
 
-def test_folders_are_read_in_order_without_hidden_empty_or_linked_ones(tmp_path):
+def test_folders_are_read_in_order_without_hidden_empty_or_linked_ones(tmp_path, caplog):
     root = tmp_path / "corpus"
     for name in ("b.py", "a/z.txt", "a/y.jsonl", ".hidden", ".git/c.py", "__pycache__/d.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -43,6 +43,7 @@ def test_folders_are_read_in_order_without_hidden_empty_or_linked_ones(tmp_path)
     assert [f.path.name for f in find_files(root, "chat")] == ["y.jsonl"]
     globbed, _ = open_sources([f"{root}/**/*.py", str(root / "b.py"), root / "a"], "text")
     assert [f.path.name for f in globbed] == ["b.py", "y.jsonl", "z.txt"]
+    assert caplog.text.count("named twice, and read once") == 1
 
 
 def test_paths_that_cannot_be_read_are_named(tmp_path):

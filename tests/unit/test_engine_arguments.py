@@ -114,6 +114,7 @@ BATCHES: dict[str, Any] = {
         attention_mask=torch.zeros_like(IDS)
     ),
     "on meta; it must be .* on the cpu": each(lambda value: value.to("meta")),
+    "attention_mask holds 2; 1 stands for a token": changed(attention_mask=PLACES // 4 + 1),
     f"outside the model's .* of {VOCAB}": changed(input_ids=IDS + VOCAB - 10),
     f"micro-batch 1 has rows of {POSITIONS + 1} tokens, but the model has {POSITIONS}": changed(
         input_ids=LONG, labels=LONG
