@@ -6,7 +6,7 @@ of its operations: FLOPs, bytes touched, and bytes alive. Of parts that run in t
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from math import gcd, prod
@@ -30,6 +30,7 @@ from megatrain.forecast.encoders import (
     media_work,
 )
 from megatrain.forecast.inductor_model import Trace, compiled_work, eager_work, traced
+from megatrain.forecast.notes import Once
 from megatrain.forecast.op_counter import (
     LayerWork,
     MediaWork,
@@ -62,29 +63,10 @@ _SIZE = 4  # of the greatest common divisor of a part's sizes, in a trial
 _MOST = 1 << 24  # parameters of a part that is tried in its own size
 
 
-Measure = Callable[[nn.Module, dict[str, Tensor], tuple[int, ...], torch.dtype], LayerWork]
-"""Measures a part: its module, its weights and buffers, a tile's sizes `[1, C, D]` and dtype."""
-
-
-@contextmanager
-def measured_tiles(modules: Sequence[nn.Module], tokens: int, measure: Measure) -> Iterator[None]:
-    """Within this context these modules are measured as if they ran in tiles of `tokens`."""
-    replaced = [(part, part.__dict__.pop("forward", None)) for part in modules]
-    try:
-        for part in modules:
-            part.forward = _MeasuredTiles(part, tokens, measure)
-        yield
-    finally:
-        for part, forward in replaced:
-            del part.forward
-            if forward is not None:
-                part.forward = forward
-
-
 class _MeasuredTiles(ChunkedOverTokens):
     without_data = True
 
-    def __init__(self, part: nn.Module, tokens: int, measure: Measure) -> None:
+    def __init__(self, part: nn.Module, tokens: int, measure: Callable[..., LayerWork]) -> None:
         super().__init__(part, tokens, lambda function, what: function)
         self._measure = measure
         self._works: dict[tuple[int, torch.dtype], LayerWork] = {}
@@ -191,6 +173,7 @@ class Measurer:
         self.program = ModelProgram(spec, _CPU, workload.dtype)
         self.program.train(True)
         self._calls: dict[int, list[Call]] = {}  # of the layers, by rows
+        self._parts = Once()  # as they run in tiles
         self._num_owners = owners
         self._owners = ExpertOwners(Ranks(0, owners)) if owners > 1 else None
 
@@ -231,14 +214,11 @@ class Measurer:
 
     def layer(self, visit: int, rows: int, entering: Shapes) -> LayerWork:
         """The work of a layer that is not compiled, or only in its tiles."""
-        kind = self.spec.layers[visit].kind
-        tiles: AbstractContextManager[None] = nullcontext()
-        if self._chunk_tokens is not None:
-            measure = partial(self._tile, self._compiled)
-            tiles = measured_tiles(parts(kind.module), self._chunk_tokens, measure)
+        tokens, kind = self._chunk_tokens, self.spec.layers[visit].kind
+        in_tiles = [] if tokens is None else parts(kind.module)
         with self._running(visit):
             run, inputs = self._call(visit, rows, entering)
-            with tiles:
+            with self._tiles(in_tiles, tokens or 0, self._compiled):
                 return eager_work(run, inputs)
 
     def trace(self, visit: int, rows: int, entering: Shapes) -> Trace:
@@ -352,6 +332,22 @@ class Measurer:
         inputs = [*values.values(), *weights.values(), *micro.calls[visit].leaves]
         return partial(self.program.layer, visit, weights, micro, values), inputs
 
+    @contextmanager
+    def _tiles(self, modules: list[nn.Module], tokens: int, compiled: bool) -> Iterator[None]:
+        """Within this context these modules are measured as if they ran in tiles of `tokens`."""
+        measure = partial(self._tile, compiled)
+        replaced = [(part, part.__dict__.pop("forward", None)) for part in modules]
+        try:
+            for part in modules:
+                make = partial(_MeasuredTiles, part, tokens, measure)
+                part.forward = self._parts.once((id(part), tokens), make)
+            yield
+        finally:
+            for part, forward in replaced:
+                del part.forward
+                if forward is not None:
+                    part.forward = forward
+
     def _tile(
         self,
         compiled: bool,
@@ -374,7 +370,7 @@ class Measurer:
     @contextmanager
     def _measuring_head(self, tokens: int) -> Iterator[None]:
         """Within this context what follows the layers runs over so many tokens at a time."""
-        tiles = measured_tiles(self.program.rest, tokens, partial(self._tile, False))
+        tiles = self._tiles(self.program.rest, tokens, False)
         with foreseeing("the head"), tiles, fakes(), torch.enable_grad():
             yield
 

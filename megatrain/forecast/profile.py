@@ -192,7 +192,6 @@ class Profile(Once):
 
     def layer(self, visit: int, rows: int) -> LayerWork:
         """The work of a layer, from that of its kind."""
-
         visit = self._first_visit[visit]
 
         def measure() -> LayerWork:

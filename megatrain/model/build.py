@@ -287,7 +287,7 @@ def weightless() -> Iterator[None]:
 
 
 # On the meta device torch computes shapes of these in Python, milliseconds for each parameter.
-_DRAWS = ("normal_", "uniform_", "trunc_normal_")  # of torch, or what transformers wraps them in
+_DRAWS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")  # or transformers' own
 
 
 class _NothingLarge(TorchFunctionMode):

@@ -396,7 +396,8 @@ class _Probe:
         hidden = last_hidden(output).detach()[:1, :3].clone().requires_grad_()
         inputs = {**self.inputs, "input_ids": PROBE_IDS[:1, :3]}
         try:
-            with Lookups({}, None, self.uses):
+            # One row of each weight is multiplied, and shows that the logits depend on it.
+            with ZeroProducts(self.weights.values(), 1), Lookups({}, None, self.uses):
                 logits = self.capture.head(self.weights, with_hidden(output, hidden), inputs)
         except RuntimeError as error:  # other states of the trunk have more rows and tokens
             raise Unsupported(_MORE_STATES) from error
