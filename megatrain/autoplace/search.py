@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from operator import le
 from typing import Any, NamedTuple
 
@@ -121,11 +121,13 @@ def least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> For
 
 
 def _least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> Forecast:
-    without_disk = Search(forecasts, machine, workload).least()
-    host_suffices = without_disk.machine.host_memory_bytes <= machine.host_memory_bytes
     *_, all_on_disk = _spills(forecasts, machine, workload)
-    if host_suffices or not all_on_disk:
-        return without_disk
+    search = Search(forecasts, machine, workload)
+    if not all_on_disk or not search.lacks_host():
+        without_disk = search.least()
+        host_suffices = without_disk.machine.host_memory_bytes <= machine.host_memory_bytes
+        if host_suffices or not all_on_disk:
+            return without_disk
     return Search(forecasts, machine, workload, all_on_disk).least()
 
 
@@ -221,6 +223,11 @@ class Search:
             for rows in dict.fromkeys((most_rows, fewest_rows))
             for family in self._sparing_families(rows)
         )
+
+    def lacks_host(self) -> bool:
+        """True if what lives as long as an engine is too much for the host in every candidate."""
+        every = chain.from_iterable(self._sparing_families(self._sizes[-1]))
+        return all(self._lacks(*self._with_tiles(candidate)[1])[1] for candidate in every)
 
     def least(self) -> Forecast:
         """Forecast the placement that lacks least memory, on a machine with the memory it needs.

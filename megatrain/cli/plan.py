@@ -182,9 +182,8 @@ def _images(sizes: Sequence[str], path: str | None, run: "Config | None") -> Med
     parsed = [re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text) for text in sizes]
     if not all(parsed):
         raise InputError(f"--image: write {', '.join(sizes)} like 1024x768 (99999 at most)")
-    return MediaRow(
-        processor.example([("image", (int(m[1]), int(m[2])), "", 1) for m in parsed if m])
-    )
+    images = [("image", (int(m[1]), int(m[2])), "", 1) for m in parsed if m]
+    return MediaRow(processor.example(images))
 
 
 def missing_data(paths: str | list[str]) -> str | None:
@@ -207,9 +206,7 @@ def _machine(
     of_gpu = "auto" if device in (None, "cpu") else device
     card = find_gpu(of_gpu)
     if gpu and (card is None or by_driver_name(card.name) != gpu):
-        host = workload.host_memory
-        if host is None:
-            host = host_limit_bytes()
+        host = host_limit_bytes() if workload.host_memory is None else workload.host_memory
         if workload.host_memory is None and not gpu.shared:
             warnings.append(f"--host-memory is not given: this machine's {gib(host)} are taken")
         if cores is None:

@@ -122,6 +122,7 @@ class ForecastCache(Once):
     def needs(self, workload: Workload, placement: Placement) -> Needs:
         """The memory that lives as long as an engine for the workload."""
         choices = replace(placement, head_tokens=1, layer_inputs="device", layer_input_lanes=1)
+        choices = replace(choices, chunk_tokens=None, save_attention="none")
 
         def count() -> Needs:
             measured = self.measured(workload)

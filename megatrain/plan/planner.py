@@ -255,14 +255,12 @@ def by_tier(tiles: Sequence[TileBytes]) -> dict[str, dict[str, int]]:
 
 def disk_use(tiles: Sequence[TileBytes], seconds: float, passes: int = 1) -> dict[str, Any] | None:
     """A disk's use by a step of `seconds`; None: nothing rests on one. Sweeps read the weights."""
-    num_bytes = sum(tile.count * tile.planes[plane] for tile in tiles for plane in tile.disk)
-    written = sum(tile.count * tile.written for tile in tiles)
-    weights = sum(tile.count * tile.planes["weights"] for tile in tiles if "weights" in tile.disk)
-    if not num_bytes:
+    on_disk, written = by_tier(tiles)["disk"], sum(tile.count * tile.written for tile in tiles)
+    if not (num_bytes := sum(on_disk.values())):
         return None
     return {
         "num_bytes": num_bytes,
-        "read_bytes_a_step": written + 2 * passes * weights,
+        "read_bytes_a_step": written + 2 * passes * on_disk["weights"],
         "written_bytes_a_step": written,
         "written_terabytes_a_day": written / 1e12 * 86400 / seconds,  # as drives are sold
     }

@@ -81,11 +81,9 @@ class Planner:
 
 def fits(forecast: Forecast, machine: Machine) -> bool:
     """True if a step takes no more memory than the machine has."""
-    needs = forecast.device_peak_bytes, forecast.host_peak_bytes
-    sizes = machine.device_memory_bytes, machine.host_memory_bytes
-    if machine.one_memory:
-        return sum(needs) <= sum(sizes)
-    return needs[0] <= sizes[0] and needs[1] <= sizes[1]
+    on_device = forecast.device_peak_bytes - machine.device_memory_bytes
+    on_host = forecast.host_peak_bytes - machine.host_memory_bytes
+    return (on_device + on_host if machine.one_memory else max(on_device, on_host)) <= 0
 
 
 @dataclass(frozen=True)
