@@ -92,7 +92,7 @@ MEMORY_KEYS = (
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Buffer:
     """A named range of memory; `data` is flat (on the meta device where nothing is computed).
 
@@ -111,7 +111,8 @@ class Buffer:
 
     def piece(self, start: int, stop: int) -> "Buffer":
         """Elements `start` to `stop`; access checks take the piece for the whole buffer."""
-        return Buffer(self.name, self.data[start:stop], self.parts)
+        whole = start == 0 and stop >= self.data.numel()
+        return self if whole else Buffer(self.name, self.data[start:stop], self.parts)
 
     def as_bytes(self) -> "Buffer":
         """This range of memory as uint8."""

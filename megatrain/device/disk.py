@@ -157,7 +157,7 @@ class DiskRoom:
         return DiskBuffer(name, data, (), self, first, moved)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DiskBuffer(Buffer):
     """A range of a file; `data` is on the meta device and has only its size.
 

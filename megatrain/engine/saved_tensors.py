@@ -154,6 +154,7 @@ class HostOffload:
 
     def __init__(self, device: Device, what: str, lanes: int) -> None:
         self._device, self._what = device, what
+        self._staging = Name(Kind.PACK, f"stage {what}")
         self._out = [_lane(f"leaving {what} {i}") for i in range(lanes)]
         self._in = [_lane(f"returning {what} {i}") for i in range(lanes)]
         self._rooms: dict[Hashable, _Rooms] = {}
@@ -200,8 +201,7 @@ class HostOffload:
         device.wait(COMPUTE, lane.free, f"leaving {self._what} lane free")
         buffer = self._sized(lane, num_bytes)
         stage = partial(_pack, tensors, buffer.data)
-        staged = Name(Kind.PACK, f"stage {self._what}")
-        device.run(COMPUTE, staged, stage, writes=[buffer.piece(0, num_bytes)])
+        device.run(COMPUTE, self._staging, stage, writes=[buffer.piece(0, num_bytes)])
         device.wait(COPY_OUT, device.record(COMPUTE), f"{self._what} ready")
         host_buffer = self._room(group, key, num_bytes, later_bytes)
         device.copy(COPY_OUT, host_buffer, buffer, num_bytes)

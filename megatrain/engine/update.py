@@ -7,10 +7,10 @@ several ranks averages its block, and makes directions of the matrices that it i
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -191,8 +191,7 @@ _DAMAGED = (
 _ALIKE = 0.05  # between two computations of one step; atomic additions differ far less
 
 
-@dataclass(frozen=True)
-class _Run:
+class _Run(NamedTuple):
     """Elements `start` to `stop` (excluded) of a tile, their settings and states.
 
     Attributes:
@@ -211,14 +210,14 @@ class _Run:
 
     def within(self, first: int, last: int) -> "_Run":
         """The part of this run that lies between two elements."""
-        return replace(self, start=max(self.start, first), stop=min(self.stop, last))
+        return self._replace(start=max(self.start, first), stop=min(self.stop, last))
 
     def in_planes(self, tile: Tile) -> Iterator["_Run"]:
         """The parts of this run that the rank has, by their places in its planes."""
         for span in tile.spans:
             part, shift = self.within(span.at, span.at + span.numel), span.at - span.start
             moved = shift - span.moved
-            yield replace(part, start=part.start - shift, stop=part.stop - shift, moved=moved)
+            yield part._replace(start=part.start - shift, stop=part.stop - shift, moved=moved)
 
 
 @dataclass(frozen=True)
@@ -273,11 +272,11 @@ class Update:
         self._numbers = Buffer("report", memory, (self._loss, self._norms))
         self._landed = device.host("landed report", len(tiles) + 3, torch.float32, pinned=True)
         self.directions = Directions(shared, optimizer.rule, self._loss)
-        self._unclipped = any(optimizer.rule.directs(tile.layout) for tile in tiles)
+        self._unclipped = {t.index for t in tiles if optimizer.rule.directs(t.layout)}
 
     def waits(self, tile: Tile) -> bool:
         """True if a tile's update waits for the global norm."""
-        return self.max_grad_norm is not None and not self._optimizer.rule.directs(tile.layout)
+        return self.max_grad_norm is not None and tile.index not in self._unclipped
 
     @property
     def deferred(self) -> bool:

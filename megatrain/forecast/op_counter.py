@@ -1,6 +1,5 @@
 """Counts the cost of operations on tensors without data: FLOPs, bytes touched, bytes alive."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -255,7 +254,7 @@ class Ledger:
     def __init__(self) -> None:
         super().__init__()
         self.live: dict[str, int] = {}
-        self.peak_live: Counter[str] = Counter()
+        self.peak_live: dict[str, int] = {}
         self.total_bytes = self.peak_bytes = 0
         # Since `restart`: the peak of newer bytes alone, and the older ones that are still alive.
         self.made_bytes = self._old_bytes = 0
@@ -297,9 +296,9 @@ class Ledger:
         self.made_bytes = max(self.made_bytes, total - self._old_bytes)
         if total > self.peak_bytes:
             self.peak_bytes = total
-            self.peak_live = Counter(self.live)
-            self.peak_live[Place.WORKING_SET] += num_bytes
-            self.peak_live[place] += beside
+            self.peak_live = live = {**self.live}
+            for where, more in ((Place.WORKING_SET, num_bytes), (place, beside)):
+                live[where] = live.get(where, 0) + more
 
 
 def shapes_only(shapes: Callable[..., Any]) -> Any:
@@ -561,7 +560,7 @@ class OpCounter(Ledger, TorchDispatchMode):
     def restart(self) -> None:
         """Forget work and peak so far; what is alive stays."""
         self.work = Work()
-        self.peak_bytes, self.peak_live = self.total_bytes, Counter(self.live)
+        self.peak_bytes, self.peak_live = self.total_bytes, {**self.live}
         self.made_bytes, self._old_bytes, self._old = 0, self.total_bytes, {*self._known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -88,6 +88,7 @@ class CostModel:
         put_seconds: of the launching thread, for anything on a stream of the device.
         group: micro-batches that are followed as one; each of them is put on a stream `puts` times.
         tokens: of a micro-batch.
+        reads_in_place: some of the host's memory is used where it rests.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class CostModel:
         """
         self._rule = rule
         self._declared: Any = declared
-        self.group, self.puts, self.tokens = 1, 2, 1
+        self.group, self.puts, self.tokens, self.reads_in_place = 1, 2, 1, False
         self._shared = rule, ranks, hosts
         # If nothing is known, cards of a host exchange by way of it, in and out again.
         through_host = min(machine.to_device_gbps, machine.from_device_gbps) / 2
@@ -166,7 +167,7 @@ class CostModel:
     ) -> Cost:
         if kind is Kind.NOTE:
             return Cost(result=work())
-        crossing = self._in_place(kind, work, reads, writes)
+        crossing = self._in_place(kind, work, reads, writes) if self.reads_in_place else 0.0
         if kind is Kind.ROUND:  # a large model's gradients leave in thousands of pieces
             rounded = Work(touched_bytes=sum(b.data.numel() for b in writes) * 6)
             return Cost(self._busy(rounded, crossing))
@@ -204,8 +205,6 @@ class CostModel:
             sum(b.data.nbytes for b in buffers if kind_of(b.name) is Memory.IN_PLACE)
             for buffers in (reads, writes)
         )
-        if not (read or written):
-            return 0.0
         if kind in (Kind.LAYER, Kind.LAYER_BACKWARD, Kind.HEAD):
             has_graph = kind is Kind.LAYER_BACKWARD and work.func.__self__.policy.saves in _GRAPHS
             products = 1 if kind is Kind.LAYER or has_graph else 2
@@ -248,7 +247,7 @@ class CostModel:
             + work.attention_flops / (machine.attention_forward_tflops * 1e12)
             + work.attention_backward_flops / (machine.attention_backward_tflops * 1e12)
             + work.touched_bytes / (machine.device_gbps * 1e9)
-            + self._exchanging(work)
+            + (self._exchanging(work) if work.exchanged_bytes else 0.0)
         )
 
     def _exchanging(self, work: Work) -> float:

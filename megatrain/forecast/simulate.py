@@ -27,7 +27,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.loss import JointLoss
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.model.micro_batch import MicroBatch
-from megatrain.optim import Plane
+from megatrain.optim import Plane, PlaneKind
 from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Placement
 from megatrain.source.tiles import DTYPES, Model
@@ -93,6 +93,7 @@ class ClockDevice(MetaDevice):
         return buffer
 
     def in_place(self, buffer: Buffer) -> Buffer:
+        self._costs.reads_in_place = True
         return replace(buffer, name=base.Name(base.Memory.IN_PLACE, buffer.name))
 
     def run(
@@ -272,6 +273,8 @@ def forecast(
     if measured.media is not None:
         parts = replace(parts, trunk=parts.encoded)
         ledger.add_bytes("images", rows * measured.media_bytes)
+    if steps < STEADY:  # for memory alone: updates that wait take none on the device
+        parts.update.finish = lambda sink: (0.0, 0.0)  # type: ignore[method-assign]
     spans, end = list[Span](), device.now
     # Of updates beside which a disk reads weights the third step is the first to know.
     for _ in range(steps + (steps >= STEADY and placement.disk_weights > 0)):
@@ -282,7 +285,7 @@ def forecast(
         end = device.now
         spans = window(device.spans, begin, end)
     host = host_bytes(assembly.store, parts)
-    planes_bytes = sum(assembly.store.bytes_by_plane().values())
+    planes_bytes = sum(host.get(f"host_{kind.value}_bytes", 0) for kind in PlaneKind)
     # Rooms of graphs on the host are as if all groups were as large as the first.
     num_micro = sum(map(grouped, batch.micro))
     host["host_kept_bytes"] = (

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache, lru_cache
 from typing import Any, ClassVar, TypeGuard
 
 import torch
@@ -82,6 +83,7 @@ class Plane:
         stop = 0 if last is None else align(last.offset + last.stored, ALIGNMENT)
         return (layout.whole_parts(stop) if self.only is None else stop) // self.per
 
+    @lru_cache(1 << 14)  # noqa: B019  forecasts ask for the same thousands of times
     def own_numel(self, layout: TileLayout, rank: int) -> int:
         """Values of this plane for a tile in one rank's blocks."""
         stop = self.numel(layout) * self.per
@@ -220,18 +222,13 @@ class Rule(ABC):
         """
         norms = [name for name, m in model.named_modules() if isinstance(m, nn.LayerNorm)]
 
-        def matches(pattern: str, name: str) -> bool:
-            parts = name.split(".")
-            suffixes = [".".join(parts[start:]) for start in range(len(parts))]  # of each module
-            return any(re.search(pattern, text) for i in suffixes for text in (i, i.lower()))
-
         def decays(name: str) -> bool:
-            skipped = any(matches(pattern, name) for pattern in self.no_decay)
+            skipped = any(_matches(pattern, name) for pattern in self.no_decay)
             return not skipped and not any(name.startswith(f"{norm}.") for norm in norms)
 
         names = [name for name, _ in model.named_parameters()]
         for pattern in self.no_decay:
-            if pattern not in NO_DECAY and not any(matches(pattern, name) for name in names):
+            if pattern not in NO_DECAY and not any(_matches(pattern, name) for name in names):
                 raise InputError(
                     f"optimizer.no_decay: no parameter has {pattern!r} in its name; this model has "
                     f"{in_one_line(', '.join(names), 300)}"
@@ -245,6 +242,15 @@ class Rule(ABC):
         return [group for group in groups if group["params"]]
 
 
+@cache  # plans try several rules with one model
+def _matches(pattern: str, name: str) -> bool:
+    """True if a pattern is in a parameter's name, as the model or a module in it has it."""
+    parts = name.split(".")
+    suffixes = [".".join(parts[start:]) for start in range(len(parts))]
+    return any(re.search(pattern, text) for i in suffixes for text in (i, i.lower()))
+
+
+@cache
 def tile_planes(rule: Rule | None, dtype: torch.dtype) -> tuple[Plane, ...]:
     """The planes of a tile when layers are computed in `dtype`; without a rule: for inference.
 
@@ -266,6 +272,7 @@ def tile_planes(rule: Rule | None, dtype: torch.dtype) -> tuple[Plane, ...]:
     return (weights, remainder, *rule.state_planes)
 
 
+@cache
 def gradient_plane(dtype: torch.dtype) -> Plane:
     """The plane that holds a gradient until its update."""
     return Plane("gradient", dtype, kind=PlaneKind.GRADIENT)

@@ -406,9 +406,8 @@ def _spread(layouts: Sequence[TileLayout], count: int) -> set[str]:
     layers = [t.name for t in layouts if t.kind is TileKind.LAYER]
     outside = [t.name for t in layouts if t.kind is not TileKind.LAYER]
     num, num_chosen = len(layers), min(count, len(layers))
-    return {layers[i] for i in range(num) if i * num_chosen % num < num_chosen} | set(
-        outside[: count - num_chosen]
-    )
+    chosen = {name for i, name in enumerate(layers) if i * num_chosen % num < num_chosen}
+    return chosen.union(outside[: count - num_chosen])
 
 
 def planes(
@@ -478,12 +477,8 @@ class DiskStaging:
         numels = [own_numel(t) for t in tiles if self._on_disk[t.index]]
         self._piece = min(disk.PIECE, max(numels, default=1))
         widest = max((sum(map(self._bytes, p)) for p in self._on_disk.values()), default=0)
-        self._lanes = [
-            Lane(
-                device.host(Name(Memory.DISK, f"disk lane {i}"), widest, torch.uint8, pinned=False)
-            )
-            for i in range(LANES if numels else 0)
-        ]
+        names = (Name(Memory.DISK, f"disk lane {i}") for i in range(LANES if numels else 0))
+        self._lanes = [Lane(device.host(n, widest, torch.uint8, pinned=False)) for n in names]
         self._next_lane = cycle(self._lanes)
 
     @property

@@ -160,12 +160,11 @@ def read_trace(trace: Mapping[str, Any]) -> list[Span]:
 def window(spans: Iterable[Span], start: float, end: float) -> list[Span]:
     """The spans between two times, counted from `start` and cut at both ends, bytes too."""
     cut = []
-    for span in spans:
-        begins, ends = max(span.start, start), min(span.end, end)
+    for stream, name, first, last, after, num_bytes in spans:
+        begins, ends = max(first, start), min(last, end)
         if begins < ends:
-            num_bytes = round(span.num_bytes * (ends - begins) / span.seconds)
-            place = begins - start, ends - start
-            cut.append(Span(span.stream, span.name, *place, span.after, num_bytes))
+            part = num_bytes and round(num_bytes * (ends - begins) / (last - first))
+            cut.append(Span(stream, name, begins - start, ends - start, after, part))
     return cut
 
 
