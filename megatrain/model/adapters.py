@@ -121,6 +121,18 @@ def with_adapter(base: PreTrainedModel, config: Any, name: str = "default") -> P
     return model
 
 
+def _of_text(config: Any, model: PreTrainedModel) -> Any:
+    """The configuration with all excluded but a multimodal model's language model."""
+    config, decoder, excluded = copy.copy(config), model.get_decoder(), config.exclude_modules
+    path = next(name for name, module in model.named_modules() if module is decoder)
+    if excluded and not isinstance(excluded, str):
+        excluded = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, sorted(excluded)))})"
+    if path:  # PEFT's pattern of whole names
+        others = rf"(?!{re.escape(path)}\.).*"
+        config.exclude_modules = f"{others}|{excluded}" if excluded else others
+    return config
+
+
 def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
     """`with_adapter`; the configuration of a new adapter, without weights, is checked further.
 
@@ -128,6 +140,8 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
     """
     if getattr(config, "has_weights", False):
         return with_adapter(base, config)
+    from megatrain.compat.transformers import encodes
+
     modules, word = [f".{name}" for name, _ in base.named_modules()], str(config.target_modules)
     if re.fullmatch(r"[\w-]+", word) and f".{word}" not in (*modules, ".None", ".all-linear"):
         raise InputError(  # PEFT takes a word for a pattern of whole names
@@ -142,6 +156,8 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
             if not any(path.endswith(f"{dot}{name}") for path in modules):
                 leaves = dict.fromkeys(name.split(".")[-2] for name, _ in base.named_parameters())
                 raise _unmatched(f"the model has no module {name!r} ({key})", leaves)
+    if config.target_modules == "all-linear" and encodes(base):
+        config = _of_text(config, base)
     model = with_adapter(base, config)
     paths = set()
     for path, module in peft.wrappers(model):

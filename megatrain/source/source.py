@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +20,6 @@ from megatrain.compat.gguf import is_gguf
 from megatrain.compat.transformers import (
     MULTIMODAL_CLASSES,
     classifies,
-    encoder_calls,
     encoders,
     takes_grouped_products,
 )
@@ -192,11 +190,6 @@ def open_source(
             "it first: megatrain export MODEL OUT --merged"
         )
     config = _asked_for(adapter, model, source.model)
-    if config.target_modules == "all-linear" and encoder_calls(source.model):
-        decoder = source.model.get_decoder()
-        path = next(name for name, module in source.model.named_modules() if module is decoder)
-        if config.exclude_modules is None and path:  # PEFT's pattern of whole names
-            config.exclude_modules = rf"(?!{re.escape(path)}\.).*"
     return _grown(source, config)
 
 

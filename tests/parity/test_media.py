@@ -273,15 +273,38 @@ def test_logits_and_texts_see_the_images():
         assert engine.step([batch]).loss > 0
 
 
-def test_all_linear_adapters_are_of_the_language_model(tmp_path):
-    model, [step, *_] = tiny()
+@pytest.mark.parametrize(
+    ("family", "excluded", "each"),
+    few([
+        ("qwen3_vl", None, 7), ("qwen3_vl", ["o_proj"], 6), ("mllama", None, 7),
+        ("qwen2_audio", None, 7),
+    ], 1, 2),
+)  # fmt: skip
+def test_all_linear_adapters_are_of_the_language_model(family, excluded, each, tmp_path):
+    model = tiny_multimodal(family)
     model.save_pretrained(tmp_path)
-    adapter = {"r": 2, "target_modules": "all-linear"}
+    adapter = {"r": 2, "target_modules": "all-linear", "exclude_modules": excluded}
     with engine_of(tmp_path, adapter=adapter) as engine:
         [group] = engine.optimizer.param_groups
         names = group["param_names"]
-        assert len(names) == 2 * 7 * 3 and all("language_model.layers" in name for name in names)
+        assert len(names) == 2 * each * 3 and all("language_model.layers" in name for name in names)
+        step = media_steps(model, family)[0] if family == "qwen3_vl" else [text_batch()]
         assert engine.step(step).grad_norm > 0
+        engine.save_pretrained(tmp_path / "adapter")
+    base = type(model).from_pretrained(tmp_path)
+    held = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").state_dict()
+    assert sum("lora_" in name for name in held) == len(names)
+
+
+def test_an_excluded_name_that_no_module_has_is_refused_with_encoders_too():
+    adapter = {"r": 2, "target_modules": "all-linear", "exclude_modules": ["oproj"]}
+    with pytest.raises(InputError, match="no module 'oproj' .exclude_modules"):
+        engine_of(tiny_multimodal("qwen3_vl"), adapter=adapter)
+
+
+def text_batch():
+    ids = torch.arange(1, 13).view(2, 6)
+    return {"input_ids": ids, "labels": ids}
 
 
 def test_adapters_of_encoders_and_text_train_as_in_peft():
