@@ -124,11 +124,6 @@ def _chosen(opened: EngineSetup, workload: Workload) -> Settled:
         names = tuple(layout.name for layout in tiles) if rests else ()
         run = Placement(slots=3, head_tokens=8192, resident=names)
         return Settled(run, workload.micro_batch)
-    if opened.model.spec.media and workload.media is None:
-        _log.info(
-            "placement: for steps on text alone; media= of a row with as many images or sounds as "
-            "any will have leaves room for them"
-        )
     best = _fastest(opened, workload)
     if best is None:
         streamed = Placement(slots=3, head_tokens=8192, compile=opened.device.can.compiles)
