@@ -57,12 +57,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def in_one_line(said: object, most: int | None = None) -> str:
+def in_one_line(message: object, limit: int | None = None) -> str:
     """A text, or an error's message, without line breaks, cut to `most` characters."""
-    text = " ".join(str(said).split())
-    if not text and isinstance(said, BaseException):
-        text = type(said).__name__
-    return text if most is None or len(text) <= most else text[: most - 3] + "..."
+    text = " ".join(str(message).split())
+    if not text and isinstance(message, BaseException):
+        text = type(message).__name__
+    return text if limit is None or len(text) <= limit else text[: limit - 3] + "..."
 
 
 @contextmanager

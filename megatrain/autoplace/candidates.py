@@ -153,13 +153,13 @@ class FirstTiles:
         """Elements of weights that a step at least reads from a disk; slots hold some for turns."""
         if not placement.disk_weights:
             return 0
-        crossing = [
+        streamed = [
             tile.numel if rests.weights is Tier.DISK else 0
             for tile, rests in zip(self.tiles, resting(placement, self.tiles), strict=True)
             if tile.kind is TileKind.LAYER and rests.weights is not Tier.DEVICE and not rests.stays
         ]
-        turned = crossing[: placement.slots] + crossing[-placement.slots :]
-        return placement.passes * (2 * sum(crossing) - sum(turned))
+        kept_in_slots = streamed[: placement.slots] + streamed[-placement.slots :]
+        return placement.passes * (2 * sum(streamed) - sum(kept_in_slots))
 
 
 def first_tiles(forecasts: ForecastCache, workload: Workload, placement: Placement) -> FirstTiles:
@@ -348,14 +348,12 @@ class Spending:
         crossing = 1 - streamed_numel(resident) / streamed_numel(tiles)
         staying_share = streamed_numel(streamed[:staying]) / streamed_numel(tiles)
         arriving = bounds[COPY_IN] * ((crossing - staying_share) * passes + staying_share / 2)
-
         late = max(0.0, arriving / 2 - self._forward()) if passes > 1 else 0.0
         exposed = copy(COPY_IN, itemsize * streamed_numel(streamed[:2]))
         late += exposed * (passes - 1) if streamed and not staying else -exposed
         alone = 0.0  # updates beside which nothing computes
         if passes > 1 and self._workload.clip:
             alone = max(0.0, bounds[UPDATE] * on_host - self._forward() / passes)
-
         crossing_graphs = graphs.offloaded * passes  # a graph of a pass each
         leaving = crossing_graphs * copy(COPY_OUT, self._graph)
         compute = self._compute(graphs) + max(0.0, leaving - self._forward())

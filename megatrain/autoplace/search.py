@@ -365,7 +365,7 @@ class Search:
         bytes are counted and not forecast: see `_least_bytes`.
         """
         tiles, budget = self._tiles, self._budget
-        count, most = 0, len(tiles.tiles)
+        count, limit = 0, len(tiles.tiles)
         if steps == STEADY:  # many fewer long forecasts: one step tells nearly as many tiles
             count = len(self._with_tiles(placement, rows)[0].resident)
         for _ in range(4):
@@ -377,13 +377,13 @@ class Search:
             device, host = peaks
             device_suffices = device <= budget.device
             if not device_suffices:
-                most = max(0, count - 1)
+                limit = max(0, count - 1)
             needed = tiles.fewest(host + tiles.host_bytes[count] - budget.host)
             with_room = tiles.most(budget.device - (device - tiles.device_bytes[count]))
-            following = max(0, min(needed, with_room, most))
-            if following == count or (device_suffices and following < count):
+            next_count = max(0, min(needed, with_room, limit))
+            if next_count == count or (device_suffices and next_count < count):
                 break
-            count = following
+            count = next_count
         return moved, peaks
 
     def _of(self, placement: Placement, rows: int, steps: int = STEADY) -> Forecast:
@@ -477,8 +477,8 @@ def lacking(machine: Machine, needed: Machine) -> str:
     """The memory that a machine lacks, beside the one that is needed, in one line."""
     least = needed.memories
     return " and ".join(
-        f"{size(least[place] - most)} of {place} are missing ({size(least[place])} would do, "
-        f"{size(most)} are allowed)"
-        for place, most in machine.memories.items()
-        if least[place] > most
+        f"{size(least[place] - allowed)} of {place} are missing ({size(least[place])} would do, "
+        f"{size(allowed)} are allowed)"
+        for place, allowed in machine.memories.items()
+        if least[place] > allowed
     )

@@ -8,11 +8,11 @@ from typing import Any
 @contextmanager
 def changed(objects: Iterable[Any], **values: Any) -> Iterator[None]:
     """Within this context these attributes, of the objects that have them, have other values."""
-    before = [(o, name, getattr(o, name)) for o in objects for name in values if hasattr(o, name)]
+    saved = [(o, name, getattr(o, name)) for o in objects for name in values if hasattr(o, name)]
     try:
-        for changing, name, _ in before:
+        for changing, name, _ in saved:
             setattr(changing, name, values[name])
         yield
     finally:
-        for changing, name, value in before:
+        for changing, name, value in saved:
             setattr(changing, name, value)

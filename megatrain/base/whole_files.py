@@ -43,12 +43,12 @@ def known_by(path: Path) -> tuple[int, int, str]:
     return status.st_size, status.st_mtime_ns, digest.hexdigest()
 
 
-def fill(room: memoryview, descriptor: int, offset: int) -> None:
+def fill(buffer: memoryview, descriptor: int, offset: int) -> None:
     """Fill `room` with a file's bytes from `offset` on. Raises EOFError: the file ends before."""
-    while len(room) > 0:  # one call reads 2 GiB at most
-        if (count := os.preadv(descriptor, [room], offset)) == 0:
+    while len(buffer) > 0:  # one call reads 2 GiB at most
+        if (count := os.preadv(descriptor, [buffer], offset)) == 0:
             raise EOFError(f"it ends at byte {offset}")
-        room, offset = room[count:], offset + count
+        buffer, offset = buffer[count:], offset + count
 
 
 def forget_pages(descriptor: int, offset: int = 0, num_bytes: int = 0) -> None:

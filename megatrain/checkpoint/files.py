@@ -93,7 +93,7 @@ class NewFile:
     def __enter__(self) -> "NewFile":
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *details: object) -> None:
         try:
             if error is None:
                 os.fsync(self._handle)
@@ -139,18 +139,18 @@ def settle(path: Path) -> tuple[int, tuple[tuple[int, str], ...]]:
     return sum(size for size, _ in pieces), tuple(pieces)
 
 
-def read_piece(path: Path, room: memoryview, offset: int, algorithm: str, checksum: str) -> None:
+def read_piece(path: Path, buffer: memoryview, offset: int, algorithm: str, checksum: str) -> None:
     """Fill `room` from `offset` of a file, no link. Raises InputError: unreadable, or damaged."""
     with (
         explained(f"{path}: cannot read it", of=(OSError, EOFError)),
         open(path, "rb", buffering=0, opener=_not_through_links) as file,
     ):
-        fill(room, file.fileno(), offset)
-        forget_pages(file.fileno(), offset, len(room))
-    if ALGORITHMS[algorithm](room) != checksum:
+        fill(buffer, file.fileno(), offset)
+        forget_pages(file.fileno(), offset, len(buffer))
+    if ALGORITHMS[algorithm](buffer) != checksum:
         raise InputError(
-            f"{path}: bytes {offset} to {offset + len(room)} are not those that were saved (their "
-            "checksum differs); the file is damaged or another one"
+            f"{path}: bytes {offset} to {offset + len(buffer)} are not those that were saved "
+            "(checksums differ); the file is damaged or another one"
         )
 
 

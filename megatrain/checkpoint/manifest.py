@@ -180,13 +180,13 @@ def signed(content: dict[str, Any]) -> dict[str, Any]:
 
 def as_json(extra: dict[str, Any]) -> str:
     """The caller's dictionary as JSON text. Raises InputError: it could not be read back."""
-    what = "the extra state of a checkpoint"
+    subject = "the extra state of a checkpoint"
     refusals = TypeError, ValueError, RecursionError
-    with explained(f"{what} cannot be saved", "give plain JSON values", of=refusals):
+    with explained(f"{subject} cannot be saved", "give plain JSON values", of=refusals):
         text = json.dumps(extra, allow_nan=False)
     if len(text) > MAX_JSON_BYTES:
-        raise InputError(f"{what} takes {len(text)} bytes; {MAX_JSON_BYTES} are allowed")
-    parse_object(text.encode(), what)  # refuses now what a load would refuse
+        raise InputError(f"{subject} takes {len(text)} bytes; {MAX_JSON_BYTES} are allowed")
+    parse_object(text.encode(), subject)  # refuses now what a load would refuse
     return text
 
 
@@ -215,9 +215,9 @@ class Checkpoint:
         """The folder with the model's configuration and the caller's attached files; no weights."""
         return self.folder / MODEL
 
-    def read(self, name: str, room: memoryview, offset: int, checksum: str) -> None:
+    def read(self, name: str, buffer: memoryview, offset: int, checksum: str) -> None:
         """Fill `room` from `offset` of a file. Raises InputError: the checksum differs."""
-        files.read_piece(self.folder / name, room, offset, self.manifest.algorithm, checksum)
+        files.read_piece(self.folder / name, buffer, offset, self.manifest.algorithm, checksum)
 
     def check_file(self, name: str, start: int = 0, stop: int = _LARGEST) -> None:
         """Compare a file's pieces between bytes `start` and `stop` with their checksums."""
@@ -237,9 +237,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     for name, record in manifest.files.items():
         actual = files.regular_size(folder, name)
         if actual != record.num_bytes:
-            what = "truncated" if actual < record.num_bytes else "too long"
+            problem = "truncated" if actual < record.num_bytes else "too long"
             raise InputError(
-                f"{folder / name}: {what}: it has {actual} bytes, but {record.num_bytes} were saved"
+                f"{folder / name}: {problem}: it has {actual} bytes; {record.num_bytes} were saved"
             )
     for path in tokenizer_files(folder / MODEL) if (folder / MODEL).is_dir() else ():
         if path.relative_to(folder).as_posix() not in manifest.files:

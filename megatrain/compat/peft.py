@@ -100,14 +100,14 @@ def lora_config(keys: Mapping[str, Any]) -> Any:
     """
     if (kind := str(keys.get("peft_type") or "LORA")) not in ("LORA", "PeftType.LORA"):
         raise InputError(f"the adapter's peft_type is {kind}; only LORA is supported")
-    defaults, known = _library().LoraConfig().to_dict(), KEYS | _OF_FILES
-    unknown = keys.keys() - known
+    defaults, accepted = _library().LoraConfig().to_dict(), KEYS | _OF_FILES
+    unknown = keys.keys() - accepted
     if unlike := sorted(n for n in unknown if (keys[n] or None) != (defaults.get(n) or None)):
         raise InputError(
             f"adapter: {unlike[0]!r} is not supported; there are {', '.join(sorted(KEYS))}"
         )
     with explained("adapter", of=(ImportError, TypeError, ValueError)):
-        config = _library().LoraConfig(**{n: value for n, value in keys.items() if n in known})
+        config = _library().LoraConfig(**{n: value for n, value in keys.items() if n in accepted})
     check(config)
     return config
 

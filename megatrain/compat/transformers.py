@@ -247,7 +247,7 @@ class _Combined(torch.autograd.Function):
 
 def experts_forward(
     experts: Any,
-    beside: Mapping[str, tuple[Tensor, Tensor, float]],
+    factors: Mapping[str, tuple[Tensor, Tensor, float]],
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -272,21 +272,21 @@ def experts_forward(
     owners = getattr(experts, "owners", None)
     ends = counts.cumsum(0, dtype=torch.int32)
     if owners is not None:
-        rows, of_rows, ends, back = owners.dispatch(rows, counts)
+        rows, of_rows, ends, give_back = owners.dispatch(rows, counts)
 
     def product(name: str, rows: Tensor) -> Tensor:
         bias = getattr(experts, f"{name}_bias")[of_rows] if experts.has_bias else None
         weight, turned = getattr(experts, name), experts.is_transposed
         out = moe._grouped_linear(rows, weight, ends, bias=bias, is_transposed=turned)
-        if name not in beside:
+        if name not in factors:
             return out
-        left, right, scale = beside[name]
+        first, second, scale = factors[name]
         if owners is not None:
-            left, right = owners.own(left), owners.own(right)
-        spare = -left.shape[-1] % 8  # a GPU's kernels take rows of whole 16 bytes
-        left, right = pad(left, (0, spare)), contiguous_copy(pad(right, (0, 0, 0, spare)))
-        inner = moe._grouped_mm(rows, left, offs=ends)
-        return torch.add(out, moe._grouped_mm(inner, right, offs=ends), alpha=scale)
+            first, second = owners.own(first), owners.own(second)
+        spare = -first.shape[-1] % 8  # a GPU's kernels take rows of whole 16 bytes
+        first, second = pad(first, (0, spare)), contiguous_copy(pad(second, (0, 0, 0, spare)))
+        inner = moe._grouped_mm(rows, first, offs=ends)
+        return torch.add(out, moe._grouped_mm(inner, second, offs=ends), alpha=scale)
 
     rows = product("gate_up_proj" if experts.has_gate else "up_proj", rows)
     rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
@@ -294,7 +294,7 @@ def experts_forward(
     if getattr(experts, "has_post_expert_norm", False):
         rows = experts.post_expert_norm(rows)
     if owners is not None:
-        rows = back(rows)
+        rows = give_back(rows)
     weights = Copied.apply(top_k_weights.reshape(-1), order, places.view(-1, 1))
     rows = rows * weights.unsqueeze(-1)
     return _Combined.apply(rows, tokens, places).to(hidden_states.dtype)

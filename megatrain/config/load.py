@@ -54,10 +54,7 @@ def overridden(
 
 
 def validate(tree: Mapping[str, Any], source: str, overridden: Iterable[str] = ()) -> Config:
-    """`tree` as a Config; `source` and the `overridden` keys serve the message only.
-
-    Raises InputError: an unknown key, a wrong type or an impossible value.
-    """
+    """`tree` as a Config; `source` and the `overridden` keys serve the message only."""
     keys = {name: value for name, value in tree.items() if value is not None}
     required: dict[str, Any] = {
         name: {} for name, field in Config.model_fields.items() if field.is_required()

@@ -126,12 +126,12 @@ class NamedSection(Section):
         return defaults | {key: value for key, value in values.items() if value is not None}
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
+def nearest(name: str, names: Sequence[str]) -> str:
     """`; did you mean 'x'?`, or the valid names if none is near and they fit in a line."""
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, names, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    return f"; valid are {', '.join(known)}" if len(known) <= 20 else ""
+    return f"; valid are {', '.join(names)}" if len(names) <= 20 else ""
 
 
 def shown(value: Any) -> str:

@@ -51,9 +51,9 @@ def _has_empty_reply(example: Example) -> bool:
     )
 
 
-def say_left_out(log: logging.Logger, what: str, number: int, reasons: Sequence[str]) -> None:
+def say_left_out(log: logging.Logger, unit: str, number: int, reasons: Sequence[str]) -> None:
     """Warn of rows that were left out: how many, and why the first of them were."""
-    log.warning("left out %d %s:", number, what)
+    log.warning("left out %d %s:", number, unit)
     for reason in reasons[:SHOWN]:
         log.warning("  %s", reason)
     if (unlisted := number - len(reasons[:SHOWN])) > 0:

@@ -220,31 +220,31 @@ def _read_json(file: DataSource, stream: IO[bytes]) -> Iterator[tuple[int, DataR
     """The objects of a list, or consecutive objects; one at a time is in memory."""
     decode = json.JSONDecoder(object_pairs_hook=each_key_once).raw_decode
     reader = codecs.getreader("utf-8-sig")(stream)
-    text, number, ended = reader.read(PIECE_BYTES), 0, False
+    text, number, at_end = reader.read(PIECE_BYTES), 0, False
     place = len(text) - len(text.lstrip())
-    listed = text[place : place + 1] == "["
-    place += listed
+    is_list = text[place : place + 1] == "["
+    place += is_list
     while True:
         place = _BLANK.match(text, place).end()  # type: ignore[union-attr]
-        begins = text[place : place + 1]
-        if begins == "]" and listed:
+        next_char = text[place : place + 1]
+        if next_char == "]" and is_list:
             if (text[place + 1 :] + reader.read(PIECE_BYTES)).strip():
                 raise InputError(f"{file.name}: more after the list of rows: correct the file")
             return
         where = f"{file.name}:{number + 1}"
-        row, end = _decoded(decode, text, place, where, ended) if begins else (None, place)
-        if row is not None and (end < len(text) or ended):
+        row, end = _decoded(decode, text, place, where, at_end) if next_char else (None, place)
+        if row is not None and (end < len(text) or at_end):
             number, place = number + 1, end
             yield number, row
             continue
-        if ended and not begins:
-            if listed:
+        if at_end and not next_char:
+            if is_list:
                 raise InputError(f"{where}: the list of rows is cut off: give the whole file")
             return
         if len(text) - place > MAX_LINE_BYTES:
             raise _too_long(f"{where}: the row")
         piece = reader.read(max(PIECE_BYTES, len(text) - place))
-        text, place, ended = text[place:] + piece, 0, not piece
+        text, place, at_end = text[place:] + piece, 0, not piece
 
 
 def _decoded(

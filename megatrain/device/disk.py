@@ -31,7 +31,7 @@ PIECE_BYTES, THREADS = 8 << 20, 4
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def disk_bytes(folder: str | os.PathLike[str], most: int | None) -> int:
+def disk_bytes(folder: str | os.PathLike[str], limit: int | None) -> int:
     """Free bytes of a disk, and no more than `most`.
 
     Raises InputError: there is no such folder, or no file can be made there.
@@ -43,7 +43,7 @@ def disk_bytes(folder: str | os.PathLike[str], most: int | None) -> int:
     if not os.access(path, os.W_OK | os.X_OK):
         raise InputError(f"disk is {os.fspath(folder)!r}: it cannot be written into; name another")
     free = shutil.disk_usage(path).free
-    return free if most is None else min(free, most)
+    return free if limit is None else min(free, limit)
 
 
 class PlaneFile:

@@ -232,14 +232,14 @@ class Embedding:
         for arguments in ready.values():
             self.sink.updates.ready(*arguments)
 
-    def _gather(self, table: _Table, plane: Buffer, after: Any, batch: Batch) -> None:
+    def _gather(self, table: _Table, plane: Buffer, event: Any, batch: Batch) -> None:
         ids_U = table.local_ids(batch)
         out_UD = table.as_rows(table.staging, ids_U)
 
         def work() -> None:
             kernels.gather_rows(table.rows_of(plane), ids_U, out_UD, threads=self._threads)
 
-        self._device.wait(ROWS, after, "rows due")
+        self._device.wait(ROWS, event, "rows due")
         self._device.wait(ROWS, table.free, "staging free")
         self._device.run(ROWS, f"gather {table.entry.name}", work, [plane], [table.staging])
 

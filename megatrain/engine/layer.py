@@ -103,40 +103,40 @@ class Layer(StreamedModule):
             self.offload.expect(*([(self.visit, index)] for index in range(len(batch.micro))))
         return out
 
-    def forward(self, at: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:
+    def forward(self, turn: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:
         """The activations after this layer, of one micro-batch."""
-        produced = self._forward(at, leaving, train=train)
-        passed_on = {ref: value for ref, value in at.values.items() if ref in self.live_out}
+        produced = self._forward(turn, leaving, train=train)
+        passed_on = {ref: value for ref, value in turn.values.items() if ref in self.live_out}
         return {**passed_on, **produced}
 
-    def _forward(self, at: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:
-        saves = self.saves(at) if train else None
+    def _forward(self, turn: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:
+        saves = self.saves(turn) if train else None
         if saves is not None:
-            inputs = {ref: value for ref, value in at.values.items() if ref in self.inputs}
-            outside = [*at.micro.calls[self.visit].leaves, *self.program.buffers_of(self.visit)]
-            saved = SavedTensors(at.slot.data, inputs, outside, leaving)
+            inputs = {ref: value for ref, value in turn.values.items() if ref in self.inputs}
+            outside = [*turn.micro.calls[self.visit].leaves, *self.program.buffers_of(self.visit)]
+            saved = SavedTensors(turn.slot.data, inputs, outside, leaving)
             with saved.saving():
-                graph, produced = self._graph(at, saves)
+                graph, produced = self._graph(turn, saves)
             saved.let_go()
             graph.let_go()
-            graph.saved, self.waiting[at.index] = saved, graph
+            graph.saved, self.waiting[turn.index] = saved, graph
             return produced
         if train and self.policy.saves == "attention":
             with KeepAttention() as attention:
-                _, produced = self._graph(at)
+                _, produced = self._graph(turn)
             results = attention.results
             if leaving is not None:
                 results = pytree.tree_map_only(Tensor, leaving.view, results)
-            self.waiting[at.index] = results
+            self.waiting[turn.index] = results
             return produced
         with torch.no_grad():
-            return self.program.layer(self.visit, self.weights(at.slot), at.micro, at.values)
+            return self.program.layer(self.visit, self.weights(turn.slot), turn.micro, turn.values)
 
-    def saves(self, at: Turn) -> Saves | None:
+    def saves(self, turn: Turn) -> Saves | None:
         """The part of a graph that waits for the backward; None: no graph waits."""
         if self.policy.saves != "nothing":
             return None if self.policy.saves == "attention" else self.policy.saves
-        return "nothing" if self.program.repeats(self.visit, at.micro) else None
+        return "nothing" if self.program.repeats(self.visit, turn.micro) else None
 
     def vjp(
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, accumulator: GradAccumulator
@@ -148,9 +148,9 @@ class Layer(StreamedModule):
         out = []
         for index, values in enumerate(h):  # `h` is exhausted, which frees its lanes
             self.seed(batch, index)
-            at = Turn(index, slot, batch.micro[index], values)
+            turn = Turn(index, slot, batch.micro[index], values)
             for returned, buffers in self._returned():
-                work = partial(self.backward, at, returned, dh[index], accumulator)
+                work = partial(self.backward, turn, returned, dh[index], accumulator)
                 reads = [slot, *buffers]
                 out.append(
                     self.device.run(COMPUTE, self.backward_name, work, reads, [accumulator.sums])
@@ -158,15 +158,15 @@ class Layer(StreamedModule):
         return out
 
     def backward(
-        self, at: Turn, returned: list[Tensor], dh: Activations, accumulator: GradAccumulator
+        self, turn: Turn, returned: list[Tensor], dh: Activations, accumulator: GradAccumulator
     ) -> Activations:
         """One micro-batch's gradients of the inputs; `returned`: tensors back from the host."""
-        waiting = self.waiting.pop(at.index, None)
+        waiting = self.waiting.pop(turn.index, None)
         if isinstance(waiting, Graph):
-            waiting.saved.give_back(at.slot.data, at.values, returned)
+            waiting.saved.give_back(turn.slot.data, turn.values, returned)
             return waiting.backward(dh, accumulator)
         with nullcontext() if waiting is None else ReplayAttention(from_host(waiting, returned)):
-            graph = self._graph(at)[0]  # not the outputs, which would live through the backward
+            graph = self._graph(turn)[0]  # not the outputs, which would live through the backward
         return graph.backward(dh, accumulator)
 
     def _returned(self) -> Iterator[tuple[list[Tensor], list[Buffer]]]:
@@ -178,11 +178,11 @@ class Layer(StreamedModule):
         self.offload.fetch_ahead()  # for a layer that will ask for it
         yield [], []
 
-    def _graph(self, at: Turn, saves: Saves | None = None) -> tuple[Graph, Activations]:
-        weights = self.leaves(at.slot)
-        inputs = differentiable({r: value for r, value in at.values.items() if r in self.inputs})
+    def _graph(self, turn: Turn, saves: Saves | None = None) -> tuple[Graph, Activations]:
+        weights = self.leaves(turn.slot)
+        inputs = differentiable({r: value for r, value in turn.values.items() if r in self.inputs})
         with torch.enable_grad():
-            values = {**at.values, **inputs}
-            produced = self.program.layer(self.visit, weights, at.micro, values, saves)
+            values = {**turn.values, **inputs}
+            produced = self.program.layer(self.visit, weights, turn.micro, values, saves)
         detached = {ref: value.detach() for ref, value in produced.items()}
         return self.graph(weights, inputs, produced), detached

@@ -68,8 +68,8 @@ class OffloadPlan:
         memory = memory_of(tensor)
         if memory not in self._numbers:
             self._numbers[memory] = len(self.memory)
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            self.memory.append(whole.set_(tensor.untyped_storage()))
+            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            self.memory.append(flat.set_(tensor.untyped_storage()))
         return _view(tensor, self._numbers[memory], 0)
 
 
@@ -255,22 +255,22 @@ class HostOffload:
 
     def _room(self, group: Hashable, key: Hashable, num_bytes: int, later_bytes: int) -> Buffer:
         """A piece of the group's host ranges; ranges of earlier steps are reused in order."""
-        rooms = self._rooms.setdefault(group, _Rooms())
-        while rooms.at < len(rooms.buffers):
-            data = rooms.buffers[rooms.at].data
-            if rooms.offset + num_bytes <= len(data):
+        ranges = self._rooms.setdefault(group, _Rooms())
+        while ranges.at < len(ranges.buffers):
+            data = ranges.buffers[ranges.at].data
+            if ranges.offset + num_bytes <= len(data):
                 break
-            if rooms.offset:
-                rooms.at, rooms.offset = rooms.at + 1, 0
+            if ranges.offset:
+                ranges.at, ranges.offset = ranges.at + 1, 0
             else:  # outgrown
-                self._device.free(rooms.buffers.pop(rooms.at))
+                self._device.free(ranges.buffers.pop(ranges.at))
         else:
             name = Name(Memory.LANES, f"{self._what} {group}")
             size = num_bytes + later_bytes
-            rooms.buffers.append(self._device.host(name, size, torch.uint8, pinned=True))
-        start = rooms.offset
-        rooms.offset += num_bytes
-        data = rooms.buffers[rooms.at].data[start : rooms.offset]
+            ranges.buffers.append(self._device.host(name, size, torch.uint8, pinned=True))
+        start = ranges.offset
+        ranges.offset += num_bytes
+        data = ranges.buffers[ranges.at].data[start : ranges.offset]
         return Buffer(f"{self._what} {key}", data)
 
 
@@ -321,8 +321,8 @@ class DeviceBoundaries:
     def put(self, unit: StreamedModule, h: list[Activations]) -> None:
         """Keep those inputs of `unit` that no unit before it reads."""
 
-        def keep(kept: Activations, values: Activations) -> None:
-            kept.update({ref: values[ref] for ref in unit.new_inputs if ref in values})
+        def keep(stored: Activations, values: Activations) -> None:
+            stored.update({ref: values[ref] for ref in unit.new_inputs if ref in values})
 
         for pair in zip(self._kept, h, strict=True):
             self._device.run(COMPUTE, _KEEP, partial(keep, *pair))
@@ -330,14 +330,14 @@ class DeviceBoundaries:
     def take(self, unit: StreamedModule) -> Iterator[Activations]:
         """The unit's inputs, one micro-batch after the other; each holds until the next."""
 
-        def give(kept: Activations) -> Activations:
-            inputs = {ref: kept[ref] for ref in unit.inputs if ref in kept}
+        def give(stored: Activations) -> Activations:
+            inputs = {ref: stored[ref] for ref in unit.inputs if ref in stored}
             for ref in unit.new_inputs:
-                kept.pop(ref, None)
+                stored.pop(ref, None)
             return inputs
 
-        for kept in self._kept:
-            yield self._device.run(COMPUTE, _GIVE, partial(give, kept))
+        for stored in self._kept:
+            yield self._device.run(COMPUTE, _GIVE, partial(give, stored))
 
 
 class HostBoundaries:

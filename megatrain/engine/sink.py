@@ -240,8 +240,8 @@ class Sink:
             if start < len(sums.data):
                 self._collectives.reduce_scatter(sums.piece(start, stop), tile.name)
         if tile.layout.kind is TileKind.MEDIA:  # as in plain torch; in layers it counts as zero
-            reached = self._collectives.ranks.all_gather_object(accumulator.reached)
-            tile.idle = {entry.name for entry in tile.layout.trainable} - set().union(*reached)
+            by_rank = self._collectives.ranks.all_gather_object(accumulator.reached)
+            tile.idle = {entry.name for entry in tile.layout.trainable} - set().union(*by_rank)
 
         def measure() -> None:
             squares = [torch.linalg.vector_norm(sums.data[part]) ** 2 for part in tile.sums]

@@ -502,7 +502,7 @@ class Update:
                 rule.update(part, run.group, options)
 
 
-def _same_result(now: float, before: float) -> bool:
-    if not math.isfinite(before):
-        return not math.isfinite(now)
-    return math.isclose(now, before, rel_tol=_ALIKE)
+def _same_result(number: float, expected: float) -> bool:
+    if not math.isfinite(expected):
+        return not math.isfinite(number)
+    return math.isclose(number, expected, rel_tol=_ALIKE)

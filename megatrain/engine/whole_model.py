@@ -141,11 +141,11 @@ def _table(opened: EngineSetup, tile: Tile, entry: Entry) -> Tensor:
     if not ranks.together:
         return entry.view(flat).to(device)
     [(start, stop)] = [part for part in tile.layout.parts if part[0] <= entry.offset < part[1]]
-    whole = torch.empty(stop - start, dtype=flat.dtype, device=device)
+    table = torch.empty(stop - start, dtype=flat.dtype, device=device)
     [block] = [span for span in tile.spans if start <= span.at < stop]
-    whole[block.at - start :][: block.numel] = flat[block.start : block.stop]
-    ranks.all_gather(whole)
-    return whole[entry.offset - start :][: entry.numel].view(entry.shape)
+    table[block.at - start :][: block.numel] = flat[block.start : block.stop]
+    ranks.all_gather(table)
+    return table[entry.offset - start :][: entry.numel].view(entry.shape)
 
 
 class _Experts(NamedTuple):

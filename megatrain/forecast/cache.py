@@ -154,8 +154,8 @@ class ForecastCache(Once):
         chunk_tokens = None if placement is None else placement.chunk_tokens
         owners = workload.ranks if placement is not None and placement.own_experts else 1
         workload = replace(workload, compile=workload.compile and owners == 1)
-        how = chunk_tokens, self._notes, owners
-        return self.once((*shape, chunk_tokens, owners), lambda: Profile(self.spec, workload, *how))
+        key = chunk_tokens, self._notes, owners
+        return self.once((*shape, chunk_tokens, owners), lambda: Profile(self.spec, workload, *key))
 
     def of(
         self,

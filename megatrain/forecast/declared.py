@@ -74,7 +74,7 @@ class Declared:
     """The work of everything that an engine computes with a model; a ledger counts its memory."""
 
     def __init__(self, measured: Profile, head_tokens: int, gbps: float) -> None:
-        """Args: `head_tokens`: whose logits the head computes at once; `gbps`: of device memory."""
+        """Args: `head_tokens`: tokens of a head's chunk; `gbps`: rate of device memory."""
         self.measured, self.ledger, self._gbps = measured, Ledger(), gbps
         self._head_tokens = head_tokens
         self._itemsize = measured.dtype.itemsize
@@ -141,13 +141,13 @@ class Declared:
         return visit
 
     def _forward(
-        self, layer: Layer, at: Turn, leaving: OffloadPlan | None, *, train: bool
+        self, layer: Layer, turn: Turn, leaving: OffloadPlan | None, *, train: bool
     ) -> tuple[Work, Values]:
-        ledger, count = self.ledger, grouped(at.micro)
-        visit = self._visit(layer, len(at.micro.inputs["input_ids"]))
-        saves = layer.saves(at) if train else None
+        ledger, count = self.ledger, grouped(turn.micro)
+        visit = self._visit(layer, len(turn.micro.inputs["input_ids"]))
+        saves = layer.saves(turn) if train else None
         if saves is not None:
-            done = self._forward_with_graph(layer, at, visit, saves, leaving)
+            done = self._forward_with_graph(layer, turn, visit, saves, leaving)
         elif train and layer.policy.saves == "attention":
             again = visit.work.again
             results = ledger.hold(Place.KEPT_ATTENTION, again.attention_bytes * count)
@@ -157,18 +157,18 @@ class Declared:
             ledger.note_peak(forward.kept_bytes)
             if leaving is not None:
                 leaving.memory.append(results)
-            layer.waiting[at.index] = [results] if leaving is None else []
+            layer.waiting[turn.index] = [results] if leaving is None else []
             done = forward.times(count)
         else:
             done = self._took(visit.work.forward, count)
-        kept_on = {ref: value for ref, value in at.values.items() if ref in layer.live_out}
+        kept_on = {ref: value for ref, value in turn.values.items() if ref in layer.live_out}
         return done, {**kept_on, **self._results(visit.produced, count)}
 
     def _forward_with_graph(
-        self, layer: Layer, at: Turn, visit: _Visit, saves: Saves, leaving: OffloadPlan | None
+        self, layer: Layer, turn: Turn, visit: _Visit, saves: Saves, leaving: OffloadPlan | None
     ) -> Work:
         """A forward whose graph waits on the device, or leaves for the host one by one."""
-        ledger, count = self.ledger, grouped(at.micro)
+        ledger, count = self.ledger, grouped(turn.micro)
         forward, backward, place = _works_of_graph(visit.work, saves)
         graph_bytes = forward.kept_bytes
         all_bytes = count * graph_bytes
@@ -177,7 +177,7 @@ class Declared:
         others_bytes = (count - 1) * ((graph_bytes if stays else 0) + visit.produced_bytes)
         ledger.note_peak(forward.peak_bytes, others_bytes, place)
         memory = ledger.hold(place, all_bytes, all_bytes if stays else graph_bytes)
-        layer.waiting[at.index] = _Graph(forward, backward, memory if stays else None)
+        layer.waiting[turn.index] = _Graph(forward, backward, memory if stays else None)
         crossing = 0
         if leaving is not None:
             crossing = _CROSSING * memory.nbytes
@@ -190,11 +190,11 @@ class Declared:
         return {ref: self.ledger.hold(Place.ACTIVATIONS, n * count) for ref, n in sizes.items()}
 
     def _backward(
-        self, layer: Layer, at: Turn, returned: Sequence[Any], dh: Values, accumulator: Any
+        self, layer: Layer, turn: Turn, returned: Sequence[Any], dh: Values, accumulator: Any
     ) -> tuple[Work, Values]:
-        ledger, count = self.ledger, grouped(at.micro)
-        visit = self._visit(layer, len(at.micro.inputs["input_ids"]))
-        waiting = layer.waiting.pop(at.index, None)
+        ledger, count = self.ledger, grouped(turn.micro)
+        visit = self._visit(layer, len(turn.micro.inputs["input_ids"]))
+        waiting = layer.waiting.pop(turn.index, None)
         if isinstance(waiting, _Graph):
             forward, backward, graph = waiting
             # A graph that has returned stays in its lanes.
@@ -221,7 +221,7 @@ class Declared:
             graph = None
             graph = ledger.hold(Place.WORKING_SET, forward.kept_bytes)
         # Of a group, each one's inputs are gone when the next one's gradients are made.
-        inputs = [at.values[ref] for ref in visit.input_grads if ref in layer.new_inputs]
+        inputs = [turn.values[ref] for ref in visit.input_grads if ref in layer.new_inputs]
         inputs_bytes = sum(value.nbytes for value in inputs if isinstance(value, Held))
         freed = inputs_bytes * (count - 1) // count
         ledger.add_bytes(Place.ACTIVATIONS, -freed)

@@ -68,13 +68,13 @@ def _forward(
     rows: int,
     tokens: int,
     past: Mapping[str, Any] | None = None,
-    before: int = 0,
+    num_past: int = 0,
     *,
     cached: bool = True,
 ) -> Any:
     """The output of `rows` rows of new tokens, of which `past` has the cache of those `before`."""
     ids = torch.zeros(rows, tokens, dtype=torch.int64)
-    mask = torch.ones(rows, before + tokens, dtype=torch.int64)
+    mask = torch.ones(rows, num_past + tokens, dtype=torch.int64)
     inputs = {**(past or {}), "attention_mask": mask, "use_cache": cached}
     accepted = signature(model.forward).parameters
     optional = {"logits_to_keep": 1, "position_ids": ids}  # of padded rows, each has its own

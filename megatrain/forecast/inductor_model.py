@@ -259,9 +259,9 @@ class Compiled:
 
     def forward_keeping(self, share: float | None = None) -> Work:
         """A forward that keeps what its backward needs; `share` as in `backward`."""
-        held = self._held(share)
-        work = self._phase(self._forward, set(), self._t.results | held)
-        return work._replace(kept_bytes=self._size(held - self._t.results))
+        saved = self._held(share)
+        work = self._phase(self._forward, set(), self._t.results | saved)
+        return work._replace(kept_bytes=self._size(saved - self._t.results))
 
     def backward(self, share: float | None = None) -> Work:
         """The backward; what was kept counts in its peak.
@@ -269,11 +269,11 @@ class Compiled:
         With `share` of what is kept by default (activation_memory_budget of torch._functorch) other
         products are computed again; with 0 nothing is kept, and it begins with most of a forward.
         """
-        held = self._held(share)
-        ops = self._with_again(held)
+        saved = self._held(share)
+        ops = self._with_again(saved)
         if share != 0:
             ops = [op._replace(scratch_bytes=op.scratch_bytes + op.product_bytes) for op in ops]
-        work = self._phase(ops, held, self._t.gradients)
+        work = self._phase(ops, saved, self._t.gradients)
         by_library = sum(op.work.touched_bytes for op in ops if op.extern)
         fused = _BACKWARD_TOUCHES * (work.touched_bytes - by_library)
         return work._replace(touched_bytes=int(fused) + by_library)
@@ -285,7 +285,7 @@ class Compiled:
         is_less = 0 < self._size(self._fewest) < share * self._size(self._saved)
         return self._fewest if is_less else self._knapsack(share)
 
-    def _with_again(self, held: set[int]) -> list[Op]:
+    def _with_again(self, saved: set[int]) -> list[Op]:
         """The backward, with operations of the forward that it needs and that are not held."""
         done: set[int] = set()
         ops: list[Op] = []
@@ -294,7 +294,7 @@ class Compiled:
             while pending:
                 for n in pending.pop().reads:
                     maker = self._maker.get(n)
-                    if n not in held and maker is not None and maker not in done:
+                    if n not in saved and maker is not None and maker not in done:
                         done.add(maker)
                         needed.add(maker)
                         pending.append(self._forward[maker])
@@ -336,7 +336,7 @@ class Compiled:
                 self._bases[storage] = frozenset(b for n in op.reads for b in self._base(n))
         return self._bases[storage]
 
-    def _least_cut(self, wanted: set[int], kept: set[int], *, light: bool = False) -> set[int]:
+    def _least_cut(self, wanted: set[int], available: set[int], *, light: bool = False) -> set[int]:
         """The fewest bytes from which, beside `kept`, elementwise work computes what is wanted.
 
         As torch's partitioner cuts a graph: of two products whose sum is wanted the sum is held.
@@ -345,7 +345,7 @@ class Compiled:
         """
         graph = nx.DiGraph()
         graph.add_nodes_from(("forward", "backward"))
-        pending = [*(wanted - kept)]
+        pending = [*(wanted - available)]
         graph.add_edges_from(((n, "held"), "backward") for n in pending)
         while pending:
             n = pending.pop()
@@ -357,12 +357,12 @@ class Compiled:
             if op is None or not runs_again or self._small(n, op):
                 graph.add_edge("forward", (n, "made"))
                 continue
-            reads = [read for read in op.reads if read not in kept]
+            reads = [read for read in op.reads if read not in available]
             graph.add_edges_from(((read, "held"), (n, "made")) for read in reads)
             pending += reads
         _, (forward, backward) = nx.minimum_cut(graph, "forward", "backward")
-        made = {n for n, side in forward - {"forward"} if side == "made"}
-        return {n for n in made if (n, "held") in backward}
+        sources = {n for n, side in forward - {"forward"} if side == "made"}
+        return {n for n in sources if (n, "held") in backward}
 
     def _small(self, storage: int, op: Op) -> bool:
         largest = max((self._t.sizes[n] for n in op.reads), default=0)
@@ -428,8 +428,8 @@ class Compiled:
             size = max(self._t.sizes[n] for n in op.writes)
             for n in (*sources[i], *op.writes):
                 if self._t.sizes[n] == size:
-                    other = last_writer.get((n, size), i)
-                    into, merged = sorted((kernel_of[other], kernel_of[i]))
+                    earlier = last_writer.get((n, size), i)
+                    into, merged = sorted((kernel_of[earlier], kernel_of[i]))
                     if into != merged and not _waits_by_a_third(waits, {into, merged}):
                         nx.contracted_nodes(waits, into, merged, self_loops=False, copy=False)
                         kernel_of = [into if kernel == merged else kernel for kernel in kernel_of]
@@ -439,7 +439,7 @@ class Compiled:
         in_order.add_nodes_from(sorted(waits))
         in_order.add_edges_from(sorted(waits.edges))
         kernels = nx.dfs_postorder_nodes(in_order)
-        return [[i for i, kernel in enumerate(kernel_of) if kernel == each] for each in kernels]
+        return [[i for i, kernel in enumerate(kernel_of) if kernel == number] for number in kernels]
 
     def _again_bytes(self, ops: list[Op], real: set[int]) -> int:
         """Bytes that a kernel reads again, of rows that it takes by index more than once."""

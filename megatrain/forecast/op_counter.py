@@ -63,7 +63,7 @@ class NotForeseeable(MegatrainError):
 
 
 @contextmanager
-def foreseeing(what: str) -> Iterator[None]:
+def foreseeing(part: str) -> Iterator[None]:
     """Failures within this context are NotForeseeable."""
     try:
         yield
@@ -71,9 +71,9 @@ def foreseeing(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        message = f"what {what} takes depends on the values it computes with ({reason})"
+        message = f"what {part} takes depends on the values it computes with ({reason})"
         if isinstance(error, RecursionError):
-            message = f"{what} has too many operations one after the other (a recurrence without a "
+            message = f"{part} has too many operations one after the other (a recurrence without a "
             message += "kernel of its own)"
         raise NotForeseeable(message) from error
 
@@ -117,10 +117,10 @@ class Work(NamedTuple):
 _MEMORY = ("peak_bytes", "kept_bytes", "made_bytes")
 
 
-def added(one: Work, other: Work) -> Work:
+def added(first: Work, second: Work) -> Work:
     """The work of both, one after the other; memory is left out (0)."""
-    calls = max(one.calls, other.calls)
-    return Work(*map(add, one, other))._replace(**dict.fromkeys(_MEMORY, 0), calls=calls)
+    calls = max(first.calls, second.calls)
+    return Work(*map(add, first, second))._replace(**dict.fromkeys(_MEMORY, 0), calls=calls)
 
 
 class Shape(NamedTuple):
@@ -234,8 +234,8 @@ class Held:
     __slots__ = ("_ledger", "_place", "_taken", "nbytes")
     dtype = torch.uint8
 
-    def __init__(self, ledger: "Ledger", place: str, num_bytes: int, taken: int) -> None:
-        self._ledger, self._place, self.nbytes, self._taken = ledger, place, num_bytes, taken
+    def __init__(self, ledger: "Ledger", place: str, num_bytes: int, counted: int) -> None:
+        self._ledger, self._place, self.nbytes, self._taken = ledger, place, num_bytes, counted
 
     def __del__(self) -> None:
         self._ledger.add_bytes(self._place, -self._taken)
@@ -261,12 +261,12 @@ class Ledger:
         self._old = set[int]()
         self._known: dict[int, Any] = {}  # references that report a storage's end
 
-    def hold(self, place: str, num_bytes: int, taken: int | None = None) -> Any:
+    def hold(self, place: str, num_bytes: int, counted: int | None = None) -> Any:
         """A stand-in for a tensor of `num_bytes`; while it lives, `taken` bytes count, or all."""
-        taken = num_bytes if taken is None else taken
-        self.add_bytes(place, taken)
+        counted = num_bytes if counted is None else counted
+        self.add_bytes(place, counted)
         self.note_peak(0)
-        return Held(self, place, num_bytes, taken)
+        return Held(self, place, num_bytes, counted)
 
     def count(self, tensor: Tensor, place: str, num_bytes: int | None = None) -> Tensor:
         """Count a tensor while its storage lives: as `num_bytes`, or all bytes of the storage."""

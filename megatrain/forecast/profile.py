@@ -61,10 +61,10 @@ def grouped(micro: MicroBatch) -> int:
     return micro.count if isinstance(micro, Group) else 1
 
 
-def groups(rows: int, micro_batch: int, most: int | None, passes: int = 1) -> list[tuple[int, int]]:
+def groups(rows: int, micro_batch: int, cap: int | None, passes: int = 1) -> list[tuple[int, int]]:
     """Micro-batches that each group stands for, and their rows; a group is of one pass."""
-    num_full, rest = divmod(rows, micro_batch)
-    last = [(1, rest)] if rest else []
+    num_full, odd = divmod(rows, micro_batch)
+    last = [(1, odd)] if odd else []
     num_micro = num_full + len(last)
     passes = min(passes, num_micro)
     ends = [num_micro * number // passes for number in range(passes + 1)]
@@ -72,8 +72,8 @@ def groups(rows: int, micro_batch: int, most: int | None, passes: int = 1) -> li
     for start, stop in pairwise(ends):
         num = min(stop, num_full) - start
         num_groups = num
-        if most is not None:
-            num_groups = min(num, max(1, (most - len(last)) // passes))
+        if cap is not None:
+            num_groups = min(num, max(1, (cap - len(last)) // passes))
         counts += [
             (num // num_groups + (i < num % num_groups), micro_batch) for i in range(num_groups)
         ]
@@ -111,8 +111,8 @@ class Profile(Once):
     def _measurer(self) -> "Measurer":
         from megatrain.forecast.measure import Measurer
 
-        how = self._workload, self._chunk_tokens, self._owners
-        return Measurer(self._notes.opened(), *how)
+        choices = self._workload, self._chunk_tokens, self._owners
+        return Measurer(self._notes.opened(), *choices)
 
     def distinct(self, rows: int) -> Tensor:
         """The tokens that occur in a step of random ones, `[U]`: as many as on average."""
@@ -128,12 +128,12 @@ class Profile(Once):
 
         return self.once(("distinct", rows), draw)
 
-    def batch(self, rows: int, micro_batch: int, most: int | None = None, passes: int = 1) -> Batch:
+    def batch(self, rows: int, micro_batch: int, cap: int | None = None, passes: int = 1) -> Batch:
         """A step, whose tokens count by their number, of at most `most` groups of micro-batches."""
 
         def make() -> Batch:
             unique_U, micro = self.distinct(rows), list[MicroBatch]()
-            for count, size in groups(rows, micro_batch, most, passes):
+            for count, size in groups(rows, micro_batch, cap, passes):
                 ids_BT = torch.zeros(size, self.tokens, dtype=torch.long)
                 table_rows = Rows(ids_BT, ids_BT, {}, unique_U)
                 micro.append(Group({"input_ids": ids_BT}, ids_BT, table_rows, count=count))
@@ -144,7 +144,7 @@ class Profile(Once):
             batch.loss_inputs = [(micro_batch.rows.ids, []) for micro_batch in micro]
             return batch
 
-        return self.once(("batch", rows, micro_batch, most, passes), make)
+        return self.once(("batch", rows, micro_batch, cap, passes), make)
 
     def with_all_rows(self, batch: Batch, rows: int, ranks: int) -> Batch:
         """A rank's batch with the table's rows for the tokens of all ranks, in equal blocks."""

@@ -119,8 +119,8 @@ class ClockDevice(MetaDevice):
         self._at[stream] = end
         if cost.blocking:
             self._at[CALLER] = end
-        after = tuple(self._after.pop(stream, ()))
-        self.spans.append(Span(stream, name, start, end, after, cost.num_bytes))
+        waits = tuple(self._after.pop(stream, ()))
+        self.spans.append(Span(stream, name, start, end, waits, cost.num_bytes))
 
     def record(self, stream: str) -> Any:
         """The seconds at which all that was put there is done."""
@@ -349,7 +349,7 @@ def process_bytes(
 
 
 def assembled(
-    device: Device, model: Model, placement: Placement, measured: Profile | None = None, **more: Any
+    device: Device, model: Model, placement: Placement, measured: Profile | None = None, **rest: Any
 ) -> Assembly:
     """The assembly of a model whose units do not compute; `more`: as of `Assembly`."""
 
@@ -361,7 +361,7 @@ def assembled(
     store = Store(device, model.layouts, dtype, rule=model.rule, placement=placement)
     unrun = SimpleNamespace(spec=spec, capture=spec.capture, repeats=repeats)
     eager = replace(placement, compile=False, chunk_tokens=None)
-    return Assembly(device, cast("ModelProgram", unrun), store, dtype, eager, **more)
+    return Assembly(device, cast("ModelProgram", unrun), store, dtype, eager, **rest)
 
 
 class CoarseSink(Sink):

@@ -136,10 +136,10 @@ def continued(
             mine = batch[share.rank * count :][:count]
             rows = mine + batch[:1] * (count - len(mine))  # as many as any rank's
             width = max(len(ids[row]) for row in batch)
-            room = min(sampling.max_new_tokens, limit - width)
-            source.ranks.agree(partial(check_cache, source.device, model, count, width + room))
+            num_new = min(sampling.max_new_tokens, limit - width)
+            source.ranks.agree(partial(check_cache, source.device, model, count, width + num_new))
             settings = sampling.settings(
-                of_model, room=room, stops=stops, pad=pad, cached=_layers_of(model) is not None
+                of_model, room=num_new, stops=stops, pad=pad, cached=_layers_of(model) is not None
             )
             extras: dict[str, Any] = {}
             if apart:
@@ -219,7 +219,7 @@ def stop_ids(source: Engine, tokenizer: PreTrainedTokenizerBase, *, chat: bool) 
     return {end for end in ends if end is not None}
 
 
-def _room(source: Engine, ids: Sequence[Sequence[int]], wanted: int) -> int:
+def _room(source: Engine, ids: Sequence[Sequence[int]], count: int) -> int:
     """The longest possible row. Raises InputError: a prompt leaves no room for any token."""
     limit = most_tokens(source.config)
     if limit is None or not ids:
@@ -228,10 +228,10 @@ def _room(source: Engine, ids: Sequence[Sequence[int]], wanted: int) -> int:
     problem = f"prompt {number}: {longest} tokens leave"
     if longest >= limit:
         raise InputError(f"{problem} no room in a context of {limit}; shorten it")
-    if longest + wanted > limit:
-        room = limit - longest
+    if longest + count > limit:
+        spare = limit - longest
         log.warning(
-            "%s room for %d new ones in a context of %d, not %d", problem, room, limit, wanted
+            "%s room for %d new ones in a context of %d, not %d", problem, spare, limit, count
         )
     return limit
 

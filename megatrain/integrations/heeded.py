@@ -50,9 +50,9 @@ _UNKNOWN = "this version of MegaTrain does not know it; leave it out"
 _ALIGNED = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")  # by a Trainer, as it runs
 
 
-def refuse(name: str, why: str) -> NoReturn:
+def refuse(name: str, reason: str) -> NoReturn:
     """Raises InputError: `name` would not be honoured."""
-    raise InputError(f"StreamedTrainer cannot heed {name}: {why}")
+    raise InputError(f"StreamedTrainer cannot heed {name}: {reason}")
 
 
 def check_class(kind: type, mixed_in: type) -> None:

@@ -83,7 +83,7 @@ class StreamedTrainer(_Trainer):
             for name in ("DPOTrainer", "RewardTrainer")
         )
         model = trainer_model.opened(model, args, options, scores=scores)
-        before, text = {*vars(model)}, model.config.get_text_config()
+        attributes, text = {*vars(model)}, model.config.get_text_config()
         pad = text.pad_token_id
         self._routers = {name: getattr(text, name) for name in _ROUTERS if hasattr(text, name)}
         reference, wrapped = options.pop("ref_model", None), is_peft_model(model)
@@ -99,7 +99,7 @@ class StreamedTrainer(_Trainer):
         # Of TRL: a forward that takes the head's loss in chunks, as the engine does; a card's tags;
         # checkpointing; and a token for padding that another model would be built with.
         inner = without_wrapper(model_given)
-        for name, patched in product(_PATCHES - before, (model_given, inner)):
+        for name, patched in product(_PATCHES - attributes, (model_given, inner)):
             vars(patched).pop(name, None)
         text = model_given.config.get_text_config()
         kind = objectives.Preferences if paired else objectives.Objective
@@ -118,9 +118,9 @@ class StreamedTrainer(_Trainer):
                 refuse("peft_config with init_lora_weights: False", _NOT_THE_BASE)
         decayed = set(self.get_decay_parameter_names(model_given))
         names = {id(value): name for name, value in inner.named_parameters()}
-        kept = [value for name, value in model_given.named_parameters() if name not in decayed]
+        undecayed = [value for name, value in model_given.named_parameters() if name not in decayed]
         # Without PEFT's prefix.
-        self._kept = {names[id(value)] for value in kept if id(value) in names}
+        self._kept = {names[id(value)] for value in undecayed if id(value) in names}
         self._stand_in = trainer_model.ModelStandIn(model_given, generates=not scores)
         self._open_engines(model_given, reference)
 

@@ -175,8 +175,8 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
     return model
 
 
-def _unmatched(why: str, names: Iterable[str]) -> InputError:
-    return InputError(f"adapter: {why}; there are {in_one_line(', '.join(names), 200)}")
+def _unmatched(problem: str, names: Iterable[str]) -> InputError:
+    return InputError(f"adapter: {problem}; there are {in_one_line(', '.join(names), 200)}")
 
 
 def _listed(value: Any) -> list[Any]:

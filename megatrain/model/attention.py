@@ -399,12 +399,13 @@ def _backward(
     leaves = [query, key, value]
     if query.is_cuda and not cap and lengths is None and query.dtype != torch.float32:
         g, q, k, v, result = (_laid_out(x, edges) for x in (gradient, query, key, value, out))
-        how = edges, longest, window, scale
-        gradients = [*flash_attention_backward(g, q, k, v, result, whole, *how)]
+        gradients = [
+            *flash_attention_backward(g, q, k, v, result, whole, edges, longest, window, scale)
+        ]
     else:
         seen = _seen(query, edges, longest, window, scale, cap, lengths)
-        results = out, _by_token(whole, query)
-        gradients = gradients_in_chunks(gradient, query, key, value, *results, seen)
+        sums_BTH = _by_token(whole, query)
+        gradients = gradients_in_chunks(gradient, query, key, value, out, sums_BTH, seen)
     if sinks is not None:
         shares = (sinks.float() - _by_token(whole, query)).exp()
         product_BTH = (gradient.float() * out.float()).sum(-1)

@@ -238,16 +238,18 @@ class Comparison:
         """
         change_BT = ((one_BT - other_BT) / spread_of(one_BT)).reshape(-1, len(self.changed_T))
         parts = (x.split(self.lengths, -1) for x in (change_BT, ~self.changed_T))
-        before, after, same, begun = 0.0, 0.0, 0.0, False
+        before = after = within = 0.0
+        is_after = False
         for change, kept_T in zip(*parts, strict=True):
             size = float(change[:, kept_T].square().mean().sqrt())
-            if not kept_T.all():
-                begun, same = True, size if kept_T.any() else same
-            elif begun:
+            if not kept_T.all():  # the document of the changed tokens
+                is_after = True
+                within = size if kept_T.any() else within
+            elif is_after:
                 after = max(after, size)
             else:
                 before = max(before, size)
-        return before, after, same
+        return before, after, within
 
 
 def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:

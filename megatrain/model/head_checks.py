@@ -97,8 +97,9 @@ def _tried(spec: ModelSpec, name: str) -> int:
     attributes = vars(model).copy()
 
     def noting(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        noted.append((logits, labels, function(logits, labels, *args, **kwargs)))
-        return noted[-1][-1]
+        loss: Tensor = function(logits, labels, *args, **kwargs)
+        noted.append((logits, labels, loss))
+        return loss
 
     model.loss_function = noting
     try:

@@ -89,7 +89,8 @@ def _taken(
     module: nn.Module, name: str, shell: nn.Parameter, full: str, kept: Callable[..., Tensor]
 ) -> Tensor | None:
     """The values drawn in place of `shell`, passed through `kept`; None: none were drawn."""
-    values, parameters_of(module)[name] = parameters_of(module)[name], shell
+    parameters = parameters_of(module)
+    values, parameters[name] = parameters[name], shell
     assert values is not None
     # A minimum is NaN if anything is; `isnan` would take a byte for each value.
     unset = values.numel() and values.amin().isnan()

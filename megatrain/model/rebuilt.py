@@ -128,15 +128,16 @@ def _built(
 
 def _unlike(model: nn.Module, again: nn.Module) -> Iterator[str]:
     """The differences, as "... is ..., and ..."; those of modules and tensors first."""
-    mine, others = _parts(model), _parts(again)
-    for name in mine | others:
-        one, other = (parts.get(name, "not there") for parts in (mine, others))
-        if one != other:
-            yield f"{name or 'the model'} is {one} in the model given, and {other}"
-    held, made = _attributes(model), _attributes(again)
-    for name in held | made:
-        (one, module), (other, twin) = (d.get(name, (None, None)) for d in (held, made))
-        if one != other:
+    parts, rebuilt_parts = _parts(model), _parts(again)
+    for name in parts | rebuilt_parts:
+        part, rebuilt = (each.get(name, "not there") for each in (parts, rebuilt_parts))
+        if part != rebuilt:
+            yield f"{name or 'the model'} is {part} in the model given, and {rebuilt}"
+    attributes, rebuilt_attributes = _attributes(model), _attributes(again)
+    for name in attributes | rebuilt_attributes:
+        value, module = attributes.get(name, (None, None))
+        rebuilt_value, twin = rebuilt_attributes.get(name, (None, None))
+        if value != rebuilt_value:
             yield f"{name} is {_shown(module, name)} in the model given, and {_shown(twin, name)}"
 
 
@@ -221,8 +222,8 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     if a.is_meta or b.is_meta or a.shape != b.shape:
         return a.shape == b.shape
     wide = torch.promote_types(a.dtype, b.dtype)
-    first, second = (x.detach().cpu().to(wide) for x in (a, b))
-    return torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
+    given, rebuilt = (x.detach().cpu().to(wide) for x in (a, b))
+    return torch.allclose(given, rebuilt, rtol=0, atol=0, equal_nan=True)
 
 
 def _as_json(config: PreTrainedConfig) -> Any:

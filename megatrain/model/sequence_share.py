@@ -219,15 +219,13 @@ class RowTrial:
         # The last token of a share predicts nothing there, but in the row the next share's first.
         of_row, of_shares = joined.view(shares.shape)[:, :-1], shares[:, :-1]
         why_cut = "are cut: layers mix tokens other than by attention, or attend otherwise"
-        for one, other, why in (
-            (plain, placed, "are given as 0, 1, 2, ...: it counts them in another way"),
-            (of_row, of_shares, why_cut),
+        for losses_BT, other_BT, why in (
+            (plain, placed, "positions are given as 0, 1, 2, ...: it counts them in another way"),
+            (of_row, of_shares, f"rows {why_cut}"),
         ):
-            if not (change := change_of(one, other)) <= TOLERANCE:
-                what = "positions" if one is plain else "rows"
-                reason = f"its losses change by {change:.1e} of their spread if {what} {why}"
-                raise _refused(reason)
-        if not all(_same(calls[2], alone, at) for at, alone in enumerate(calls[4:])):
+            if not (change := change_of(losses_BT, other_BT)) <= TOLERANCE:
+                raise _refused(f"its losses change by {change:.1e} of their spread if {why}")
+        if not all(_same(calls[2], alone, rank) for rank, alone in enumerate(calls[4:])):
             raise _refused(
                 f"what its layers are told of positions changes with the length of a row (at "
                 f"{tokens} tokens), as dynamic rotary embeddings do"

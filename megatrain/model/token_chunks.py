@@ -81,8 +81,7 @@ class ChunkedOverTokens:
             return self._whole(*args, **kwargs)
         if x.shape[0] * x.shape[1] <= self._tokens:
             return self._whole(x)
-        iterators = self._part.named_parameters(), self._part.named_buffers()
-        named_tensors = (pair for named in iterators for pair in named)
+        named_tensors = [*self._part.named_parameters(), *self._part.named_buffers()]
         # Weights kept as codes are without data here.
         bound = {name: t for name, t in named_tensors if self.without_data or not t.is_meta}
         key = (self._part.training, x.shape[-1], x.dtype)

@@ -89,15 +89,16 @@ def refuse_weights(model: nn.Module) -> None:
     Raises Unsupported: hooks of gradients, other types than torch's, fp64, memory that is shared.
     """
     for name, parameter in model.named_parameters():
-        kind = type(parameter)
-        unlike = "has a hook of its gradient" if has_gradient_hooks(parameter) else ""
-        unlike = f"is a {kind.__name__}" if kind is not nn.Parameter else unlike
-        unlike = f"is {parameter.dtype}" if parameter.dtype.itemsize > 4 else unlike
-        if unlike:
-            raise Unsupported(
-                f"{name} {unlike}; convert it to a plain nn.Parameter of at most 32 bits, without "
-                "hooks, which would not be run"
-            )
+        problem = None
+        if parameter.dtype.itemsize > 4:
+            problem = f"is {parameter.dtype}"
+        elif type(parameter) is not nn.Parameter:
+            problem = f"is a {type(parameter).__name__}"
+        elif has_gradient_hooks(parameter):
+            problem = "has a hook of its gradient"
+        if problem is not None:
+            remedy = "convert it to a plain nn.Parameter of at most 32 bits, without hooks"
+            raise Unsupported(f"{name} {problem}; {remedy}")
     # A tensor with a weight's memory changes when plain training changes the weight.
     attributes = [
         (f"{path}.{name}".lstrip("."), value)

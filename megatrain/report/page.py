@@ -95,10 +95,7 @@ class Metrics:
         return float(self.finite(name).max(initial=-math.inf)) if self.finite(name).size else None
 
     def evaluated(self, quantity: str) -> list[Line]:
-        """A quantity's evaluations over the steps: over all sets together, then over each set.
-
-        An evaluation without a loss has rewards: its other values come from reward functions.
-        """
+        """A quantity's evaluations over the steps: over all sets together, then over each set."""
         points: dict[str, list[tuple[float, float]]] = {}
         for record in self.evaluations:
             if "eval_loss" not in record and quantity != "reward":

@@ -168,12 +168,12 @@ def window(spans: Iterable[Span], start: float, end: float) -> list[Span]:
     return cut
 
 
-def overlap(first: Sequence[Span], second: Sequence[Span]) -> float:
+def overlap(spans: Sequence[Span], others: Sequence[Span]) -> float:
     """Seconds in which both did something; each is in order and does one thing at a time."""
     total, i, j = 0.0, 0, 0
-    while i < len(first) and j < len(second):
-        total += max(0.0, min(first[i].end, second[j].end) - max(first[i].start, second[j].start))
-        if first[i].end < second[j].end:
+    while i < len(spans) and j < len(others):
+        total += max(0.0, min(spans[i].end, others[j].end) - max(spans[i].start, others[j].start))
+        if spans[i].end < others[j].end:
             i += 1
         else:
             j += 1

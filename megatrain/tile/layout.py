@@ -190,7 +190,7 @@ class TileLayout:
         order = sorted(marked, key=lambda p: (p[2] is None, not p[3], p[0] in later, p[2] or 0))
         self.parts: list[tuple[int, int]] = []
         self.moved: list[int] = []
-        self.trainable_numel = at = 0  # `at`: of the place in the layout of one rank
+        self.trainable_numel = rank_offset = 0  # the place in the layout of one rank
 
         def part_of(p: Any) -> tuple[bool, bool, str]:
             return p[2] is None, p[3], p[0] if p[0] in self.owned else ""
@@ -199,13 +199,13 @@ class TileLayout:
             if is_frozen and not any(entry.group is None for entry in entries):
                 offset = self._place_copies(entries, offset, cut)
             start = offset
-            self.moved.append(start - at)
+            self.moved.append(start - rank_offset)
             for parameter, shape, group, is_wide in members:
                 packing = formats.get(parameter) if group is None else None
                 traits = is_wide, packing, is_frozen and parameter in multiplied
                 entries.append(Entry(parameter, tuple(shape), offset, group, *traits))
                 offset = align(offset + entries[-1].stored, ALIGNMENT)
-            at += offset - start
+            rank_offset += offset - start
             offset = start + align(offset - start, ALIGNMENT if is_owned else cut)
             self.parts.append((start, offset))
             if not is_frozen:

@@ -69,10 +69,7 @@ class Checkpointing:
     _keep_next: bool = False  # the next checkpoint is never deleted
 
     def after(self, state: RunState, *, asked: bool, last: bool) -> None:
-        """Start a checkpoint if one is due or asked for, once the one before it is written.
-
-        Nothing happens if that of this step is written or begun.
-        """
+        """Start a checkpoint if one is due or asked for, once the one before it is written."""
         every, step = self.job.config.checkpoint.every, state.step
         due = self.job.config.checkpoint.at_end if last else every is not None and step % every == 0
         tried_again = self._retry is not None and step >= self._retry

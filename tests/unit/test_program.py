@@ -58,7 +58,7 @@ def test_a_plain_row_is_taken_at_any_length():
     ],
 )
 def test_a_mask_that_does_not_fit_is_refused(micro, config, reason):
-    with pytest.raises(DoesNotFit, match=f"65536 tokens with {reason}: .* 12.0 GiB, and 11.0 GiB"):
+    with pytest.raises(DoesNotFit, match=f"65536 tokens with {reason}: .* 12.0 GiB, 11.0 GiB"):
         check_masks(micro, config, 2, 11 * GIB)
     check_masks(micro, config, 2, 12 * GIB)
 
