@@ -92,7 +92,7 @@ MEMORY_KEYS = (
 )
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Buffer:
     """A named range of memory; `data` is flat (on the meta device where nothing is computed).
 

@@ -169,7 +169,7 @@ def test_a_run_is_not_begun_anew_where_its_checkpoints_are_out_of_reach(cut):
     before = logged(cut / "run")
     run = resume(cut)
     assert run.wait() == 2
-    assert "checkpoints: no folder, or a link to none; is the disk there" in run.output
+    assert "checkpoints: no folder, or a link to none; mount the disk" in run.output
     assert logged(cut / "run") == before
     (cut / "unmounted").rename(cut / "elsewhere")
     out = resume(cut).finish()
