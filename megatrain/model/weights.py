@@ -57,17 +57,9 @@ Write = Callable[[str, Tensor], None]
 _JOINS = {Concatenate, MergeModulelist}
 COMPARED_BYTES = 16 * MIB
 
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
-HUB_FILES += [
-    "*.model.v?",
-    "*.bpe",
-    "*.spm",
-    "*.vocab",
-    "LICENSE",
-    "LICENSE.md",
-    "NOTICE",
-    "USE_POLICY.md",
-]
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.model.v?", "*.txt", "*.jinja", "*.tiktoken"]
+HUB_FILES += ["*.bpe", "*.spm", "*.vocab", "*.py"]
+HUB_FILES += ["LICENSE", "LICENSE.md", "NOTICE", "USE_POLICY.md"]
 HUB_EXTRAS = ["*/*", "consolidated*"]  # other formats of the same weights
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
