@@ -107,9 +107,7 @@ def write_weights(
     pieces = _pieces(model, metas, value)
     for name, tensor in (carried or {}).items():
         pieces.append(({name: tensor.blank()}, partial(read, name, tensor)))
-    # Wide elements first, which keeps every tensor of a shard aligned.
-    pieces.sort(key=lambda piece: -next(iter(piece[0].values())).dtype.itemsize)
-    described = {name: like for likes, _ in pieces for name, like in likes.items()}
+    described = _described(pieces)
     with _exported(folder, described, beside or {}) as new:
         write_configs(new, model, dtype)
         _write_shards(new, described, _made(pieces), max_shard_bytes)
@@ -143,26 +141,34 @@ def write_adapter(
             model.generation_config.to_json_file(new / GENERATION)
 
 
-def pack_like(folder: Path, reference: Path) -> None:
+def packed_weights_of(reference: Path) -> dict[str, Packed]:
+    """The packed weights of a folder in mxfp4 or float8, by name, for `pack_like`.
+
+    Raises InputError: it is packed otherwise, or not at all.
+    """
+    weights = gathered(reference, stored_tensors(reference))
+    packed = {name: weight for name, weight in weights.items() if isinstance(weight, Packed)}
+    if not packed or not all(weight.pack for weight in packed.values()):
+        settings = read_json(reference / "config.json").get("quantization_config") or {}
+        method = settings.get("quant_method", "nothing")
+        raise InputError(
+            f"--like {reference}: its weights are packed by {method}; only mxfp4 and float8 (fp8, "
+            "compressed-tensors) are written; leave --like out, and pack the export elsewhere"
+        )
+    return packed
+
+
+def pack_like(folder: Path, reference: Path, packed: Mapping[str, Packed]) -> None:
     """Pack a model's weights in their folder as another folder stores those of the same names.
 
     A weight that does not differ from the reference's keeps its bytes. The shards lie twice on
     the disk for a while.
 
-    Args:
-        reference: a folder in mxfp4 or float8, whose `quantization_config` goes along.
+    Args: `packed`: the weights of `reference`, whose `quantization_config` goes along.
 
-    Raises InputError: it is packed otherwise or not at all, or its model is another one.
+    Raises InputError: the reference is of another model.
     """
-    config, stored = read_json(reference / "config.json"), stored_tensors(reference)
-    packed = {n: t for n, t in gathered(reference, stored).items() if isinstance(t, Packed)}
     mine = stored_tensors(folder)
-    if not packed or not all(weight.pack for weight in packed.values()):
-        method = (config.get("quantization_config") or {}).get("quant_method", "nothing")
-        raise InputError(
-            f"--like {reference}: its weights are packed by {method}; only mxfp4 and float8 (fp8, "
-            "compressed-tensors) are written; leave --like out, and pack the export elsewhere"
-        )
     for name, weight in packed.items():
         if name not in mine or mine[name].shape != weight.shape:
             size = [*mine[name].shape] if name in mine else "not there"
@@ -174,9 +180,7 @@ def pack_like(folder: Path, reference: Path) -> None:
     for name, tensor in mine.items():
         likes = {part.name: part.blank() for part in packed[name].parts} if name in packed else {}
         pieces.append((likes or {name: tensor.blank()}, partial(_as_in, packed, tensor)))
-    # Scales come first in a piece, and wide ones first of all, as `write_weights` has them.
-    pieces.sort(key=lambda piece: -next(iter(piece[0].values())).dtype.itemsize)
-    described = {name: like for likes, _ in pieces for name, like in likes.items()}
+    described = _described(pieces)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         _write_shards(Path(name), described, _made(pieces), _SHARD_BYTES)
         for file in {tensor.file for tensor in mine.values()}:
@@ -184,9 +188,15 @@ def pack_like(folder: Path, reference: Path) -> None:
         (folder / INDEX_FILE).unlink(missing_ok=True)
         for file in Path(name).iterdir():
             file.rename(folder / file.name)
-    settings = read_json(folder / "config.json")
-    settings["quantization_config"] = config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    config, of_reference = (read_json(each / "config.json") for each in (folder, reference))
+    config["quantization_config"] = of_reference["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _described(pieces: list[Piece]) -> Tensors:
+    """All that pieces write, which are put in order: wide elements first, so shards are aligned."""
+    pieces.sort(key=lambda piece: -next(iter(piece[0].values())).dtype.itemsize)
+    return {name: like for likes, _ in pieces for name, like in likes.items()}
 
 
 def _as_in(packed: Mapping[str, Packed], tensor: Stored) -> Tensors:

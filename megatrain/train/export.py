@@ -12,7 +12,7 @@ from megatrain.checkpoint import Checkpoint
 from megatrain.compat.gguf import is_gguf, unpacked
 from megatrain.errors import InputError, RunFailed, explained, in_one_line
 from megatrain.model.companions import companions, write_companions
-from megatrain.model.export import REPLACED, pack_like
+from megatrain.model.export import REPLACED, pack_like, packed_weights_of
 from megatrain.run_folder.layout import holds_model, require_empty
 from megatrain.source.source import adapter_folder
 from megatrain.source.write_model import write_saved
@@ -54,6 +54,7 @@ def export(
         raise InputError(f"--gguf calls llama.cpp's {CONVERTER}; put a checkout of it on PATH")
     if like is not None and (gguf is not None or dtype is not None):
         raise InputError("--like packs weights; leave --gguf and --dtype out")
+    packed = {} if like is None else packed_weights_of(like)  # refused before all is written
     with whole_folder(out) as folder:
         if isinstance(model, Checkpoint):
             write_saved(model, folder, cast, merged=merged)
@@ -63,7 +64,7 @@ def export(
             if adapter_folder(folder) is not None:
                 raise InputError("--like packs a whole model, not an adapter; add --merged")
             with explained(f"{out}: cannot be packed", "make room", of=OSError, into=RunFailed):
-                pack_like(folder, like)
+                pack_like(folder, like, packed)
         if gguf is not None:
             _convert(str(converter), folder, folder / f"{out.resolve().name}-{gguf}.gguf", gguf)
 

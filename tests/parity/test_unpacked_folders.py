@@ -168,6 +168,7 @@ def test_what_cannot_be_packed_alike_is_refused(tmp_path):
     llama().save_pretrained(llama_folder)
     for run, like, why in (
         (llama_folder, llama_folder, "are packed by nothing; only mxfp4 and float8"),
+        (tmp_path / "none", llama_folder, "are packed by nothing"),  # before a model is written
         (llama_folder, folder, "in the exported model.*give the folder from which the run began"),
     ):
         with refused(f"--like {like}.*{why}"):
