@@ -1,6 +1,5 @@
 """Everything that docs/models.md says of a family, found out by trying it."""
 
-import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +13,8 @@ from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
 from tests.families.folders import FromFolder
 from tests.families.parity import Errors, compare
-from tests.families.plain import accumulate, make_steps
+from tests.families.plain import make_steps
+from tests.families.roundtrip import runs_in_bf16
 from tests.families.tiny import NOT_TRAINABLE, tiny_model
 
 PASSES, REFUSED, NOT_TRAINED, WRONG = "passes", "refused", "not trainable", "wrong"
@@ -91,19 +91,6 @@ def examine(family: str, changes: dict | None = None, name: str = "") -> Diagnos
         bool(set(found.gathered) & set(found.epilogue)),
         notes,
     )
-
-
-def runs_in_bf16(model: PreTrainedModel) -> bool:
-    """Whether plain transformers can compute the model in bf16, loss and gradients."""
-    types = loaded_types(model, torch.bfloat16)
-    model = copy.deepcopy(model).to(torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(types[name])
-    try:
-        accumulate(model, make_steps(model.config)[0])
-    except RuntimeError:
-        return False
-    return True
 
 
 def _notes(model: PreTrainedModel, found: ModelSpec) -> list[str]:

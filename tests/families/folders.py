@@ -3,8 +3,8 @@
 A tiny model is saved as an fp32 and as a bf16 folder. Floating persistent buffers are random and
 stored in fp32 in both, with bits that bf16 does not have. From each folder both sides take one
 clipped AdamW step in fp32, to the tolerances of `parity`; of the bf16 folder the loss is computed
-in bf16 as well. The engine's buffers must be those of `from_pretrained`, and its export must equal
-the folder in all that was not trained.
+in bf16 as well. The engine's buffers must be those of `from_pretrained`, its export must equal
+the folder in all that was not trained, and another process must go on from its checkpoint.
 """
 
 import tempfile
@@ -22,6 +22,7 @@ from megatrain import AdamW, Engine, InputError
 from megatrain.train.export import export
 from tests.families.parity import LOSS_TOLERANCE, Errors, Reference, compare_steps, compare_updates
 from tests.families.plain import EPS, LR, accumulate, make_steps, shares
+from tests.families.roundtrip import EXACT, goes_on
 from tests.families.tiny import tiny_model
 from tests.inside import spec_of
 
@@ -87,19 +88,22 @@ def _compare(found: FromFolder, folder: Path, trained: set[str], stored: str) ->
     model = _loaded(folder, "fp32")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)  # from_pretrained does not keep it
-    steps, errors = make_steps(model.config)[:1], Errors()
+    (first, then, _), errors = make_steps(model.config), Errors()
     settings = AdamW(lr=LR, eps=EPS)
     with Engine(folder, optimizer=settings, precision="fp32", device="cpu") as engine:
         _compare_buffers(errors, engine, model)
-        results = [engine.step(step) for step in steps]
-        masters = dict(engine.named_masters())
+        results = [engine.step(first)]
+        reference = Reference(model, [first], 1.0)
+        compare_steps(errors, results, reference)
+        compare_updates(errors, dict(engine.named_masters()), reference)
         engine.save_pretrained(folder.with_name("exported"))
-        engine.save(folder.with_name("saved"))
         still = set(engine._opened.source.untrained.dtypes)
-    reference = Reference(model, steps, 1.0)
-    compare_steps(errors, results, reference)
-    compare_updates(errors, masters, reference)
-    _compare_export(errors, folder, still)
+        saved = folder.with_name("saved")
+        if stored == "bf16":  # goes on in bf16, below
+            engine.save(saved)
+        elif (trip := goes_on(engine, then[:1], saved)) != EXACT:
+            errors.failures.append(trip)
+    _compare_export(errors, folder, model, still)
     source = folder.rename(folder.with_name("moved"))  # a checkpoint needs it no more
     export(str(folder.with_name("saved")), folder.with_name("again"))
     source.rename(folder)
@@ -112,7 +116,7 @@ def _compare(found: FromFolder, folder: Path, trained: set[str], stored: str) ->
 
 def _compare_bf16(found: FromFolder, folder: Path) -> None:
     model, errors = _loaded(folder, "bf16"), Errors()
-    [step, *_] = make_steps(model.config)
+    step, then, _ = make_steps(model.config)
     try:
         engine = Engine(folder, optimizer=AdamW(), precision="bf16", device="cpu")
     except InputError:  # rows of a table would be looked up in fp32
@@ -125,6 +129,8 @@ def _compare_bf16(found: FromFolder, folder: Path) -> None:
         except RuntimeError:  # transformers' own code does not run in bf16
             return
         loss = engine.step(step).loss
+        if (trip := goes_on(engine, then[:1], folder.with_name("saved in bf16"))) != EXACT:
+            found.failures.append(f"in bf16: {trip}")
     # Without a graph, as the engine's first forward runs, attention may be computed by another
     # kernel: where its mask needs a gradient (doge).
     with torch.no_grad():
@@ -146,10 +152,10 @@ def _compare_buffers(errors: Errors, engine: Engine, model: PreTrainedModel) -> 
     ]
 
 
-def _compare_export(errors: Errors, folder: Path, still: set[str]) -> None:
-    """Names, shapes and dtypes of all tensors; bits of what is not trained."""
+def _compare_export(errors: Errors, folder: Path, old: PreTrainedModel, still: set[str]) -> None:
+    """Names, shapes and dtypes of all tensors; bits of what is not trained are `old`'s."""
     exported = folder.with_name("exported")
-    old, new = (_loaded(place, "fp32") for place in (folder, exported))
+    new = _loaded(exported, "fp32")
     kept = still | {name for name, _ in old.named_buffers()}
     errors.failures += export_failures(folder, exported, old, new, kept)
     # What is trained has the dtype of its class, which may be wider than the folder's.

@@ -149,10 +149,11 @@ _UNFORESEEABLE = {
     ],
 )
 def test_no_step_takes_more_than_is_foretold(family, seed):
-    if hasattr(tiny_model(family).config.get_text_config(decoder=True), "v_head_dim"):
+    model = tiny_model(family)
+    if hasattr(model.config.get_text_config(decoder=True), "v_head_dim"):
         pytest.skip("torch's attention for the CPU wants keys and values of one width")
     try:
-        foretold, taken = foretold_and_taken(tiny_model(family), seed)
+        foretold, taken = foretold_and_taken(model, seed)
     except (NotForeseeable, InputError) as error:
         assert (family, seed) not in _USUAL, error
         assert isinstance(error, InputError) or family in _UNFORESEEABLE, error
