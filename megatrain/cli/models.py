@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.errors import InputError, explained
-from megatrain.model.quantised import quantised_base, unpacked_format
+from megatrain.model.quantised import quantisation, quantised_base, unpacked_format
+from megatrain.model.safetensors_io import has_weights
 from megatrain.model.trained import Trained
 
 if TYPE_CHECKING:
@@ -48,26 +49,27 @@ class NamedModel:
     def base(self) -> Literal["fp8", "nf4"] | None:
         """How its weights are quantised; None: they are not, or in an unsupported way."""
         with suppress(InputError):
-            return quantised_base(self._how, self.name)
+            return quantised_base(self.config.to_dict(), self.name)
         return None
-
-    @property
-    def _how(self) -> dict[str, Any]:
-        return {"quantization_config": getattr(self.config, "quantization_config", None)}
 
     @property
     def unpacked(self) -> str | None:
         """The format from which its weights are unpacked as they are read; None: as stored."""
-        return None if self.frozen == "folder" else unpacked_format(self._how)
+        return None if self.frozen == "folder" else unpacked_format(self.config.to_dict())
 
     @property
     def quantised(self) -> str | None:
         """The reason why the model's weights cannot be trained; None: they can."""
-        if self._how["quantization_config"] is None or unpacked_format(self._how):
-            return None
-        if self.base is not None and self.adapter is not None:
+        config = self.config.to_dict()
+        if not quantisation(config) or unpacked_format(config) or (self.base and self.adapter):
             return None
         return f"the weights of {self.name} are quantised, and such are not trained"
+
+    @property
+    def packed_folder(self) -> Path | None:
+        """The local folder whose packed weights stay so, which are not all; None: there is none."""
+        folder = Path(os.path.expanduser(self.name))
+        return folder if (self.base or self.frozen == "folder") and has_weights(folder) else None
 
     def spec(self) -> "ModelSpec":
         """The structure of the model. Raises InputError: the engine cannot follow it."""
@@ -75,6 +77,7 @@ class NamedModel:
 
         base = (self.adapter and self.base) or self.frozen
         source = open_source(self.config, self.adapter, base, **self.opening)
+        source.folder = self.packed_folder
         choose_parameters(source, Trained(**self.trained), pretrained=self.pretrained)
         return structure(source)
 

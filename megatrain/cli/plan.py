@@ -274,7 +274,7 @@ def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: An
 
 
 def _notes(named: NamedModel, workload: Workload) -> Notes:
-    """Notes about the model; kept unless its code is not transformers' own, or it is in fp8."""
+    """Notes about the model; kept unless they need more than a configuration."""
 
     def opened() -> "ModelSpec":
         from megatrain.model.attention import attend_by_kernel
@@ -292,7 +292,8 @@ def _notes(named: NamedModel, workload: Workload) -> Notes:
         "precision": workload.precision,
     }
     own_code = not named.opening.get("trust_remote_code")
-    can_note = workload.precision != "fp8"  # its operands are read off modules
+    # Operands of fp8 are read off modules, and what is packed off a folder.
+    can_note = workload.precision != "fp8" and named.packed_folder is None
     return Notes(opened, key if own_code and can_note else None)
 
 

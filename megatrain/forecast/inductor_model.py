@@ -249,7 +249,7 @@ class Compiled:
         read = {n for op in self._backward for n in op.reads} & made_inside
         by_library = {n for op in self._backward if op.extern for n in op.reads} & made_inside
         # All that any product or attention would have to be run again for.
-        self._least = {base for n in read for base in self._base(n)} - trace.inputs
+        self._least = {base for n in read for base in self._base(n)} & made_inside
         recomputable = self._least_cut(read - by_library, by_library | trace.inputs)
         self._saved = by_library - trace.inputs | recomputable
         self._fewest = self._least_cut(read, trace.inputs, light=True)

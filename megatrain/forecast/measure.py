@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megatrain.compat.torch import TorchDispatchMode, current_mode, without_modes
+from megatrain.compat.torch import TorchDispatchMode, buffers_of, current_mode, without_modes
 from megatrain.compat.transformers import takes_grouped_products, unpacked
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.head import Head, Summed
@@ -174,6 +174,8 @@ class Measurer:
         self.program.train(True)
         self._calls: dict[int, list[Call]] = {}  # of the layers, by rows
         self._parts = Once()  # as they run in tiles
+        parts = nn.ModuleList([spec.capture.model, *(kind.module for kind in self.program.kinds)])
+        self._fakes = partial(fakes, buffers=[*filter(None, map(buffers_of, parts.modules()))])
         self._num_owners = owners
         self._owners = ExpertOwners(Ranks(0, owners)) if owners > 1 else None
 
@@ -184,7 +186,7 @@ class Measurer:
     def media(self, rows: int) -> MediaWork:
         """The work of images and sounds in so many rows; with one, of the encoders' backward."""
         assert self._media is not None
-        with foreseeing("an encoder"), fakes(ENCODER_LAYERS), Known(), in_one_call():
+        with foreseeing("an encoder"), self._fakes(ENCODER_LAYERS), Known(), in_one_call():
             micro = self.micro_batch(rows)
             give_media(micro, self._media.of(rows, self.tokens), self.program)
             encoders = self._weights(self.spec.media)
@@ -194,7 +196,7 @@ class Measurer:
         return work
 
     def prologue(self, rows: int) -> Prologue:
-        with foreseeing("what comes before the layers"), fakes():
+        with foreseeing("what comes before the layers"), self._fakes():
             micro = self.micro_batch(rows)
             with torch.enable_grad():
                 weights = self._weights(self.spec.prologue, all_trained=True)
@@ -234,7 +236,7 @@ class Measurer:
         for part in experts:
             vars(part)["owners"] = self._owners
         try:
-            with named, fakes(), torch.enable_grad(), self.program.eager():
+            with named, self._fakes(), torch.enable_grad(), self.program.eager():
                 yield
         finally:
             for part in experts:
@@ -371,7 +373,7 @@ class Measurer:
     def _measuring_head(self, tokens: int) -> Iterator[None]:
         """Within this context what follows the layers runs over so many tokens at a time."""
         tiles = self._tiles(self.program.rest, tokens, False)
-        with foreseeing("the head"), tiles, fakes(), torch.enable_grad():
+        with foreseeing("the head"), tiles, self._fakes(), torch.enable_grad():
             yield
 
     def _summed(self, loss: Loss) -> Summed:
@@ -410,8 +412,15 @@ def _without_data(value: Any) -> Any:
 
 
 @contextmanager
-def fakes(layers: int = 1) -> Iterator[None]:
-    """Tensors made within this context have no data; operations may be those of `layers`."""
-    # A forecast may be in the middle of its own counting.
-    with without_modes(), unpacked(), _WithoutData(), OneAttention(layers):
-        yield
+def fakes(layers: int = 1, buffers: Iterable[dict[str, Tensor | None]] = ()) -> Iterator[None]:
+    """Tensors made within this context have no data; operations may be those of `layers`.
+
+    Args: `buffers`: those of modules, which forwards may replace; they are put back.
+    """
+    old = [(each, each.copy()) for each in buffers]
+    try:  # a forecast may be in the middle of its own counting
+        with without_modes(), unpacked(), _WithoutData(), OneAttention(layers):
+            yield
+    finally:
+        for each, values in old:
+            each.update(values)

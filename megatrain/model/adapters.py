@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.base.seeds import derived_seed
 from megatrain.compat import peft
-from megatrain.errors import InputError, explained, in_one_line
+from megatrain.errors import InputError, Unsupported, explained, in_one_line
 
 Values = Mapping[str, Callable[[], Tensor]]
 
@@ -77,6 +77,21 @@ def require_held(model: PreTrainedModel) -> None:
             f"an adapter's folder does not hold {outside[0]}{others_text}, trained beside the "
             "adapter: train their modules by the adapter's modules_to_save, or write the merged "
             "model (save_pretrained with merged=True, megatrain export --merged)"
+        )
+
+
+def refuse_idle(model: nn.Module, layers: Iterable[Any], called: set[int]) -> None:
+    """Raises Unsupported: layers only read the weights of all modules that have an adapter.
+
+    Args: `called`: the ids of the modules that layers have called.
+    """
+    wrapped = ((e.name, *each) for e in layers for each in peft.wrappers(e.kind.module))
+    idle = tuple(f"{layer}.{path}." for layer, path, m in wrapped if id(m) not in called)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    if idle and all(name.startswith(idle) for name in trained):
+        raise Unsupported(
+            f"adapter: the model reads the weight of {idle[0][:-1]} without calling the module, so "
+            "an adapter of it would change nothing and learn nothing; adapt other modules"
         )
 
 

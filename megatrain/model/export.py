@@ -32,7 +32,7 @@ from megatrain.errors import InputError, RunFailed, explained
 from megatrain.model.adapters import Values, adapted
 from megatrain.model.build import loaded_types
 from megatrain.model.companions import GENERATION, Companions, write_companions
-from megatrain.model.quantised import Packed, gathered
+from megatrain.model.quantised import Packed, gathered, quantisation
 from megatrain.model.safetensors_io import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -149,8 +149,7 @@ def packed_weights_of(reference: Path) -> dict[str, Packed]:
     weights = gathered(reference, stored_tensors(reference))
     packed = {name: weight for name, weight in weights.items() if isinstance(weight, Packed)}
     if not packed or not all(weight.pack for weight in packed.values()):
-        settings = read_json(reference / "config.json").get("quantization_config") or {}
-        method = settings.get("quant_method", "nothing")
+        method = quantisation(read_json(reference / "config.json")).get("quant_method", "nothing")
         raise InputError(
             f"--like {reference}: its weights are packed by {method}; only mxfp4 and float8 (fp8, "
             "compressed-tensors) are written; leave --like out, and pack the export elsewhere"
@@ -189,7 +188,7 @@ def pack_like(folder: Path, reference: Path, packed: Mapping[str, Packed]) -> No
         for file in Path(name).iterdir():
             file.rename(folder / file.name)
     config, of_reference = (read_json(each / "config.json") for each in (folder, reference))
-    config["quantization_config"] = of_reference["quantization_config"]
+    config["quantization_config"] = quantisation(of_reference)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import Cache, PreTrainedModel
 
 from megatrain.compat.torch import has_gradient_hooks, pytree
 from megatrain.compat.transformers import takes_grouped_products, without_atomic_sums
 from megatrain.errors import Unsupported, explained
 from megatrain.model import unsupported
-from megatrain.model.adapters import adapted
+from megatrain.model.adapters import adapted, refuse_idle
 from megatrain.model.capture import (
     PROLOGUE,
     Capture,
@@ -52,7 +53,11 @@ def spec(model: PreTrainedModel, *, trained: bool = True) -> ModelSpec:
     unsupported.refuse_settings(model.config)
     unsupported.refuse_behaviour(model)
     try:
-        structure = _spec(model, router_loss(model) if trained else None)
+        called = set[int]()
+        with register_module_forward_pre_hook(lambda module, _: called.add(id(module))):
+            structure = _spec(model, router_loss(model) if trained else None)
+        if trained and adapted(model) is not None:
+            refuse_idle(model, structure.layers, called)
         structure.label_shift = label_shift(structure)
         structure.stacks = [
             f"{layer.name}.{path}.{name}"

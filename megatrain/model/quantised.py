@@ -50,9 +50,10 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _REMEDY = "take the unquantised model, with `base: nf4` or `base: fp8` it is packed as it is read"
 
 
-def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `quantization_config` of a config.json, empty if there is none."""
-    settings = config.get("quantization_config") or {}
+def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `quantization_config` of a config.json, or of its text_config (Kimi K2.5); or empty."""
+    nested, key = config.get("text_config"), "quantization_config"
+    settings = config.get(key) or (nested if isinstance(nested, dict) else {}).get(key) or {}
     return settings if isinstance(settings, dict) else {"quant_method": settings}
 
 
@@ -61,7 +62,7 @@ def unpacked_format(config: Mapping[str, Any]) -> str | None:
 
     Args: `config`: the content of its config.json.
     """
-    settings = _settings(config)
+    settings = quantisation(config)
     method = str(settings.get("quant_method"))
     if method not in _MAKERS.keys() - _KEPT or any(_untaken(settings)):
         return None
@@ -71,7 +72,7 @@ def unpacked_format(config: Mapping[str, Any]) -> str | None:
 
 def kept_format(config: Mapping[str, Any]) -> WeightFormat | None:
     """The format in which tiles can keep weights that are else unpacked; None: there is none."""
-    settings = _settings(config)
+    settings = quantisation(config)
     block = settings.get("weight_block_size", [SIDE, SIDE])
     formats = {"mxfp4": MXFP4, "fp8": BLOCKS if block == [SIDE, SIDE] else None}
     return formats.get(str(settings.get("quant_method")))
@@ -79,7 +80,7 @@ def kept_format(config: Mapping[str, Any]) -> WeightFormat | None:
 
 def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8", "nf4"] | None:
     """How a model's folder quantises its weights; None: it does not, or they are unpacked."""
-    settings = _settings(config)
+    settings = quantisation(config)
     method = settings.get("quant_method")
     if not settings or unpacked_format(config):
         return None
@@ -143,6 +144,12 @@ class Packed(Stored):
         """The tensors whose bytes are those of `packing`. Raises InputError: as `read`."""
         tensors: Sequence[Tensor] = self.unpack(*self._tensors())
         return tensors
+
+    def nf4_rows(self) -> tuple[Tensor, Tensor]:
+        """The scales, in fp32, and the codes of each row of a matrix in NF4, to be joined."""
+        assert self.packing is not None
+        codes, scales = self.packing.parts(joined(self.kept()), self.shape)
+        return scales.view(self.shape[0], -1), codes.view(self.shape[0], -1)
 
     def _tensors(self) -> list[Tensor]:
         tensors = [part.read() for part in self.parts]
@@ -210,7 +217,7 @@ def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
         damaged, or do not belong together.
     """
     config = read_json(folder / "config.json")
-    settings = _settings(config)
+    settings = quantisation(config)
     if quantised_base(config, folder) is None and not unpacked_format(config):
         return dict(stored)
     method = str(settings["quant_method"])

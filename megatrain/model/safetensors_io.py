@@ -97,10 +97,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     if not (folder / INDEX_FILE).is_file():
         hint = "; give a folder with safetensors weights"
         if has_pickle_weights(folder):
-            hint = (
-                ", only pickle weights, which can run code and are never read; convert them with "
-            )
-            hint += "transformers (from_pretrained, then save_pretrained) where you trust them"
+            hint = ", only pickle weights, which can run code and are never read; convert them "
+            hint += "with transformers (from_pretrained, then save_pretrained) where you trust them"
         raise InputError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}{hint}")
     file_of = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(file_of, dict) or not file_of:

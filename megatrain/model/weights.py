@@ -48,13 +48,14 @@ from megatrain.compat.transformers import (
 from megatrain.errors import InputError, explained
 from megatrain.model.quantised import Packed, gathered, joined, unpacked_format
 from megatrain.model.safetensors_io import Stored, has_pickle_weights, has_weights, stored_tensors
-from megatrain.tile.formats import BLOCKS, SIDE, WeightFormat
+from megatrain.tile.formats import BLOCKS, FP8, NF4, NF4_WIDE, SIDE, WeightFormat
 
 log = logging.getLogger(__name__)
 
 Write = Callable[[str, Tensor], None]
 
 _JOINS = {Concatenate, MergeModulelist}
+_SIDES = {BLOCKS: SIDE, FP8: 1, NF4: 64, NF4_WIDE: 64}  # values of a block, that rows can be joined
 COMPARED_BYTES = 16 * MIB
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.model.v?", "*.txt", "*.jinja", "*.tiktoken"]
@@ -141,11 +142,13 @@ class Recipe:
         """The format of all sources, if the target's bytes are theirs, put together."""
         formats = {s.packing if isinstance(s, Packed) else None for _, s in self.sources}
         packing = formats.pop() if len(formats) == 1 else None
-        if self.converter is None:
+        if self.converter is None or packing is None:
             return packing
         joined = {type(operation) for operation in self.converter.operations} <= _JOINS
-        in_whole_blocks = all(size % SIDE == 0 for _, s in self.sources for size in s.shape)
-        return packing if packing is BLOCKS and joined and in_whole_blocks else None
+        side = _SIDES.get(packing, 0)
+        in_whole_blocks = side and all(n % side == 0 for _, s in self.sources for n in s.shape)
+        packing = NF4_WIDE if packing is NF4 else packing  # each source has a mean of its own
+        return packing if joined and in_whole_blocks else None
 
     def build(self, model: PreTrainedModel, load: Callable[[Stored], Tensor]) -> dict[str, Tensor]:
         """The finished tensors by the model's names; `load` gives the values of a stored tensor."""
@@ -329,7 +332,8 @@ class WeightPlan:
         if packing is None or recipe.packing != packing:
             built = recipe.build(self._model, methodcaller("read"))
             return {self.first_name[name]: tensor for name, tensor in built.items()}
-        parts_of = {s.name: s.kept() for _, s in recipe.sources if isinstance(s, Packed)}
+        kept = Packed.nf4_rows if recipe.converter and packing is NF4_WIDE else Packed.kept
+        parts_of = {s.name: kept(s) for _, s in recipe.sources if isinstance(s, Packed)}
 
         def built_of(part: int) -> dict[str, Tensor]:
             return recipe.build(self._model, lambda stored: parts_of[stored.name][part])

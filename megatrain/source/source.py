@@ -20,6 +20,7 @@ from megatrain.compat.gguf import is_gguf
 from megatrain.compat.transformers import (
     MULTIMODAL_CLASSES,
     classifies,
+    configs,
     encoders,
     takes_grouped_products,
 )
@@ -310,7 +311,8 @@ def _open_folder(model: str | Path, head: ClassHead | None, **code: Any) -> Sour
     folder = resolve_model(model)
     config = build.load_config(folder, trust_remote_code=code.get("trust_remote_code", False))
     quantised = quantised_base(read_json(folder / "config.json"), folder)
-    vars(config).pop("quantization_config", None)  # exports are whole
+    for _, part in configs(config):  # exports are whole
+        vars(part).pop("quantization_config", None)
     config = build.with_head(config, head) if head else config
     empty = build.empty_model(config, **code)
     if type(empty.config) is not type(config):

@@ -406,6 +406,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda: tiny_model("mixtral"),
         {"adapter": {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.w1"]}},
     ),
+    "weight of model.layers.0.mamba.dt_proj without calling": (
+        lambda: tiny_model("jamba"), {"adapter": {"target_modules": ["dt_proj"]}},
+    ),
     "tuples .routers. among exclude_modules": (
         lambda: tiny_model("phimoe"), {"adapter": {"target_modules": "all-linear"}},
     ),

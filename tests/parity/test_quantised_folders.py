@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from megatrain import Engine, InputError
 from megatrain.checkpoint import open_checkpoint
+from megatrain.cli.models import NamedModel, named_config
 from megatrain.tile import Entry, formats
 from megatrain.tile.formats import _NF4, BASES, FP8, NF4, NF4_WIDE, PACKINGS, _dynamic_values
 from tests.families.tiny import tiny_model
@@ -27,6 +28,7 @@ from tests.sweeps import few, placements
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 SIZES = {"hidden_size": 64, "intermediate_size": 192}
+SQUARE = {"hidden_size": 64, "intermediate_size": 64}
 HOW = {
     "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "fp8": {
@@ -69,31 +71,50 @@ def fp8_parts(name, values, packing):
     return {f"{stem}._weight_qdata": qdata, f"{stem}._weight_scale": scale}
 
 
-def quantised(folder, packing):
-    """A folder of quantised weights, and one of what they stand for."""
-    model = in_dtype(llama(**SIZES), torch.bfloat16)
+def quantised(folder, packing, family="llama"):
+    """A folder of quantised weights without some modules, and one of what they stand for."""
+    made = llama(**SIZES) if family == "llama" else tiny_model(family, changes=SQUARE)
+    model = in_dtype(made, torch.bfloat16)
     model.save_pretrained(folder / "plain")
+    model.save_pretrained(folder / "packed")
     tensors = load_file(folder / "plain" / "model.safetensors")
     parts, make = dict[str, Tensor](), fp8_parts if packing is FP8 else nf4_parts
     for name, values in tensors.items():
         linear = values.dim() == 2 and "layers" in name
-        parts |= make(name, values, packing) if linear else {name: values}
-        if linear:
-            unpacked = packing.unpacked(packing.pack(values), values.shape)
-            model.get_parameter(name).data.copy_(unpacked)
-    model.save_pretrained(folder / "plain")
-    model.save_pretrained(folder / "packed")
+        if linear and not name.endswith(("1.self_attn.o_proj.weight", "gate.weight")):
+            parts |= make(name, values, packing)
+            tensors[name] = packing.unpacked(packing.pack(values), values.shape).bfloat16()
+        else:
+            parts[name] = values
+    save_file(tensors, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
     write(folder / "packed", parts, HOW["fp8" if packing is FP8 else "nf4"])
     return folder / "packed", folder / "plain"
 
 
 @pytest.mark.parametrize(
-    ("packing", "most"), few([(NF4, 0.27), (NF4_WIDE, 0.29), (FP8, 0.54)]), ids=str
+    ("packing", "most", "family"),
+    few(
+        [
+            (NF4, 0.27, "llama"),
+            (NF4, 0.29, "mixtral"),
+            (NF4_WIDE, 0.29, "llama"),
+            (FP8, 0.54, "llama"),
+            (FP8, 0.54, "mixtral"),
+        ],
+        1,
+    ),
+    ids=str,
 )
-def test_training_resuming_and_merging_have_the_values_of_the_folder(packing, most, tmp_path):
-    folder, plain = quantised(tmp_path, packing)
-    assert share_of_bf16(assert_trains_as(folder, plain, tmp_path)) < most
+def test_training_resuming_and_merging_have_the_values_of_the_folder(
+    packing, most, family, tmp_path
+):
+    """Experts that lie one by one are joined as they are; a plan counts what is packed."""
+    folder, plain = quantised(tmp_path, packing, family)
+    entries = assert_trains_as(folder, plain, tmp_path)
+    assert share_of_bf16(entries) < most
     assert open_checkpoint(tmp_path / "saved").settings.left_out
+    planned = NamedModel(str(folder), named_config(str(folder)), LORA).spec().packed
+    assert planned.keys() == {entry.name for entry in entries if entry.needs_unpacking}
 
 
 def test_such_a_folder_is_run_as_it_is(tmp_path):

@@ -19,7 +19,7 @@ from megatrain.model.quantised import gathered, quantised_base
 from megatrain.model.safetensors_io import stored_tensors
 from megatrain.tile.formats import BLOCKS, PACKINGS
 from megatrain.train.export import export
-from tests.families.tiny import tiny_model
+from tests.families.tiny import tiny_model, tiny_multimodal
 from tests.parity.cases import in_dtype, llama, make_engine, masters, same
 from tests.parity.packed_folders import LORA, STEP, assert_trains_as, share_of_bf16, write
 from tests.refusals import refused, table
@@ -109,6 +109,26 @@ def test_it_is_trained_and_exported_as_the_model_that_transformers_unpacks(
         scales = parts[f"{further}_scale_inv"].repeat_interleave(16, 0).repeat_interleave(32, 1)
         wanted = parts[further].float() * scales[:40, :72]
         assert torch.equal(files[further], wanted.bfloat16())
+
+
+def test_the_settings_may_be_in_those_of_the_text(tmp_path):
+    """Kimi K2.5 is published so; an export has them in neither place."""
+    model, parts = in_dtype(tiny_multimodal("kimi_k25"), torch.bfloat16), {}
+    for place in ("outside", "inside"):
+        model.save_pretrained(tmp_path / place)
+    for name, values in load_file(tmp_path / "outside" / "model.safetensors").items():
+        parts |= fp8_parts(name, values) if "_proj.weight" in name else {name: values}
+    for place in ("outside", "inside"):
+        write(tmp_path / place, parts, FP8)
+        config = json.loads((tmp_path / place / "config.json").read_text())
+        if place == "inside":
+            config["text_config"]["quantization_config"] = config.pop("quantization_config")
+        (tmp_path / place / "config.json").write_text(json.dumps(config))
+        with make_engine(tmp_path / place) as engine:
+            engine.save_pretrained(tmp_path / f"{place} out")
+        assert "quant" not in (tmp_path / f"{place} out" / "config.json").read_text()
+    outputs = [tmp_path / f"{place} out" / "model.safetensors" for place in ("outside", "inside")]
+    assert same(*map(load_file, outputs))
 
 
 @pytest.mark.parametrize("family", few(SIZES))

@@ -5,6 +5,7 @@ import json
 import shutil
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -24,9 +25,10 @@ from megatrain.model import token_chunks
 from megatrain.model.capture import Ref, Rows
 from megatrain.model.micro_batch import MicroBatch
 from megatrain.model.probe import spec
-from megatrain.source.source import open_source
-from tests.families.tiny import decoder_sizes
-from tests.parity.cases import Noting
+from megatrain.source.source import open_source, structure
+from tests.families.plain import make_steps
+from tests.families.tiny import decoder_sizes, tiny_model
+from tests.parity.cases import Noting, make_engine
 from tests.parity.test_tiles import TAKEN, model_of
 from tests.race.schedule import Together
 from tests.sweeps import few
@@ -290,3 +292,17 @@ def test_what_a_backward_makes_is_counted_beside_what_was_kept_for_it():
     work = compiled_work(traced(lambda: {Ref(0, 0): ((x @ x).exp() @ x).exp()}, [x]))
     made = work.kept_backward.made_bytes
     assert made > work.kept_backward.peak_bytes - work.again.kept_bytes > 0
+
+
+@pytest.mark.parametrize("family", ["codegen", "ctrl", "apertus", "cpmant"])
+def test_a_model_is_trained_as_if_nothing_had_been_foretold_of_it(family):
+    """Forwards of these replace buffers, read them whole, keep them in parts, and check sizes."""
+    model = tiny_model(family)
+    source, [step] = open_source(model), make_steps(model.config)[:1]
+    size = Workload(96, 48, 2, precision="fp32")
+    for compiled, chunk_tokens in product((True, False), (None, 16)):
+        placement = Placement(compile=compiled, chunk_tokens=chunk_tokens)
+        workload = replace(size, compile=compiled)
+        assert ForecastCache(structure(source)).of(small_machine(1e4), placement, workload, 2)
+    with make_engine(source) as engine, make_engine(model) as other:
+        assert engine.step(step).loss == other.step(step).loss
