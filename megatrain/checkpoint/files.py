@@ -14,14 +14,14 @@ import shutil
 import socket
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatrain.base import huge_pages
-from megatrain.base.whole_files import BLOCK, fill, forget_pages, hidden, pass_cache_by
+from megatrain.base.whole_files import BLOCK, forget_pages, hidden, pass_cache_by
 from megatrain.errors import InputError, RunFailed, explained, os_reason
 
 try:
@@ -123,12 +123,6 @@ def joined_sums(tile: str, by_rank: Sequence[Sums]) -> tuple[tuple[int, str], ..
     return tuple((size, checksum) for _, size, checksum in pieces)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small new file to the disk."""
-    with NewFile(path) as file:
-        file.write(text.encode(), 0)
-
-
 def settle(path: Path) -> tuple[int, tuple[tuple[int, str], ...]]:
     """Flush a file that was written elsewhere to the disk; its size and its pieces' checksums."""
     pieces = []
@@ -137,25 +131,6 @@ def settle(path: Path) -> tuple[int, tuple[tuple[int, str], ...]]:
             pieces.append((len(data), ALGORITHMS[ALGORITHM](data)))
         os.fsync(file.fileno())
     return sum(size for size, _ in pieces), tuple(pieces)
-
-
-def read_piece(path: Path, buffer: memoryview, offset: int, algorithm: str, checksum: str) -> None:
-    """Fill `room` from `offset` of a file, no link. Raises InputError: unreadable, or damaged."""
-    with (
-        explained(f"{path}: cannot read it", of=(OSError, EOFError)),
-        open(path, "rb", buffering=0, opener=_not_through_links) as file,
-    ):
-        fill(buffer, file.fileno(), offset)
-        forget_pages(file.fileno(), offset, len(buffer))
-    if ALGORITHMS[algorithm](buffer) != checksum:
-        raise InputError(
-            f"{path}: bytes {offset} to {offset + len(buffer)} are not those that were saved "
-            "(checksums differ); the file is damaged or another one"
-        )
-
-
-def _not_through_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW)
 
 
 def regular_size(folder: Path, name: str) -> int:
@@ -193,30 +168,26 @@ def put_right(parent: Path) -> None:
         try:
             if path.is_symlink():  # a link had the name of a checkpoint
                 os.unlink(path)
-            elif not _is_claimed(path):
-                shutil.rmtree(path)
+            else:
+                with claimed(path) as is_free:
+                    if is_free:
+                        shutil.rmtree(path)
         except OSError as error:
             _log.warning("%s: left over, and cannot be removed (%s)", path, os_reason(error))
 
 
 @contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Until this context or the process ends, `put_right` leaves `folder` alone (a file lock)."""
-    handle = os.open(folder, os.O_RDONLY)
+def claimed(folder: Path) -> Iterator[bool]:
+    """Until this context or the process ends, `put_right` leaves `folder` alone (a file lock).
+
+    Yields False if another one has claimed it before.
+    """
+    handle, is_free = os.open(folder, os.O_RDONLY), True
     try:
-        with suppress(OSError):
+        try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        except OSError as error:  # a file system without locks has nobody to ask
+            is_free = not isinstance(error, BlockingIOError)
+        yield is_free
     finally:
         os.close(handle)
-
-
-def _is_claimed(folder: Path) -> bool:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    finally:
-        os.close(handle)
-    return False

@@ -4,6 +4,7 @@ A manifest is checked before anything in it is believed.
 """
 
 import json
+import os
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Interval, Len, Predicate
 
 from megatrain.base.json_yaml import MAX_JSON_BYTES, MAX_NAME_LENGTH, parse_object, read_json
+from megatrain.base.whole_files import fill, forget_pages
 from megatrain.checkpoint import files
 from megatrain.errors import InputError, explained, in_one_line
 from megatrain.model.companions import tokenizer_files
@@ -207,17 +209,25 @@ class Checkpoint:
         return self.settings.steps
 
     @property
-    def num_bytes(self) -> int:
-        return sum(record.num_bytes for record in self.manifest.files.values())
-
-    @property
     def model_folder(self) -> Path:
         """The folder with the model's configuration and the caller's attached files; no weights."""
         return self.folder / MODEL
 
     def read(self, name: str, buffer: memoryview, offset: int, checksum: str) -> None:
-        """Fill `room` from `offset` of a file. Raises InputError: the checksum differs."""
-        files.read_piece(self.folder / name, buffer, offset, self.manifest.algorithm, checksum)
+        """Fill `buffer` from `offset` of a file. Raises InputError: unreadable, a link, damaged."""
+        path = self.folder / name
+        with explained(f"{path}: cannot read it", of=(OSError, EOFError)):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fill(buffer, descriptor, offset)
+                forget_pages(descriptor, offset, len(buffer))
+            finally:
+                os.close(descriptor)
+        if files.ALGORITHMS[self.manifest.algorithm](buffer) != checksum:
+            raise InputError(
+                f"{path}: bytes {offset} to {offset + len(buffer)} are not those that were saved "
+                "(checksums differ); the file is damaged or another one"
+            )
 
     def check_file(self, name: str, start: int = 0, stop: int = _LARGEST) -> None:
         """Compare a file's pieces between bytes `start` and `stop` with their checksums."""
@@ -318,8 +328,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         return read_checkpoint(folder)
     except InputError as error:
         within = [*whole_checkpoints(folder), *whole_checkpoints(folder / "checkpoints")]
-        siblings = [path for path in whole_checkpoints(folder.parent) if path != folder]
-        hints = within or siblings
+        hints = within or [path for path in whole_checkpoints(folder.parent) if path != folder]
         hint = f"the newest whole one there is {hints[0]}" if hints else "no whole one is there"
         raise InputError(f"{error}; {hint}") from error
 

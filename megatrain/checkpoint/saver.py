@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatrain.base.units import gib
-from megatrain.base.whole_files import flush, hidden, publish
+from megatrain.base.whole_files import flush, hidden, publish, write_file
 from megatrain.checkpoint import files, manifest, snapshot
 from megatrain.device import Device
 from megatrain.device.base import SAVE
@@ -23,6 +23,7 @@ from megatrain.store.store import Tile
 
 _log = logging.getLogger(__name__)
 
+Written = tuple[dict[str, files.Sums], dict[str, manifest.FileRecord]]  # by a rank: tiles, others
 _HEALTH_SECONDS = 0.5  # between two looks at the device's host threads while writers write
 
 
@@ -56,7 +57,7 @@ class Saving:
         self, saver: "Saver", folder: Path, contents: Contents, jobs: list[snapshot.TileFile]
     ) -> None:
         """Begin the save; each rank writes its pieces, and rank 0 everything else."""
-        self._device, self._ranks = saver.device, saver.ranks.second_group
+        self._device, self._ranks = saver.device, replace(saver.ranks, host=saver.ranks.saves)
         self.folder, self.step = folder, contents.settings.steps
         self.num_bytes = sum(job.num_bytes for job in jobs)
         self.error: RunFailed | None = None
@@ -146,18 +147,14 @@ class Saving:
                 with files.NewFile(partial / job.record.file):
                     pass
 
-    def _fill(self, partial: Path) -> tuple[dict[str, files.Sums], dict[str, manifest.FileRecord]]:
+    def _fill(self, partial: Path) -> Written:
         """Write this rank's part of all files and flush them to the disk."""
         files.require_seen(partial)
         with self._writers(partial) as tiles:
             documents = {} if self._ranks.rank else self._write_documents(partial)
         return tiles, documents
 
-    def _publish(
-        self,
-        partial: Path,
-        written: Sequence[tuple[dict[str, files.Sums], dict[str, manifest.FileRecord]]],
-    ) -> None:
+    def _publish(self, partial: Path, written: Sequence[Written]) -> None:
         """Write the manifest of all ranks' files, and rename the folder to its final name."""
         records = dict(written[0][1])
         for job in self._jobs:
@@ -165,12 +162,11 @@ class Saving:
             pieces = files.joined_sums(job.tile.name, [sums[name] for sums, _ in written])
             records[name] = manifest.FileRecord(job.num_bytes, pieces)
         tiles = tuple(sorted((job.record for job in self._jobs), key=lambda tile: tile.file))
-        settings = self._contents.settings
-        content = manifest.Manifest(files.ALGORITHM, settings, records, tiles)
+        content = manifest.Manifest(files.ALGORITHM, self._contents.settings, records, tiles)
         for folder in [path for path in partial.rglob("*") if path.is_dir()]:
             flush(folder)
         text = json.dumps(manifest.signed(asdict(content)), indent=1) + "\n"
-        files.write_text(partial / manifest.MANIFEST, text)
+        write_file(partial / manifest.MANIFEST, text)
         flush(partial)
         publish(partial, self.folder, hidden(self.folder, files.REPLACED))
         self._named = True
@@ -243,7 +239,7 @@ class Saving:
         contents.documents(partial)
         if contents.attach is not None:
             contents.attach(partial / manifest.MODEL)
-        files.write_text(partial / manifest.EXTRA, contents.extra)
+        write_file(partial / manifest.EXTRA, contents.extra)
         records = {}
         for path in partial.rglob("*"):
             name = path.relative_to(partial).as_posix()
@@ -255,7 +251,7 @@ class Saving:
                     raise RunFailed(f"{name!r} is no name that every system takes")
                 records[name] = manifest.FileRecord(*files.settle(path))
         if contents.keep:
-            files.write_text(partial / manifest.KEEP, "")
+            manifest.mark(partial)
         return records
 
 

@@ -109,8 +109,7 @@ def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
             first, stop = shard.start * size, (shard.start + shard.numel) * size
             for start in range(first, stop, files.PIECE_BYTES):
                 part = flat.piece(start, min(start + files.PIECE_BYTES, stop))
-                offset = end + shard.at * size + start - first
-                pieces.append(Piece(buffer, part, offset, tier))
+                pieces.append(Piece(buffer, part, end + shard.at * size + start - first, tier))
         end += tensor.nbytes
     records = {n: manifest.Plane(DTYPE_NAMES[p.dtype], lengths[n]) for n, p in planes.items()}
     parameters = tuple(

@@ -27,7 +27,7 @@ class Collectives:
         Returns the event after which the buffers are whole.
         """
         device, shards = self._device, self.ranks.shards
-        if not shards.together:
+        if shards.size == 1:
             return device.record(stream)
         device.wait(GATHER, device.record(stream), "shard arrived")
         for part in parts:
@@ -36,23 +36,23 @@ class Collectives:
 
     def complete(self, values: Buffer, label: str) -> None:
         """Let COMPUTE, which has written this rank's block of a buffer, have all ranks' blocks."""
-        if self.ranks.shards.together:
+        if self.ranks.shards.size > 1:
             gathered = self.all_gather([values], label, COMPUTE)
             self._device.wait(COMPUTE, gathered, "blocks of all ranks")
 
     def reduce_scatter(self, sums: Buffer, name: str) -> None:
         """Sum a buffer over the ranks; COMPUTE gets this rank's block of it."""
         device, shards, replicas = self._device, self.ranks.shards, self.ranks.replicas
-        if not (self.ranks.together and len(sums.data)):
+        if not (self.ranks.size > 1 and len(sums.data)):
             return
         done, mine = device.record(COMPUTE), sums
-        if shards.together:
+        if shards.size > 1:
             device.wait(REDUCE, done, "sums ready")
             self._run(REDUCE, f"sum {name}", shards.reduce_scatter, sums)
             block = len(sums.data) // shards.size
             mine = sums.piece(shards.rank * block, (shards.rank + 1) * block)
             done = device.record(REDUCE)
-        if replicas.together:
+        if replicas.size > 1:
             device.wait(HOSTS, done, "sums of this host")
             self._run(HOSTS, f"sum {name} of all hosts", replicas.all_reduce, mine, Kind.ALL_REDUCE)
             done = device.record(HOSTS)
@@ -60,9 +60,9 @@ class Collectives:
 
     def all_reduce(self, numbers: Buffer, label: str) -> Any:
         """Sum numbers that COMPUTE has written over the ranks; returns the event of the end."""
-        if not self.ranks.together:
+        if self.ranks.size == 1:
             return self._device.record(COMPUTE)
-        stream = REDUCE if self.ranks.shards.together else HOSTS  # where tiles are summed first
+        stream = REDUCE if self.ranks.shards.size > 1 else HOSTS  # where tiles are summed first
         self._device.wait(stream, self._device.record(COMPUTE), "numbers ready")
         self._run(stream, f"sum {label}", self.ranks.all_reduce, numbers)
         return self._device.record(stream)
@@ -76,7 +76,7 @@ class Collectives:
             mine: this rank's; a device that computes nothing takes and returns None for each.
             shapes: those of all ranks' tensors; `first`: the index of this rank's first one.
         """
-        if not self.ranks.together:
+        if self.ranks.size == 1:
             return list(mine)
         device, sizes = self._device, [prod(shape) for shape in shapes]
         total = device.empty("numbers of all ranks", sum(sizes), torch.float32)

@@ -142,7 +142,7 @@ class PlacedEngine:
             self._spec, self.device.torch_device, self._dtype, float8=opened.precision == "fp8"
         )
         self._program.tile_epilogue(placement.head_tokens)
-        if placement.own_experts and self.ranks.together:
+        if placement.own_experts and self.ranks.size > 1:
             exchanges = exchanging(self.ranks, self.device.torch_device)
             self._program.set_owners(ExpertOwners(exchanges))
         assembly = Assembly(
@@ -392,7 +392,7 @@ class PlacedEngine:
     @property
     def batch_ranks(self) -> Ranks:
         """The ranks that each take different micro-batches; one if all ranks share every row."""
-        return ALONE if self._opened.sequence_ranks.together else self.ranks
+        return ALONE if self._opened.sequence_ranks.size > 1 else self.ranks
 
     @property
     def balances_experts(self) -> bool:

@@ -64,7 +64,7 @@ def whole_model(
 
         def encoded(encoder: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             """Call an encoder; before the first call put in the encoders' weights."""
-            if encoders and ranks.together:
+            if encoders and ranks.size > 1:
                 raise InputError("ranks that share a model make no texts of images; use one rank")
             for tile in store.of(TileKind.MEDIA) if encoders else ():
                 for name, values in tile.layout.views(tile.weights.data).items():
@@ -76,7 +76,7 @@ def whole_model(
         units = [*parts.trunk, parts.head]
         gathered = [(tile, e) for tile, e in store.entries() if e.name in spec.gathered]
         fits = False
-        if spare is not None and not ranks.together:
+        if spare is not None and ranks.size == 1:
             to_copy = {unit.tile for unit in units if not parts.stream.keeps(unit.tile)}
             numel = sum(tile.layout.unpacked.numel for tile in to_copy)
             numel += sum(entry.numel for _, entry in gathered)
@@ -94,7 +94,7 @@ def whole_model(
             feed = _Feed(parts, places, tables)
             for hook in feed.hooks(model, [layer.module for layer in spec.layers]):
                 stack.callback(hook.remove)
-            if ranks.together and not apart:
+            if ranks.size > 1 and not apart:
                 stack.callback(model.register_forward_hook(partial(_from_first, ranks)).remove)
         stack.enter_context(torch.no_grad())
         stack.enter_context(sdpa_kernel(_ATTENTION))
@@ -138,7 +138,7 @@ class _Places:
 def _table(opened: EngineSetup, tile: Tile, entry: Entry) -> Tensor:
     """A whole embedding table on the device; of several ranks, from the blocks that each keeps."""
     flat, device, ranks = tile.weights.data, opened.device.torch_device, opened.ranks.shards
-    if not ranks.together:
+    if ranks.size == 1:
         return entry.view(flat).to(device)
     [(start, stop)] = [part for part in tile.layout.parts if part[0] <= entry.offset < part[1]]
     table = torch.empty(stop - start, dtype=flat.dtype, device=device)

@@ -60,6 +60,7 @@ class Ranks:
         on_host: ranks that share this machine's memory and cores.
         hosts: groups of `size / hosts` consecutive ranks that each keep the whole model.
         host: their group of torch.distributed for CPU tensors and objects.
+        saves: another one, for the thread of a save, which runs beside the main one.
         link_gbps: GB/s that a device receives in a gather; None where nobody measured.
     """
 
@@ -69,11 +70,7 @@ class Ranks:
     host: ProcessGroup | None = None
     link_gbps: float | None = None
     hosts: int = 1
-
-    @property
-    def together(self) -> bool:
-        """True if there are collectives."""
-        return self.size > 1
+    saves: ProcessGroup | None = None
 
     @property
     def shards(self) -> "Ranks":
@@ -95,11 +92,6 @@ class Ranks:
 
     def barrier(self) -> None:
         """Wait until all ranks are here; raises RunFailed that names who is not in time."""
-
-    @property
-    def second_group(self) -> "Ranks":
-        """The same ranks with another communicator, for a thread that runs beside the main one."""
-        return self
 
     def all_gather(self, whole: Tensor) -> None:
         """Fill a tensor of `size` equal blocks, of which each rank has its own in place."""
@@ -200,13 +192,11 @@ class ProcessGroups(Ranks):
     """Ranks of an initialised torch.distributed.
 
     Attributes:
-        saves: like `host`, for the thread of a save.
         incoming, outgoing: groups for the device's gathers and sums, which run at the same time.
         parts: `shards` and `replicas`, if there are several hosts.
         beneath: for what layers exchange, on the stream that computes; None: nothing.
     """
 
-    saves: ProcessGroup | None = None
     incoming: ProcessGroup | None = None
     outgoing: ProcessGroup | None = None
     parts: tuple[Ranks, Ranks] | None = None
@@ -234,10 +224,6 @@ class ProcessGroups(Ranks):
     def barrier(self) -> None:
         with self._peer_errors():
             dist.monitored_barrier(self.host, timeout=patience(), wait_all_ranks=True)
-
-    @property
-    def second_group(self) -> Ranks:
-        return replace(self, host=self.saves)
 
     def all_gather(self, whole: Tensor) -> None:
         flat = whole.view(torch.uint8)
@@ -415,8 +401,7 @@ def joined() -> Iterator[Ranks]:
     with explained(problem, of=(RuntimeError, ValueError), into=RunFailed):
         store, rank, size = next(rendezvous("env://", timeout=_OPENING))
         # After a restart torchrun's store may still have the addresses of processes that ended.
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-        store = PrefixStore(f"start {start}", store)
+        store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_OPENING)
     try:
         yield ProcessGroups(rank, size, host=dist.group.WORLD)
@@ -437,9 +422,7 @@ def open_sequence_ranks(ranks: Ranks, device: torch.device, number: Any) -> Rank
             f"sequence_parallel is {number!r}; it must be 1 (each rank has rows of its own) or the "
             f"number of ranks, which is {ranks.size}, all of one host"
         )
-    if number == 1:
-        return ALONE
-    return exchanging(ranks, device)
+    return ALONE if number == 1 else exchanging(ranks, device)
 
 
 def exchanging(ranks: Ranks, device: torch.device) -> ProcessGroups:

@@ -87,7 +87,7 @@ def require_alone(ranks: Ranks, what: str) -> None:
 
 def _refuse(opened: EngineSetup, placement: Placement) -> None:
     spec, rule = opened.model.spec, opened.model.rule
-    several = opened.ranks.hosts > 1 or opened.sequence_ranks.together
+    several = opened.ranks.hosts > 1 or opened.sequence_ranks.size > 1
     if placement.own_experts and (several or (rule is not None and rule.needs_matrices)):
         raise InputError(
             "placement.own_experts is not for several hosts, sequence_parallel, Muon: set it false"

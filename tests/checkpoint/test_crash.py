@@ -151,7 +151,7 @@ def test_everything_is_on_the_disk_before_it_is_named(engine, tmp_path, monkeypa
     note("fsync", lambda result, handle: order.append(names.get(handle, "a document")))
     note("rename", lambda *args: order.append("rename"))
     engine.save(tmp_path / "saved")
-    manifest, rename = order.index("manifest.json"), order.index("rename")
+    manifest, rename = order.index(".manifest.json.partial"), order.index("rename")
     tiles = [i for i, name in enumerate(order) if name.endswith(".safetensors")]
     assert len(tiles) == 5
     assert max(tiles) < order.index("tiles") < manifest
