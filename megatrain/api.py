@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatrain import loss as losses
 from megatrain.autoplace.auto import parse_limit, settle
 from megatrain.checkpoint import open_checkpoint
 from megatrain.device import Buffer, Device, Recording, open_device
@@ -20,31 +21,15 @@ from megatrain.engine.undisturbed import plain_tensors
 from megatrain.engine.update import StepResult
 from megatrain.errors import InputError
 from megatrain.forecast.workload import Generation
-from megatrain.loss import (
-    CROSS_ENTROPY,
-    EMBEDDING,
-    SCORE,
-    TOKEN_SCORE,
-    CrossEntropy,
-    Loss,
-    TopTokens,
-    given_loss,
-)
+from megatrain.loss import CROSS_ENTROPY, CrossEntropy, Loss
 from megatrain.model.attention import attend_by_kernel
 from megatrain.model.micro_batch import Batch
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, is_number
 from megatrain.parallel.distributed import local_rank, open_ranks, open_sequence_ranks
 from megatrain.placement import Placement, Precision, Verify
+from megatrain.source import source as sources
 from megatrain.source.sharing import NO_LABELS, require_alone
-from megatrain.source.source import (
-    Base,
-    EngineSetup,
-    Opens,
-    choose_trained,
-    open_source,
-    open_structure,
-)
 from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
 from megatrain.source.tiles import DTYPES
 
@@ -120,7 +105,7 @@ class Engine(PlacedEngine):
 
     def __init__(
         self,
-        model: Opens,
+        model: sources.Opens,
         *,
         optimizer: Rule | None = None,
         max_grad_norm: float | None = 1.0,
@@ -143,7 +128,7 @@ class Engine(PlacedEngine):
         disk_space: str | int | None = None,
         saveable: bool = True,
         adapter: Any = None,
-        base: Base = "bf16",
+        base: sources.Base = "bf16",
         router_aux_loss_coef: float | None = None,
         router_z_loss_coef: float | None = None,
         router_bias_update: float | None = None,
@@ -152,7 +137,7 @@ class Engine(PlacedEngine):
         verify: Verify = "save",
     ) -> None:
         """Open a model and load its weights into host memory; see the class for the arguments."""
-        given_loss(loss)
+        losses.given_loss(loss)
         _check_arguments(optimizer, max_grad_norm, precision, placement, seed, verify)
         if not isinstance(trained, Trained):
             raise InputError(f"trained is {trained!r}; it must be a Trained(freeze=[...])")
@@ -161,7 +146,7 @@ class Engine(PlacedEngine):
         if disk_space is not None and disk is None:
             raise InputError("disk_space needs disk: a folder on the disk")
         with plain_tensors():
-            source = open_source(
+            source = sources.open_source(
                 model,
                 adapter,
                 base,
@@ -174,7 +159,7 @@ class Engine(PlacedEngine):
                 attn_implementation=attn_implementation,
                 head=loss.head,
             )
-            choose_trained(source, trained, optimizer, precision)
+            sources.choose_trained(source, trained, optimizer, precision)
             if not isinstance(device, Device):
                 device = open_device(device, local_rank(group))
             recording = Recording(device)
@@ -182,10 +167,10 @@ class Engine(PlacedEngine):
             recording.limit(parse_limit("device_memory", device_memory), host_limit)
             ranks = open_ranks(group, recording.torch_device)
             sequence_ranks = open_sequence_ranks(ranks, recording.torch_device, sequence_parallel)
-            model = open_structure(source, optimizer, ranks, precision, saveable=saveable)
+            model = sources.open_structure(source, optimizer, ranks, precision, saveable=saveable)
             if recording.can.attends_with_sums:
                 attend_by_kernel(model.spec, precision)
-            setup = EngineSetup(
+            setup = sources.EngineSetup(
                 source,
                 model,
                 max_grad_norm,
@@ -229,8 +214,8 @@ class Engine(PlacedEngine):
 
         If several tokens are equally likely, each counts as the likeliest.
         """
-        losses = self.run_forward(micro_batches, SCORE, Head.loss)
-        parts = self.ranks.all_gather_object(torch.stack(losses).sum(0).cpu())
+        sums = self.run_forward(micro_batches, losses.Score(), Head.loss)
+        parts = self.ranks.all_gather_object(torch.stack(sums).sum(0).cpu())
         loss, accuracy = torch.stack(parts).sum(0).tolist()
         return loss, accuracy
 
@@ -252,7 +237,7 @@ class Engine(PlacedEngine):
         """
         if top_k > (size := self.num_logits):
             raise InputError(f"top_k is {top_k}, and the model has {size} tokens; take fewer")
-        tokens = self.label_losses(micro_batches, TopTokens(top_k, temperature))
+        tokens = self.label_losses(micro_batches, losses.TopTokens(top_k, temperature))
         pairs = (values.roll(self.label_shift, 1).unbind(2) for values in tokens)
         return [(ids.long(), log_probs) for log_probs, ids in pairs]
 
@@ -261,14 +246,14 @@ class Engine(PlacedEngine):
 
         Needs a model with a sequence head; see `megatrain.loss.Reward`.
         """
-        return self.label_losses(micro_batches, TOKEN_SCORE)
+        return self.label_losses(micro_batches, losses.TokenScore())
 
     def embeddings(self, micro_batches: MicroBatches) -> list[Tensor]:
         """The mean of each row's labelled hidden states `[B, D]`, fp32 on the CPU, not normalised.
 
         Needs a model without a head; see `megatrain.loss.Contrastive`.
         """
-        return self.label_losses(micro_batches, EMBEDDING)
+        return self.label_losses(micro_batches, losses.Embedding())
 
     @classmethod
     def load(
@@ -314,7 +299,7 @@ class Engine(PlacedEngine):
         checkpoint = open_checkpoint(folder)
         settings = checkpoint.settings
         with plain_tensors():
-            source = open_source(
+            source = sources.open_source(
                 checkpoint,
                 resumes=True,
                 trust_remote_code=trust_remote_code,

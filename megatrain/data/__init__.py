@@ -5,7 +5,7 @@ Read in this order: `sources` (which files), `readers` (their rows, checked), `e
 `loader` (their endless order). `tokenise` calls them in turn.
 """
 
-from megatrain.data.dataset import PLAIN, PackedDataset, ReplyDataset, numbered, plain_rows
+from megatrain.data.dataset import PLAIN, PackedDataset, ReplyDataset, numbered
 from megatrain.data.demo_corpus import stdlib_corpus, train_bpe_tokenizer
 from megatrain.data.images import ImageProcessor
 from megatrain.data.loader import Step, StepLoader

@@ -14,20 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatrain.base.units import align
+from megatrain.data import row_packing
 from megatrain.data.images import ImageProcessor, Medium
-from megatrain.data.row_packing import (
-    Ints,
-    PackedRows,
-    Segments,
-    fill_rows,
-    fit_rows,
-    shuffled,
-    split_rows,
-)
+from megatrain.data.row_packing import Ints, PackedRows, Segments, shuffled
 from megatrain.data.sources import DataKind
 from megatrain.data.token_store import TokenStore
 from megatrain.errors import InputError
-from megatrain.loss import DPO, IGNORED, Distillation
+from megatrain.loss import IGNORED
 
 MicroBatch = dict[str, Tensor]
 Overlong = Literal["truncate", "drop", "error"]
@@ -42,7 +35,6 @@ _NAMES = {"text": "documents", "pairs": "replies", "margins": "replies"}
 _NAMES |= dict.fromkeys(("anchors", *CLASSES), "texts")
 
 PLAIN = ("input_ids", "labels", "attention_mask")
-_OF_LOSSES = {*DPO.inputs, *Distillation.choices, "margin", "text"}
 _log = logging.getLogger("megatrain.data")
 _WIDTH_MULTIPLE = 8  # of tokens in unpacked batches, for matrix units
 _MAX_PLACES = 8  # named in one description
@@ -70,11 +62,11 @@ class Layout:
         if self.lines > 1:
             return PackedRows(documents, np.arange(0, len(documents) + 1, self.lines))
         if not self.packing:
-            rows = split_rows(documents, self.sequence_length)
+            rows = row_packing.split_rows(documents, self.sequence_length)
         elif self.kind == "text":
-            rows = fill_rows(documents, self.sequence_length)
+            rows = row_packing.fill_rows(documents, self.sequence_length)
         else:
-            rows = fit_rows(documents, self.sequence_length)
+            rows = row_packing.fit_rows(documents, self.sequence_length)
         if len(rows) == 0 or self.num_classes:  # a lone token has a class
             return rows
         # The first token of a segment is not predicted, so a segment of one teaches nothing.
@@ -342,7 +334,10 @@ class ReplyDataset(PackedDataset):
         for name, values in of_lines.items():
             batch[name] = values[:, None].expand(labels.shape).float().contiguous()
         if self.reference is not None:
-            batch["reference_logp"] = at_first_label(self.reference[list(rows)].view(-1), labels)
+            sums, first = self.reference[list(rows)].view(-1, 1), (labels != IGNORED).float()
+            batch["reference_logp"] = torch.zeros(labels.shape).scatter(
+                1, first.argmax(1, keepdim=True), sums.float()
+            )
         mask = batch.get("attention_mask")
         if self.loss.scores:
             batch["labels"] = scored(ids, mask, self.pad)
@@ -353,10 +348,8 @@ class ReplyDataset(PackedDataset):
         return batch
 
 
-def at_first_label(sums: Tensor, labels: Tensor) -> Tensor:
-    """`[B, T]`: each line's number at its first label, 0 elsewhere."""
-    first = (labels != IGNORED).float().argmax(1)
-    return torch.zeros(labels.shape).scatter(1, first[:, None], sums.float()[:, None])
+OF_KIND: dict[str, type[PackedDataset]] = dict.fromkeys(REPLIES, ReplyDataset)
+OF_KIND |= dict.fromkeys(CLASSES, ClassDataset)
 
 
 def scored(ids: Tensor, mask: Tensor | None, pad: int) -> Tensor:
@@ -367,11 +360,6 @@ def scored(ids: Tensor, mask: Tensor | None, pad: int) -> Tensor:
     present = (ids != pad) if mask is None else (ids != pad) & (mask == 1)
     last = (torch.arange(ids.shape[1]) * present).argmax(1, keepdim=True)
     return torch.full_like(ids, IGNORED).scatter(1, last, 0)
-
-
-def plain_rows(step: list[MicroBatch]) -> list[MicroBatch]:
-    """The micro-batches with labels and a forward's inputs, without those of losses."""
-    return [{n: value for n, value in micro.items() if n not in _OF_LOSSES} for micro in step]
 
 
 def numbered(step: list[MicroBatch]) -> list[MicroBatch]:

@@ -5,20 +5,12 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
-from megatrain.data.dataset import (
-    CLASSES,
-    REPLIES,
-    ClassDataset,
-    Layout,
-    Overlong,
-    PackedDataset,
-    ReplyDataset,
-    choose,
-)
+from megatrain.data import dataset
 from megatrain.data.encoders import BadRows, Encoder, Examples, say_left_out
 from megatrain.data.images import ImageProcessor
 from megatrain.data.refused_fields import listed
@@ -29,9 +21,6 @@ from megatrain.data.token_store import open_store
 from megatrain.data.tokenizer import identity, pad_id
 from megatrain.errors import InputError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 _FORMAT = 19  # of kept tokens: raise it when the same input gives other tokens
 _log = logging.getLogger("megatrain.data")
 
@@ -39,7 +28,7 @@ _log = logging.getLogger("megatrain.data")
 def open_dataset(
     source: str | Path | Sequence[str | Path],
     *,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     sequence_length: int,
     cache_dir: str | Path,
     kind: DataKind = "auto",
@@ -50,13 +39,13 @@ def open_dataset(
     repeat: bool = False,
     seed: int = 0,
     vocab_size: int | None = None,
-    overlong: Overlong = "truncate",
+    overlong: dataset.Overlong = "truncate",
     hub_config: str | None = None,
     hub_split: str = "train",
     images: ImageProcessor | None = None,
     labels: Sequence[str] = (),
     lines: int = 2,
-) -> PackedDataset:
+) -> dataset.PackedDataset:
     """Tokenises `source` (once: the tokens are kept in `cache_dir`) and arranges it in rows.
 
     Args:
@@ -97,12 +86,12 @@ def open_dataset(
     )
     _say(store.notes)
     of_rows: Any = "pairs" if kind == "margins" else store.notes["kind"]
-    of_rows = kind if kind in CLASSES else of_rows
-    packs = packing and kind not in (*REPLIES, *CLASSES)
+    of_rows = kind if kind in dataset.CLASSES else of_rows
+    packs = packing and kind not in dataset.OF_KIND
     pad = pad_id(tokenizer, vocab_size)
-    lines = lines if kind in REPLIES else 1
-    layout = Layout(of_rows, sequence_length, packs, overlong, pad, len(labels), lines)
-    documents, part = choose(store, layout, seed), f"seed {seed}"
+    lines = lines if kind in dataset.REPLIES else 1
+    layout = dataset.Layout(of_rows, sequence_length, packs, overlong, pad, len(labels), lines)
+    documents, part = dataset.choose(store, layout, seed), f"seed {seed}"
     if weights is not None:
         of_source = np.array(groups, np.int64)[store.documents()["source"]]
         documents = mixed(documents, of_source, weights, repeat, seed)
@@ -110,10 +99,10 @@ def open_dataset(
     if store.has_images:
         images.load()
         part += f", images {images.digest}"
-    cls = ReplyDataset if kind in REPLIES else ClassDataset if kind in CLASSES else PackedDataset
-    dataset = cls(store, documents, layout, part)
-    dataset.image_processor = images
-    return dataset
+    cls = dataset.OF_KIND.get(kind, dataset.PackedDataset)
+    opened = cls(store, documents, layout, part)
+    opened.image_processor = images
+    return opened
 
 
 def _say(notes: Mapping[str, Any]) -> None:

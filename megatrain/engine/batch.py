@@ -11,7 +11,7 @@ from torch import Tensor
 from megatrain.base.seeds import derived_seed
 from megatrain.device import available_bytes
 from megatrain.errors import InputError
-from megatrain.loss import CROSS_ENTROPY, IGNORED, TOKEN_SCORE, JointLoss, Loss, targets_of
+from megatrain.loss import CROSS_ENTROPY, IGNORED, JointLoss, Loss, TokenScore, targets_of
 from megatrain.model.capture import Call, Rows
 from megatrain.model.document_check import DocumentCheck, check_masks
 from megatrain.model.documents import is_packed, length_arguments, packed_positions, starts_anew
@@ -224,7 +224,7 @@ class Intake:
 
     def _run_trial(self, micro_batches: MicroBatches) -> tuple[list[Sequence[Call]], list[Tensor]]:
         self._program.train(False)
-        loss = TOKEN_SCORE if self._program.spec.capture.classifies else CROSS_ENTROPY
+        loss = TokenScore() if self._program.spec.capture.classifies else CROSS_ENTROPY
         last = self._labels - 1  # of classes, for which token ids stand here
         micro_batches = [{**m, "labels": m["labels"].clamp(max=last)} for m in micro_batches]
         batch = self.prepared(micro_batches, loss)

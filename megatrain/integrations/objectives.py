@@ -22,6 +22,7 @@ from megatrain.integrations.heeded import refuse
 
 _NOT_OF_MODEL = ("completion_mask", "margin", "ref_chosen_logps", "ref_rejected_logps")
 MicroBatches = list[dict[str, Tensor]]
+Measured = tuple[float, dict[str, float]]  # a loss, and what it measures
 _NLL_TYPES = ("nll", "chunked_nll")  # of SFTTrainer, mathematically one
 
 
@@ -49,25 +50,23 @@ class MicroBatchMeans(losses.PairLoss):
 
     def weigh(
         self,
-        log_probs: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        extras: Sequence[Sequence[Tensor]],
+        log_probs: losses.Tensors,
+        targets: losses.Tensors,
+        extras: Sequence[losses.Tensors],
         normaliser: float,
-    ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+    ) -> losses.Weighed:
         terms, weights, measured = [], [], []
-        for micro in zip(log_probs, targets, extras, self.shares, strict=True):
-            row_log_probs, labels, beside, share = micro
-            [loss], [weight], measures_now = super().weigh(
-                [row_log_probs], [labels], [beside], len(labels) / 2
+        for values, labels, beside, share in zip(
+            log_probs, targets, extras, self.shares, strict=True
+        ):
+            [loss], [weight], measures = super().weigh(
+                [values], [labels], [beside], len(labels) / 2
             )
             terms.append(share * loss)
             weights.append(share * weight)
-            measured.append(measures_now)
+            measured.append(measures)
         total = torch.stack(terms).sum()
-        means = {
-            name: torch.stack([measures[name] for measures in measured]).mean()
-            for name in measured[0]
-        }
+        means = {n: torch.stack([measures[n] for measures in measured]).mean() for n in measures}
         return [total, *[total * 0] * (len(weights) - 1)], weights, means
 
 
@@ -77,9 +76,6 @@ class WeightedSum(losses.TokenWeights):
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
         return 1.0
-
-
-WEIGHTED_SUM = WeightedSum()
 
 
 def weighed(step: Sequence[Waiting], shift: int) -> tuple[list[dict[str, Tensor]], losses.Loss]:
@@ -105,7 +101,7 @@ def weighed(step: Sequence[Waiting], shift: int) -> tuple[list[dict[str, Tensor]
     weighted = []
     for row, divisor in zip(rows, divisors, strict=True):
         weighted.append(row | {"token_weights": torch.full(row["labels"].shape, 1 / divisor)})
-    return weighted, WEIGHTED_SUM
+    return weighted, WeightedSum()
 
 
 @dataclass(frozen=True)
@@ -155,9 +151,7 @@ class Objective:
         """Micro-batches and loss of a step, each micro-batch counting as the Trainer counts it."""
         return weighed(waiting, engine.label_shift)
 
-    def value(
-        self, rows: MicroBatches, loss: Any, engine: Engine
-    ) -> tuple[float, dict[str, float]]:
+    def value(self, rows: MicroBatches, loss: Any, engine: Engine) -> Measured:
         """The loss of a step without its update, and its measures."""
         return engine.evaluate(rows, loss), {}
 
@@ -168,19 +162,14 @@ class _Pairs(Objective):
     def rows(self, step: MicroBatches) -> MicroBatches:
         raise NotImplementedError
 
-    def log_probs(self, rows: MicroBatches, engine: Engine) -> list[Tensor]:
-        """The log-probability of each label; the loss is a function of these."""
-        return engine.logprobs(rows)
-
     def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[MicroBatches, losses.Loss]:
         rows = self.rows([micro.inputs for micro in waiting])
         shares = tuple(1 / micro.num_micro for micro in waiting)
         return rows, replace(self.loss, shares=shares)  # type: ignore[type-var]
 
-    def value(
-        self, rows: MicroBatches, loss: losses.JointLoss, engine: Engine
-    ) -> tuple[float, dict[str, float]]:
-        measures = loss.loss_and_measures(self.log_probs(bare(rows, loss), engine), rows)
+    def value(self, rows: MicroBatches, loss: losses.JointLoss, engine: Engine) -> Measured:
+        values = getattr(engine, loss.reads)(loss.bare(rows))  # of which the loss is a function
+        measures = loss.loss_and_measures(values, rows)
         return measures.pop("loss"), measures
 
 
@@ -210,7 +199,7 @@ class Preferences(_Pairs):
         ]
         rows = _numbered(step, labels)
         assert self.reference is not None
-        references = self.reference.logprobs(bare(rows, self.loss))
+        references = self.reference.logprobs(self.loss.bare(rows))
         for micro, inputs, reference in zip(rows, step, references, strict=True):
             length = inputs["completion_mask"].sum(1, keepdim=True).clamp(min=1)
             micro |= {"reference_logp": reference, "length": length.expand_as(reference).float()}
@@ -253,14 +242,6 @@ class Scores(_Pairs):
     def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[MicroBatches, losses.Loss]:
         rows, loss = super().step(waiting, engine)
         return rows, replace(loss, margin="margin" in rows[0])  # type: ignore[type-var]
-
-    def log_probs(self, rows: MicroBatches, engine: Engine) -> list[Tensor]:
-        return engine.rewards(rows)
-
-
-def bare(rows: MicroBatches, loss: losses.Loss) -> MicroBatches:
-    """The micro-batches without what the loss takes beside the labels."""
-    return [{n: v for n, v in micro.items() if n not in loss.inputs} for micro in rows]
 
 
 def _numbered(step: MicroBatches, labels: list[Tensor]) -> MicroBatches:

@@ -89,9 +89,10 @@ class StreamedTrainer(_Trainer):
         reference, wrapped = options.pop("ref_model", None), is_peft_model(model)
         if paired and args is None:
             raise InputError("StreamedTrainer needs args=DPOConfig(...)")
-        # TRL gets the model and needs no reference of its own: ours computes the log-probabilities.
         if paired:
-            options["ref_model"] = trainer_model.NoReference(model.config)
+            # TRL needs no reference: ours computes the log-probabilities.
+            options["ref_model"] = without_weights = torch.nn.Module()
+            vars(without_weights).update(config=model.config)
         with changed([args], model_init_kwargs=None, precompute_ref_log_probs=False):
             super().__init__(model, *arguments, **options)
         heeded.check_arguments(self.args)
@@ -276,9 +277,8 @@ class StreamedTrainer(_Trainer):
         rows, loss = self._objective.step(waiting, self.engine)
         value, measures = self._objective.value(rows, loss, self.engine)
         if self.engine.balances_experts:
-            of_loss = {"labels", *loss.inputs}
-            bare = [{n: v for n, v in micro.items() if n not in of_loss} for micro in rows]
-            weighed, balance = self.engine.router_loss(bare, self._router_shares(waiting))
+            unlabelled = [{n: v for n, v in m.items() if n != "labels"} for m in loss.bare(rows)]
+            weighed, balance = self.engine.router_loss(unlabelled, self._router_shares(waiting))
             value, measures["aux_loss"] = value + weighed, balance
         return value, measures
 

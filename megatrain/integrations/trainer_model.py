@@ -168,14 +168,6 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
     return transformers.AutoModelForCausalLM.from_pretrained(model, **kwargs)
 
 
-class NoReference(nn.Module):
-    """Stands where TRL keeps a reference model; has no weights, and is not called."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config = config
-
-
 def without_dropout(model: Any) -> None:
     """Switch dropout off in configurations, too, as TRL's `disable_dropout` does in modules."""
     for name, module in model.named_modules():

@@ -3,7 +3,6 @@
 from megatrain.loss.base import (
     CROSS_ENTROPY,
     IGNORED,
-    SCORE,
     ClassHead,
     CrossEntropy,
     Distillation,
@@ -13,8 +12,10 @@ from megatrain.loss.base import (
     MultiLabel,
     Score,
     Sloped,
+    Tensors,
     TokenWeights,
     TopTokens,
+    Weighed,
     as_numbers,
     cross_entropy_sum,
     given_loss,
@@ -22,11 +23,10 @@ from megatrain.loss.base import (
     num_labelled,
     targets_of,
 )
-from megatrain.loss.embeddings import EMBEDDING, Contrastive, Embedding
+from megatrain.loss.embeddings import Contrastive, Embedding
 from megatrain.loss.policy import GRPO
 from megatrain.loss.preferences import (
     DPO,
-    TOKEN_SCORE,
     DpoVariant,
     PairLoss,
     Replies,

@@ -20,6 +20,9 @@ from torch import Tensor
 from megatrain.errors import InputError
 
 IGNORED = -100
+Tensors = Sequence[Tensor]
+Weighed = tuple[list[Tensor], list[Tensor], dict[str, Tensor]]
+"""Each micro-batch's share of a step's loss, its slopes, and measures; see `JointLoss.weigh`."""
 
 
 def targets_of(labels_BT: Tensor, shift: int = 1, fill: float = IGNORED) -> Tensor:
@@ -44,8 +47,7 @@ def logits_of(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 def log_probs_of(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     """The log-probability of each token's target `[N]`; undefined without a target."""
-    lse_N = logits_NV.logsumexp(1)
-    return logits_of(logits_NV, targets_N) - lse_N
+    return logits_of(logits_NV, targets_N) - logits_NV.logsumexp(1)
 
 
 class Loss(ABC):
@@ -96,6 +98,11 @@ class Loss(ABC):
             extras: the tensors named in `inputs` and `choices`, of each micro-batch.
         """
         return sum(num_labelled(target) for target in targets)
+
+    def bare(self, step: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """The micro-batches without what the loss takes beside the labels."""
+        own = {*self.inputs, *self.choices}
+        return [{n: value for n, value in micro.items() if n not in own} for micro in step]
 
     def pooled(self, values: Tensor, targets_BT: Tensor) -> Tensor:
         """Tokens' values `[B, T, ...]` as they are, or what is made of them for rows `[B, ...]`."""
@@ -253,9 +260,6 @@ class Score(Loss):
         return torch.stack([cross_entropy_sum(logits_NV, targets_N), right])
 
 
-SCORE = Score()
-
-
 @dataclass(frozen=True)
 class TopTokens(Loss):
     """The `top_k` likeliest tokens in a label's place: their log-probabilities, and their ids.
@@ -325,12 +329,8 @@ class JointLoss(Loss):
         return {"loss": float(losses[0]), **as_numbers(measured)}
 
     def weigh(
-        self,
-        log_probs: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        extras: Sequence[Sequence[Tensor]],
-        normaliser: float,
-    ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+        self, log_probs: Tensors, targets: Tensors, extras: Sequence[Tensors], normaliser: float
+    ) -> Weighed:
         """Each micro-batch's share of the step's loss, its slopes by labels, and the measures.
 
         Args:

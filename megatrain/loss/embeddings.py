@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.loss.base import IGNORED, ClassHead, JointLoss, Loss
+from megatrain.loss.base import IGNORED, ClassHead, JointLoss, Loss, Tensors, Weighed
 from megatrain.loss.preferences import check_numbers, check_type
 
 Pooling = Literal["last", "mean"]
@@ -31,9 +31,6 @@ class Embedding(Loss):
 
     def pooled(self, values_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         return values_BTD.sum(1) / _counts(targets_BT)
-
-
-EMBEDDING = Embedding()
 
 
 @dataclass(frozen=True)
@@ -105,12 +102,8 @@ class Contrastive(Embedding, JointLoss):
         return {"accuracy": (as_near == 1).double().mean()}
 
     def weigh(
-        self,
-        log_probs: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        extras: Sequence[Sequence[Tensor]],
-        normaliser: float,
-    ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+        self, log_probs: Tensors, targets: Tensors, extras: Sequence[Tensors], normaliser: float
+    ) -> Weighed:
         rows, of_rows = _of_rows(targets, extras)
         losses, slopes, measured = super().weigh(log_probs, rows, of_rows, normaliser)
         of_tokens = [
@@ -138,16 +131,9 @@ def _counts(targets_BT: Tensor) -> Tensor:
     return (targets_BT != IGNORED).sum(1, keepdim=True).clamp(min=1)
 
 
-def _of_rows(
-    targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]
-) -> tuple[list[Tensor], list[list[Tensor]]]:
+def _of_rows(targets: Tensors, extras: Sequence[Tensors]) -> tuple[Tensors, list[Tensors]]:
     """Targets and numbers of each row `[B]`: those of its first label."""
     firsts = [(target != IGNORED).int().argmax(1, keepdim=True) for target in targets]
-
-    def first(tensor: Tensor, place: Tensor) -> Tensor:
-        return tensor.gather(1, place)[:, 0]
-
-    return (
-        [first(target, place) for target, place in zip(targets, firsts, strict=True)],
-        [[first(e, place) for e in row] for row, place in zip(extras, firsts, strict=True)],
-    )
+    parts = zip(targets, extras, firsts, strict=True)
+    rows = [[x.gather(1, first)[:, 0] for x in (target, *e)] for target, e, first in parts]
+    return [target for target, *_ in rows], [numbers for _, *numbers in rows]

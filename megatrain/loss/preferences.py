@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.loss.base import IGNORED, JointLoss, Loss
+from megatrain.loss.base import IGNORED, JointLoss, Loss, Tensors
 
 MOST_NUMBERS = 1 << 24  # that fp32 tells apart
 
@@ -53,9 +53,7 @@ def labels_of(name: int, targets: Sequence[Tensor], extras: Sequence[Sequence[Te
     return torch.cat([inputs[name][target != IGNORED] for target, inputs in pairs])
 
 
-def check_rows(
-    name: str, numbers: Tensor, targets: Sequence[Tensor], kinds: Tensor | int = 0
-) -> None:
+def check_rows(name: str, numbers: Tensor, targets: Tensors, kinds: Tensor | int = 0) -> None:
     """Raises InputError: labels with one reply's number and kind are in several rows of a step."""
     count = sum(len(target) for target in targets)
     rows = torch.arange(count).split([len(target) for target in targets])
@@ -205,9 +203,6 @@ class TokenScore(Loss):
 
     def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         return logits_NV.logsumexp(1)
-
-
-TOKEN_SCORE = TokenScore()
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from typing import IO, Any
 
 from megatrain.base.json_yaml import parse_json
 
+Record = Mapping[str, Any]  # a line of the log
+Listener = Callable[[Record], None]
 _LONGEST_LINE = 1 << 20  # bytes; a step's places may be many
 
 
@@ -26,9 +28,7 @@ class MetricsWriter:
     object whose flush has failed keeps the unwritten bytes and fails for ever.
     """
 
-    def __init__(
-        self, path: Path, also: Sequence[Callable[[Mapping[str, Any]], None]] = ()
-    ) -> None:
+    def __init__(self, path: Path, also: Sequence[Listener] = ()) -> None:
         """Args: `also`: functions that get each line's values once it is written."""
         self._path, self._also, self._warned = path, also, False
         self._unwritten: deque[bytes] = deque(maxlen=100_000)
@@ -65,7 +65,7 @@ class MetricsWriter:
                 raise
 
 
-def read_metrics(path: Path) -> Iterator[Mapping[str, Any]]:
+def read_metrics(path: Path) -> Iterator[Record]:
     """The records of a metrics file, without lines that a full disk or a kill has cut."""
     with path.open("rb") as file:
         for _, record in lines(file):
@@ -73,7 +73,7 @@ def read_metrics(path: Path) -> Iterator[Mapping[str, Any]]:
                 yield record
 
 
-def lines(file: IO[bytes]) -> Iterator[tuple[bytes, Mapping[str, Any] | None]]:
+def lines(file: IO[bytes]) -> Iterator[tuple[bytes, Record | None]]:
     """Yield each line (an endless one in pieces) and its record, if it has one."""
     while line := file.readline(_LONGEST_LINE):
         try:
@@ -83,7 +83,7 @@ def lines(file: IO[bytes]) -> Iterator[tuple[bytes, Mapping[str, Any] | None]]:
         yield line, record if isinstance(record, dict) else None
 
 
-def is_evaluation(record: Mapping[str, Any]) -> bool:
+def is_evaluation(record: Record) -> bool:
     """True for a line of `metrics.jsonl` that is of an evaluation."""
     return any(name.startswith("eval_") for name in record)
 

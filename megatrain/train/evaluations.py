@@ -11,10 +11,10 @@ import numpy as np
 
 from megatrain.base.units import duration
 from megatrain.config import Config, step_loss
-from megatrain.data import PackedDataset, Prompts, Step, plain_rows
+from megatrain.data import PackedDataset, Prompts, Step
 from megatrain.loss import Distillation, JointLoss, MultiLabel, num_labelled, targets_of
 from megatrain.telemetry.console import described_rewards
-from megatrain.telemetry.metrics import MetricsWriter, is_evaluation
+from megatrain.telemetry.metrics import MetricsWriter, Record, is_evaluation
 from megatrain.train.rollouts import Rollouts
 from megatrain.train.sharing import logprobs, part_of
 from megatrain.train.signals import Signals
@@ -35,11 +35,7 @@ class Evaluations:
     """
 
     def __init__(
-        self,
-        job: "Job",
-        metrics: MetricsWriter,
-        logged: Sequence[Mapping[str, Any]],
-        signals: Signals,
+        self, job: "Job", metrics: MetricsWriter, logged: Sequence[Record], signals: Signals
     ) -> None:
         config = job.config
         self._job, self._engine, self._metrics, self._signals = job, job.engine, metrics, signals
@@ -58,16 +54,14 @@ class Evaluations:
         for record in logged:
             self.trained(record)
 
-    def trained(self, record: Mapping[str, Any]) -> None:
+    def trained(self, record: Record) -> None:
         """Note a record of the log: training's mean loss is logged beside an evaluation's."""
         if is_evaluation(record):
             self._trained.clear()
         elif isinstance(record.get("loss"), float):
             self._trained.append(record["loss"])
 
-    def after(
-        self, step: int, say: Callable[[str], None], *, final: bool
-    ) -> Mapping[str, Any] | None:
+    def after(self, step: int, say: Callable[[str], None], *, final: bool) -> Record | None:
         """Evaluate if it is due after `step`; returns the log's record."""
         due = final or (step > 0 and self._every is not None and step % self._every == 0)
         if not (due and self._sets) or step in self._done:
@@ -109,7 +103,7 @@ class Evaluations:
         assert data is None or isinstance(data, PackedDataset)
         if isinstance(self._loss, JointLoss):
             reads = self._loss.reads
-            return logprobs(self._engine, plain_rows(part), self._job.ranks, data, reads=reads)
+            return logprobs(self._engine, self._loss.bare(part), data, reads=reads)
         rows = part_of(part, self._engine.batch_ranks)
         if data is not None:
             rows = [data.with_images(micro) for micro in rows]
@@ -189,7 +183,7 @@ class Watch:
     was never interrupted.
     """
 
-    def __init__(self, config: Config, logged: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, config: Config, logged: Iterable[Record]) -> None:
         """Args: `logged`: the records of the run so far."""
         self.metric = config.watched
         self._sign = -1.0 if config.larger_is_better else 1.0
@@ -199,7 +193,7 @@ class Watch:
         for record in logged:
             self.see(record)
 
-    def see(self, record: Mapping[str, Any]) -> bool:
+    def see(self, record: Record) -> bool:
         """Note a record of the log; True if it is an evaluation better than all before."""
         if self.metric not in record:
             return False

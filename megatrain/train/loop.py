@@ -24,7 +24,7 @@ from megatrain.errors import (
     RunFailed,
     StepRefused,
     explained,
-    first_line,
+    in_one_line,
     os_reason,
 )
 from megatrain.parallel.distributed import Ranks, joined, local_rank
@@ -33,16 +33,10 @@ from megatrain.run_folder import layout
 from megatrain.source.write_model import write_saved
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.host import environment
-from megatrain.telemetry.metrics import MetricsWriter
+from megatrain.telemetry.metrics import Listener, MetricsWriter
+from megatrain.train import resume as resuming
 from megatrain.train.evaluations import Evaluations, Watch
-from megatrain.train.resume import (
-    Damaged,
-    RunState,
-    check_config,
-    cut_metrics,
-    find_starts,
-    say_differences,
-)
+from megatrain.train.resume import RunState
 from megatrain.train.setup import Job, prepare
 from megatrain.train.sharing import check_folder, check_shared
 from megatrain.train.signals import Signals
@@ -190,7 +184,7 @@ def run(
     overrides: Sequence[str] = (),
     *,
     callbacks: Sequence[Any] = (),
-    on_record: Callable[[Mapping[str, Any]], None] | None = None,
+    on_record: Listener | None = None,
     resume: bool = False,
 ) -> Outcome:
     """Train as `megatrain train` does.
@@ -226,7 +220,7 @@ def train(
     *,
     resume: bool = False,
     signals: Signals | None = None,
-    on_record: Callable[[Mapping[str, Any]], None] | None = None,
+    on_record: Listener | None = None,
 ) -> Outcome:
     """Train as `config` says and write the run's folder; `name` is part of a derived folder name.
 
@@ -272,8 +266,7 @@ def _open(config: Config, name: str, stack: ExitStack, ranks: Ranks, *, resume: 
     ranks.from_first(lambda: layout.new_run_folder(wanted, name))
     if resume:
         log.info("no earlier run of that name: this one begins")
-    job = prepare(config, ranks=ranks)
-    stack.callback(job.stack.close)
+    job = prepare(config, stack, ranks=ranks)
 
     def make_folder() -> Path:
         folder = layout.make_run_folder(config.output.folder, name)
@@ -290,30 +283,29 @@ def _open_earlier(folder: Path, config: Config, stack: ExitStack, ranks: Ranks) 
     ranks.from_first(lambda: stack.enter_context(layout.locked(folder)))
     check_folder(ranks, folder)
     if layout.finished_steps(folder, config) is not None:
-        check_config(config, read_yaml(folder / layout.CONFIG), folder / layout.CONFIG)
+        resuming.check_config(config, read_yaml(folder / layout.CONFIG), folder / layout.CONFIG)
         return folder
     layout.require_folder(folder / layout.CHECKPOINTS)
     ranks.from_first(lambda: put_right(folder / layout.CHECKPOINTS))
-    job = _go_on(folder, config, ranks)
+    job = _go_on(folder, config, stack, ranks)
     job.folder = folder
-    stack.callback(job.stack.close)
     return job
 
 
-def _go_on(folder: Path, config: Config, ranks: Ranks) -> Job:
+def _go_on(folder: Path, config: Config, stack: ExitStack, ranks: Ranks) -> Job:
     """Open the newest whole checkpoint: damaged tiles show only when all tiles are read."""
-    for start in find_starts(folder, config):
-        say_differences(config, start.state)
+    for start in resuming.find_starts(folder, config):
+        resuming.say_differences(config, start.state)
         try:
-            return prepare(config, start, ranks)
-        except Damaged as error:
+            return prepare(config, stack, start, ranks)
+        except resuming.Damaged as error:
             log.warning("not resumed from: %s", error)
     if layout.checkpoints(folder):
         raise InputError(f"{folder}: none of its checkpoints is whole; start a new run")
     if (folder / layout.MODEL).exists():
         raise InputError(f"{folder}: a finished run without checkpoints; start a new run")
     log.info("%s has no checkpoint yet: the run begins anew", folder)
-    return prepare(config, ranks=ranks)
+    return prepare(config, stack, ranks=ranks)
 
 
 def _as_started(config: Config, ranks: Ranks) -> Config:
@@ -328,9 +320,7 @@ def _as_started(config: Config, ranks: Ranks) -> Config:
     return config.model_copy(update={"engine": engine})
 
 
-def _run(
-    job: Job, signals: Signals, on_record: Callable[[Mapping[str, Any]], None] | None
-) -> Outcome:
+def _run(job: Job, signals: Signals, on_record: Listener | None) -> Outcome:
     folder, first = job.folder, job.resumed.step if job.resumed else 0
     log.info("%s %s", f"going on after step {first} in" if first else "writing to", folder)
     with closing(Trackers(job.config, folder, first)) as trackers:
@@ -356,11 +346,7 @@ class _Run:
     """The parts of a run, and what is done after each of its steps."""
 
     def __init__(
-        self,
-        job: Job,
-        signals: Signals,
-        listeners: Sequence[Callable[[Mapping[str, Any]], None]],
-        first: int,
+        self, job: Job, signals: Signals, listeners: Sequence[Listener], first: int
     ) -> None:
         self._job, self._config, self._folder = job, job.config, job.folder
         self._signals = signals
@@ -369,7 +355,7 @@ class _Run:
         devices = job.ranks.all_gather_object(device)
         job.ranks.from_first(lambda: describe_run(job, devices))
         log_file = self._folder / layout.METRICS
-        logged = job.ranks.from_first(lambda: cut_metrics(log_file, first))
+        logged = job.ranks.from_first(lambda: resuming.cut_metrics(log_file, first))
         log_file, listeners = (log_file, listeners) if is_first else (Path(os.devnull), [])
         metrics = MetricsWriter(log_file, also=listeners)
         steps_left = job.total_steps - first if is_first else 0
@@ -409,15 +395,15 @@ class _Run:
             # Ctrl-C in a terminal also ends a compiler that the step waits for.
             if not self._signals.stop or self.checkpoints.saved != self.steps.done:
                 raise
-            log.warning("the running step is given up: %s", first_line(error))
+            log.warning("the running step is given up: %s", in_one_line(error, 200))
 
     def _step(self, progress: TrainingProgress) -> None:
         record = self.steps.take()
         self.evaluations.trained(record)
         progress.step(record)
         self._signals.share(self._job.ranks)
-        save_now = self._signals.take_save()
-        self.checkpoints.after(self.steps.state, asked=save_now, last=self.is_last)
+        asked = self._signals.take_save()
+        self.checkpoints.after(self.steps.state, asked=asked, last=self.is_last)
         self._evaluate(progress.say)
 
     def _evaluate(self, say: Callable[[str], None]) -> None:

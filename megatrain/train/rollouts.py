@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ from megatrain.config import Config, RolloutSection, step_loss
 from megatrain.data import PLAIN, PromptRow, Prompts, Step, StepLoader
 from megatrain.data.dataset import Layout
 from megatrain.data.tokenizer import pad_id
-from megatrain.errors import InputError, RunFailed, StepRefused, explained, first_line
+from megatrain.errors import InputError, RunFailed, StepRefused, explained, in_one_line
 from megatrain.generate.sampling import Sampling
 from megatrain.generate.texts import continued, stop_ids
 from megatrain.loss import GRPO, IGNORED, num_labelled
@@ -90,7 +89,9 @@ class Rewards:
             except (Exception, SystemExit) as error:  # whatever a user's function does
                 log.error("the reward function %s failed", name, exc_info=error)
                 kind = type(error).__name__
-                raise RunFailed(f"reward {name} failed: {kind}: {first_line(error)}") from None
+                raise RunFailed(
+                    f"reward {name} failed: {kind}: {in_one_line(error, 200)}"
+                ) from None
             rewards.append(_column(name, values, len(replies)))
         return torch.stack(rewards, 1)
 
@@ -127,17 +128,15 @@ def _module(where: str) -> ModuleType:
             return importlib.import_module(where)
         path = Path(where).expanduser().resolve()
         name = f"{__name__}:{path}"  # no name that an import could mean
-        loader = SourceFileLoader(name, str(path))
-        spec = importlib.util.spec_from_loader(name, loader)
-        assert spec is not None
+        spec: Any = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)  # for dataclasses
-        loader.exec_module(module)
+        spec.loader.exec_module(module)
         return module
     except Exception as error:  # the module's own code runs
         kind = type(error).__name__
         raise InputError(
-            f"rollout.rewards: {where} cannot be imported: {kind}: {first_line(error)}; name a "
-            "module of this Python, or a file such as rewards.py:reward"
+            f"rollout.rewards: {where} cannot be imported: {kind}: {in_one_line(error, 200)}; name "
+            "a module of this Python, or a file such as rewards.py:reward"
         ) from error
 
 
@@ -240,8 +239,7 @@ class Rollouts:
         """Make replies to prompts and reward them; returns micro-batches and values for the log."""
         logged: dict[str, Any] = {}
         times = [time.perf_counter()]
-        number = int(self.loader.state_dict()["steps"])
-        replies = self._replies(rows, self._loss.lines, number)
+        replies = self._replies(rows, self._loss.lines, int(self.loader.state_dict()["steps"]))
         times.append(time.perf_counter())
         each_RF = self._rewarded(replies, step, logged)
         rewards = self.rewards.together(each_RF)
@@ -388,7 +386,7 @@ class Rollouts:
         def logps(engine: Engine) -> list[Tensor]:
             if not has_labels:
                 return [torch.zeros(micro["labels"].shape) for micro in micros]
-            return logprobs(engine, micros, self.ranks, temperature=self._loss.temperature)
+            return logprobs(engine, micros, temperature=self._loss.temperature)
 
         old = logps(self.engine)
         reference = old if self.reference is None else logps(self.reference)

@@ -19,12 +19,11 @@ from megatrain.base.json_yaml import json_crc32
 from megatrain.base.whole_files import write_file
 from megatrain.compat.torch import can_compile
 from megatrain.config import Config, ModelSection
-from megatrain.data import PackedDataset, ReplyDataset, Step, load_tokenizer, plain_rows
+from megatrain.data import PackedDataset, ReplyDataset, Step, load_tokenizer
 from megatrain.errors import InputError, explained
 from megatrain.loss import DPO, IGNORED, Distillation, JointLoss
 from megatrain.model.sizes import check_sequence_length
 from megatrain.model.weights import resolve_model
-from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Placement
 from megatrain.run_folder.layout import REFERENCES
 from megatrain.telemetry.gpu import find_gpu
@@ -45,8 +44,7 @@ def begun_model(
     if isinstance(placement, dict):  # its layers are of the same kinds as the trained model's
         compiled = bool(placement.get("compile", False))
     else:
-        on_gpu = config.engine.device != "cpu" and find_gpu() is not None
-        compiled = on_gpu and can_compile()
+        compiled = config.engine.device != "cpu" and find_gpu() is not None and can_compile()
     return _frozen_engine(
         config,
         begun.taken(tokenizer),
@@ -111,12 +109,7 @@ def same_model(key: str, start: Start | None) -> References:
 
 
 def prepare_replies(
-    config: Config,
-    engine: Engine,
-    data: dict[str, Any],
-    rows: int,
-    start: Start | None,
-    ranks: Ranks,
+    config: Config, engine: Engine, data: dict[str, Any], rows: int, start: Start | None
 ) -> References | None:
     """Give data sets of replies their loss and, if they are kept, the reference's answers.
 
@@ -141,7 +134,7 @@ def prepare_replies(
 
     if start is None:
         at_once = max(1, config.training.batch_size // rows)
-        sums = {n: _sums(engine, replies, rows, at_once, ranks) for n, replies in sets.items()}
+        sums = {n: _sums(engine, replies, rows, at_once) for n, replies in sets.items()}
         recorded = References(sums, keys)
     else:
         recorded, path = References.read(start.run), start.run / REFERENCES
@@ -163,15 +156,14 @@ def _placeless(key: str) -> list[Any]:
     return [data, {name: value for name, value in of_model.items() if name != "path"}]
 
 
-def _sums(engine: Engine, data: ReplyDataset, rows: int, at_once: int, ranks: Ranks) -> Tensor:
+def _sums(engine: Engine, data: ReplyDataset, rows: int, at_once: int) -> Tensor:
     """The reference's summed log-probability of each line `[rows, lines]`, for `References`."""
     log.info("computing the reference's log-probabilities of %s rows", f"{len(data):,}")
-    starts = range(0, len(data), rows)
-    groups = [range(start, min(start + rows, len(data))) for start in starts]
+    groups = [range(len(data))[start : start + rows] for start in range(0, len(data), rows)]
     sums: list[Tensor] = []
     for first in range(0, len(groups), at_once):
         step = [data.plain(part) for part in groups[first : first + at_once]]
-        sums += [values.double().sum(1) for values in logprobs(engine, step, ranks, data)]
+        sums += [values.double().sum(1) for values in logprobs(engine, step, data)]
     return torch.cat(sums).view(len(data), -1).float()
 
 
@@ -204,7 +196,7 @@ class Teacher:
         Args: `data`: whose rows they are, if they may have images that are not there yet.
         """
         loss, engine = self.config.loss, self.engine
-        rows = plain_rows(step if data is None else [data.with_images(micro) for micro in step])
+        rows = step if data is None else [data.with_images(micro) for micro in step]
         top_k = loss.top_k or 1
         labelled = any(bool((micro["labels"][:, 1:] != IGNORED).any()) for micro in rows)
         if any(engine.ranks.all_gather_object(labelled)):  # all ranks compute its forward, or none

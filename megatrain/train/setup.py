@@ -38,24 +38,10 @@ from megatrain.source.source import Source, choose_trained, open_source, open_st
 from megatrain.source.tiles import DTYPES
 from megatrain.store.store import resting
 from megatrain.telemetry.gpu import find_gpu
-from megatrain.train.resolve import (
-    ResolvedModel,
-    model_config,
-    open_data,
-    run_ends,
-    run_images,
-    run_tokenizer,
-)
+from megatrain.train import resolve, second_model
 from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start, differences
 from megatrain.train.rollouts import Rewards, Rollouts
-from megatrain.train.second_model import (
-    References,
-    Teacher,
-    begun_model,
-    find_teacher,
-    prepare_replies,
-    same_model,
-)
+from megatrain.train.second_model import Teacher
 from megatrain.train.sharing import by_parts, group_of, in_turn, with_own_images
 
 log = logging.getLogger(__name__)
@@ -72,7 +58,6 @@ class Job:
         rollouts: makes the rows of steps, where the data are prompts.
         teacher: a model that is streamed with each step beside the one that is trained.
         data: what `evaluation` was made of, by name.
-        stack: gives back the loader's thread and the memory of all engines.
     """
 
     config: Config
@@ -81,7 +66,7 @@ class Job:
     engine: Engine
     loader: StepLoader
     evaluation: dict[str, Step | Prompts]
-    references: References | None
+    references: second_model.References | None
     schedule: LRScheduler
     total_steps: int
     resumed: RunState | None
@@ -90,7 +75,6 @@ class Job:
     teacher: Teacher | None = None
     data: Mapping[str, PackedDataset | Prompts] = field(default_factory=dict)
     folder: Path = Path()
-    stack: ExitStack = field(default_factory=ExitStack)
 
     def write_tokenizer(self, folder: Path) -> None:
         """Write the run's tokenizer and learnt end tokens to a folder with the engine's model.
@@ -107,20 +91,23 @@ class Job:
         self.tokenizer.save_pretrained(folder)
 
 
-def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) -> Job:
+def prepare(
+    config: Config, stack: ExitStack, start: Start | None = None, ranks: Ranks = ALONE
+) -> Job:
     """Read tokenizer, data and model, and build the engine; nothing is written.
 
-    With `start` the engine's state comes from its checkpoint and the job goes on from there. On
-    failure all memory is given back: the run may begin from an earlier checkpoint.
+    With `start` the engine's state comes from its checkpoint and the job goes on from there.
+    `stack` gives back the loader's thread and the memory of all engines; on failure that is done at
+    once: the run may begin from an earlier checkpoint.
 
     Raises:
         InputError: a part of the configuration, data or model cannot be used.
         Damaged: the checkpoint is damaged.
         DoesNotFit: more memory is needed than there is.
     """
-    with ExitStack() as stack:
-        job = _prepared(config, start, ranks, stack)
-        job.stack = stack.pop_all()
+    with ExitStack() as opened:
+        job = _prepared(config, start, ranks, opened)
+        stack.enter_context(opened.pop_all())
     return job
 
 
@@ -133,23 +120,26 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     rewards = Rewards(config.rollout)
     # The tokenizer, and the model without weights. A resumed run opens its model from the
     # checkpoint; it needs the initial model only as a reference.
-    initial_model = cache(partial(ResolvedModel.of, config.model))
+    initial_model = cache(partial(resolve.ResolvedModel.of, config.model))
     if start is None:
         section = initial_model().section
     else:
         saved = {"path": str(start.checkpoint / MODEL), "config": None}
         section = config.model.model_copy(update=saved)
-    tokenizer = run_tokenizer(section)
-    hf_config = model_config(section, tokenizer)
+    tokenizer = resolve.run_tokenizer(section)
+    hf_config = resolve.model_config(section, tokenizer)
     check_sequence_length(hf_config, config.data.sequence_length)
     text_config = hf_config.get_text_config(decoder=True)
-    teacher = find_teacher(config, tokenizer, text_config)
+    teacher = second_model.find_teacher(config, tokenizer, text_config)
     source = _structure(config, initial_model().taken(tokenizer)) if start is None else None
     ranks.agree(lambda: check_disk(config, source or start, config.training.steps))
 
     # The data, and the number of steps.
     training, evaluation = in_turn(
-        ranks, lambda: open_data(config, tokenizer, text_config.vocab_size, run_images(section))
+        ranks,
+        lambda: resolve.open_data(
+            config, tokenizer, text_config.vocab_size, resolve.run_images(section)
+        ),
     )
     _check_images(config, [training, *evaluation.values()], teacher)
     loader = _loader(config, training, ranks)
@@ -164,10 +154,10 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
 
     # The engines, and what needs them.
     has_prompts = config.loss.kind == "prompts"
-    second_model = None if teacher is None else teacher.model
+    frozen = None if teacher is None else teacher.model
     if has_prompts and config.loss.beta:
-        second_model = initial_model()
-    references = None if second_model is None else same_model(second_model.key, start)
+        frozen = initial_model()
+    references = None if frozen is None else second_model.same_model(frozen.key, start)
     if teacher is not None:
         # Opened first: `auto` places the model that is trained in the memory that is left.
         teacher = teacher.opened(ranks.host)
@@ -178,14 +168,14 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     rows = min(rows_of_rank, _rows_per_micro_batch(config, engine, start))
     loader.rows_per_micro_batch = rows
     sets = {"train": training, **{f"eval {name}": data for name, data in evaluation.items()}}
-    references = prepare_replies(config, engine, sets, rows, start, ranks) or references
+    references = second_model.prepare_replies(config, engine, sets, rows, start) or references
     size, device = f"{engine.num_parameters:,}", engine.device.torch_device
     log.info("model: %s parameters on %s, placement: %s", size, device, engine.placement)
     rollouts = None
     if has_prompts:
         reference = None
-        if second_model is not None:
-            reference = begun_model(config, second_model, tokenizer, ranks.host)
+        if frozen is not None:
+            reference = second_model.begun_model(config, frozen, tokenizer, ranks.host)
             stack.enter_context(reference)
         rollouts = Rollouts(
             config, rewards, engine, tokenizer, loader, reference, total_steps, ranks
@@ -196,7 +186,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     return Job(
         config=config,
         tokenizer=tokenizer,
-        ends=run_ends(config.model, tokenizer, training),
+        ends=resolve.run_ends(config.model, tokenizer, training),
         engine=engine,
         loader=loader,
         evaluation=_batches(evaluation, rows, config.training.batch_size, teacher, ranks),
@@ -235,7 +225,7 @@ def _check_images(config: Config, sets: Sequence[Any], teacher: Teacher | None) 
     if not pictured:
         return
     if teacher is not None:
-        theirs = run_images(teacher.model.section)
+        theirs = resolve.run_images(teacher.model.section)
         if theirs.digest != pictured[0].image_processor.digest:
             raise InputError(
                 f"loss.teacher: {config.loss.teacher} has {'another' if theirs.identity else 'no'} "
@@ -492,8 +482,7 @@ def _bytes_of(config: Config, source: Source) -> tuple[int, int]:
     per_trained = parameter_bytes(rule, dtype) - gradient_plane(dtype).bytes_per_parameter
     if adapted(source.model) is not None:  # the base is neither in checkpoints nor in the model
         return int(trained * per_trained), 4 * trained
-    packed = source.base != "bf16"
-    saved = trained * per_trained + (0 if packed else 2 * frozen)
+    saved = trained * per_trained + (2 * frozen if source.base == "bf16" else 0)
     return int(saved), (trained + frozen) * source.dtype.itemsize
 
 

@@ -140,13 +140,12 @@ def check_rows(ranks: Ranks, step: Step) -> None:
 def logprobs(
     engine: Engine,
     step: Step,
-    ranks: Ranks,
     data: PackedDataset | None = None,
     *,
     reads: str = "logprobs",
     **options: float,
 ) -> list[Tensor]:
-    """`Engine.logprobs` of all micro-batches, on all ranks, which share the work.
+    """`Engine.logprobs` of all micro-batches, on all ranks of the engine, which share the work.
 
     Args: `data`: whose rows they are, and may have images; `reads`: the engine's method, with
         `options`.
@@ -156,7 +155,7 @@ def logprobs(
         part = part if data is None else [data.with_images(micro) for micro in part]
         return getattr(engine, reads)(part, **options)
 
-    return by_parts(ranks, step, of)
+    return by_parts(engine.ranks, step, of)
 
 
 def by_parts(ranks: Ranks, step: Step, make: Callable[[Step], list[T]]) -> list[T]:

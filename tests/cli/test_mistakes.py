@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
@@ -158,6 +159,6 @@ def test_what_fails_leaves_no_engine_open(
     fails = patch.object(*broken, side_effect=InputError("broken"))
     refused = pytest.raises(InputError, match="broken")
     with noted("__init__") as opened, noted("close") as closed, fails, refused:
-        setup.prepare(load(run_file))
+        setup.prepare(load(run_file), ExitStack())
     engines = [{call.args[0] for call in calls.mock_calls} for calls in (opened, closed)]
     assert engines[0] == engines[1] and len(engines[0]) == number

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest import mock
 
@@ -133,14 +134,14 @@ def test_each_key_of_a_run_file_reaches_whom_it_is_for(run_file, monkeypatch):
     config = load(run_file, [*CHANGED, *of_data, "data.eval_fraction=0"])
     with monkeypatch.context() as patch:
         patch.setattr(resolve, "open_dataset", lambda path, **options: {"path": path} | options)
-        training, evaluation = resolve.open_data(config, "tokenizer", 9)
+        training, evaluation = resolve.open_data(config, "tokenizer", 9, None)
     wanted = {name: value for name, value in FOR_DATA.items() if name != "eval_path"}
     wanted |= {"seed": 7, "vocab_size": 9, "tokenizer": "tokenizer"}
     assert {name: training[name] for name in wanted} == wanted
     del wanted["weights"], wanted["repeat"]
     assert {name: evaluation[""][name] for name in wanted} == wanted | {"path": "c"}
     with pytest.raises(InterruptedError):
-        setup.prepare(load(run_file, CHANGED))
+        setup.prepare(load(run_file, CHANGED), ExitStack())
     assert {name: engine.call_args.kwargs[name] for name in FOR_ENGINE} == FOR_ENGINE
     assert (loader.call_args.kwargs["seed"], loader.call_args.kwargs["rows_per_step"]) == (7, 6)
     with pytest.raises(InterruptedError):

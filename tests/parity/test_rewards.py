@@ -7,7 +7,7 @@ from transformers import AutoModelForSequenceClassification
 
 from megatrain import Engine, InputError, Placement
 from megatrain.data.dataset import scored
-from megatrain.loss import CROSS_ENTROPY, DPO, SCORE, Reward
+from megatrain.loss import CROSS_ENTROPY, DPO, Reward, Score
 from tests.parity.cases import (
     assert_step,
     llama,
@@ -128,7 +128,7 @@ def test_labels_of_no_scores_are_refused(reason):
 def test_losses_and_heads_that_do_not_fit_are_refused():
     model, [step] = reward_model(), make_batches(1)
     engine = make_engine(model)
-    for asked in (CROSS_ENTROPY, DPO(), SCORE):
+    for asked in (CROSS_ENTROPY, DPO(), Score()):
         with pytest.raises(InputError, match="is not for a LlamaForSequenceClassification"):
             engine.evaluate(step, asked)
     with pytest.raises(InputError, match="gives scores of rows"), engine.whole_model():
