@@ -52,13 +52,8 @@ class Unsupported(InputError):
     """A model that cannot be streamed; the message says why."""
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of a library's error, for a message of one line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 def in_one_line(message: object, limit: int | None = None) -> str:
-    """A text, or an error's message, without line breaks, cut to `most` characters."""
+    """A text, or an error's message, without line breaks, cut to `limit` characters."""
     text = " ".join(str(message).split())
     if not text and isinstance(message, BaseException):
         text = type(message).__name__

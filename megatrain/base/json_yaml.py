@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from megatrain.base.units import MIB
-from megatrain.errors import InputError, explained, first_line
+from megatrain.errors import InputError, explained, in_one_line
 
 # The largest published index (a trillion parameters, expert by expert) is 15 MB; parsed JSON takes
 # some twenty times its text, and a hostile file must not take the memory.
@@ -100,7 +100,7 @@ def parse_yaml(text: str) -> Any:
         indented = r"\t" in problem or "<block" in problem
         raise ValueError(f"{place}not valid: {problem}{remedy * indented}") from error
     except yaml.YAMLError as error:
-        raise ValueError(f"not valid: {first_line(error)}") from error
+        raise ValueError(f"not valid: {in_one_line(error, 200)}") from error
 
 
 class _Loader(yaml.SafeLoader):

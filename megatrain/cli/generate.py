@@ -43,18 +43,15 @@ def opened(
     resolved = ResolvedModel.of(ModelSection(path=model))
     resolve_model(str(resolved.section.path))  # first: its error is right for a misspelt folder
     tokenizer = run_tokenizer(resolved.section)
-    engine = Engine(
+    with Engine(
         resolved.source,
         precision=precision,
         device=device,
         device_memory=device_memory,
         host_memory=host_memory,
-    )
-    try:
+    ) as engine:
         _ = engine.generation_config  # raises for a model that writes no texts
         yield engine, tokenizer
-    finally:
-        engine.close()
 
 
 def print_texts(

@@ -14,13 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatrain.compat.transformers import (
-    classifies,
-    embeds,
-    experts_forward,
-    scores_rows,
-    takes_grouped_products,
-)
+from megatrain.compat import transformers as models
 from megatrain.errors import InputError, explained
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -137,9 +131,11 @@ def of_scores(config: Any) -> bool:
 
 def task_of(model: object) -> str:
     """PEFT's task of a model, at which its Auto classes look."""
-    if embeds(model):
+    if models.embeds(model):
         return EMBEDDINGS
-    return _ROWS if scores_rows(model) else _TOKENS if classifies(model) else "CAUSAL_LM"
+    return (
+        _ROWS if models.scores_rows(model) else _TOKENS if models.classifies(model) else "CAUSAL_LM"
+    )
 
 
 def scoring(config: Any, model: nn.Module) -> Any:
@@ -185,7 +181,7 @@ def write_config(config: Any, folder: Path, model: nn.Module) -> None:
     """Write an adapter's `adapter_config.json` for PEFT."""
     copied = copy.copy(config)
     copied.inference_mode = True
-    if copied.task_type is None and (of_scores(copied) or not classifies(model)):
+    if copied.task_type is None and (of_scores(copied) or not models.classifies(model)):
         copied.task_type = task_of(model)
     copied.save_pretrained(str(folder))
 
@@ -256,7 +252,7 @@ def _adapted_parameter() -> type:
                 module = module.base_layer
                 names.append(module.parameter_name)
             experts, module = module.base_layer, self
-            grouped = takes_grouped_products(experts, names)
+            grouped = models.takes_grouped_products(experts, names)
             for name in names:
                 weight, [adapter] = module.get_param(), module.active_adapters
                 if adapter in module.lora_A and module.num_experts > 1:
@@ -271,7 +267,7 @@ def _adapted_parameter() -> type:
                     values[name] = weight + module.get_delta_weight(adapter)
                 module = module.base_layer
             if factors:
-                return experts_forward(experts, factors, x, *args, **kwargs)
+                return models.experts_forward(experts, factors, x, *args, **kwargs)
             return torch.func.functional_call(experts, values, (x, *args), kwargs)
 
     if not hasattr(ParamWrapper, "get_delta_factors"):

@@ -13,12 +13,9 @@ import torch._functorch.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _python_dispatch as dispatch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "pytree"]
 
@@ -30,9 +27,9 @@ UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data.default
 GROUPED_PRODUCT = torch._grouped_mm
 
-without_modes = _disable_current_modes
+without_modes = dispatch._disable_current_modes
 without_torch_function = torch._C.DisableTorchFunction
-current_mode = _get_current_dispatch_mode
+current_mode = dispatch._get_current_dispatch_mode
 
 _MOST_COPIED_BYTES = 1 << 30
 

@@ -14,28 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, masking_utils, video_utils
+from transformers import core_model_loading as loading
 from transformers.audio_utils import load_audio
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
 from transformers.integrations import moe
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_MAPPING_NAMES,
-)
+from transformers.models.auto import modeling_auto as auto
 from transformers.utils import import_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 from transformers.utils.import_utils import is_torchvision_available
@@ -45,19 +30,16 @@ from megatrain.base.changed import changed
 from megatrain.compat.torch import FORWARD_HOOKS, contiguous_copy
 
 __all__ = [
-    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", "Concatenate", "MergeModulelist",
-    "WeightConverter", "WeightRenaming", "dot_natural_key", "eager_mask",
-    "get_model_conversion_mapping", "load_audio", "rename_source_key", "render_jinja_template",
-    "revert_weight_conversion", "sdpa_attention_forward", "sdpa_mask",
+    "auto", "eager_mask", "get_model_conversion_mapping", "load_audio", "loading",
+    "render_jinja_template", "sdpa_attention_forward", "sdpa_mask",
 ]  # fmt: skip
 
-CAUSAL_LM_CLASSES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+CAUSAL_LM_CLASSES = frozenset(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 """Names of transformers' classes of causal language models."""
 
 MULTIMODAL_CLASSES: dict[str, str] = {
-    **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    **auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 }
 """Names of the classes of language models that also take images or sound, by model type."""
 
@@ -88,16 +70,16 @@ def encoders(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in modules if module not in others]
 
 
-SEQUENCE_CLASSES = frozenset(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
+SEQUENCE_CLASSES = frozenset(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
 """Names of transformers' classes that score whole rows."""
 
-TOKEN_CLASSES = frozenset(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values())
+TOKEN_CLASSES = frozenset(auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values())
 """Names of transformers' classes that give each token a class."""
 
 BASE_CLASSES: dict[str, str] = {
     kind: name
-    for kind, name in MODEL_MAPPING_NAMES.items()
-    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MULTIMODAL_CLASSES
+    for kind, name in auto.MODEL_MAPPING_NAMES.items()
+    if kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MULTIMODAL_CLASSES
 }
 """Names of the classes of language models without a head, by model type."""
 
@@ -378,8 +360,7 @@ def types_tokens(processor: Any) -> bool:
 
 def has_decoder_of_sound() -> bool:
     """True if a package is installed with which `load_audio` decodes sounds."""
-    names = ("torchcodec", "soundfile")
-    return any(importlib.util.find_spec(name) is not None for name in names)
+    return any(importlib.util.find_spec(name) for name in ("torchcodec", "soundfile"))
 
 
 def decoder_of_films() -> str | None:

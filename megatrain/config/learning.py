@@ -226,8 +226,7 @@ class LossSection(NamedSection):
         if not self.labels:
             return self.loss().head
         problem = self.problem_type or "single_label_classification"
-        of_tokens = self.kind == "tags"
-        return ClassHead(tuple(self.labels), of_tokens, problem)
+        return ClassHead(tuple(self.labels), self.kind == "tags", problem)
 
     @property
     def kind(self) -> Any:

@@ -8,14 +8,7 @@ import yaml
 from pydantic import Field, field_validator
 
 from megatrain.base.units import parse_bytes
-from megatrain.config.learning import (
-    AdapterSection,
-    LossSection,
-    OptimizerSection,
-    RolloutSection,
-    ScheduleSection,
-    TrainingSection,
-)
+from megatrain.config import learning
 from megatrain.config.section import Fraction, Name, Pattern, Positive, Section, nearest, shown
 from megatrain.errors import InputError
 from megatrain.placement import Placement, Precision, Verify
@@ -253,13 +246,13 @@ class Config(Section):
     """A whole run."""
 
     model: ModelSection
-    adapter: AdapterSection = AdapterSection()
+    adapter: learning.AdapterSection = learning.AdapterSection()
     data: DataSection
-    training: TrainingSection
-    optimizer: OptimizerSection = OptimizerSection()
-    loss: LossSection = LossSection()
-    rollout: RolloutSection = RolloutSection()
-    schedule: ScheduleSection = ScheduleSection()
+    training: learning.TrainingSection
+    optimizer: learning.OptimizerSection = learning.OptimizerSection()
+    loss: learning.LossSection = learning.LossSection()
+    rollout: learning.RolloutSection = learning.RolloutSection()
+    schedule: learning.ScheduleSection = learning.ScheduleSection()
     engine: EngineSection = EngineSection()
     checkpoint: CheckpointSection = CheckpointSection()
     output: OutputSection = OutputSection()
@@ -314,7 +307,7 @@ class Config(Section):
     def _of_rollouts(self) -> Iterator[str]:
         loss, rollout, length = self.loss, self.rollout, self.data.sequence_length
         if loss.kind != "prompts":
-            if rollout != RolloutSection():
+            if rollout != learning.RolloutSection():
                 yield f"rollout is for loss.name grpo, and this is {loss.name}"
             return
         if not rollout.rewards:

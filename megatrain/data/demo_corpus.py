@@ -4,12 +4,11 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from megatrain.errors import InputError, explained
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
 _ALPHABET = 256  # single bytes, each a token
@@ -48,7 +47,7 @@ def stdlib_corpus(max_bytes: int | None = None) -> list[Path]:
 
 def train_bpe_tokenizer(
     files: Sequence[str | Path], vocab_size: int, folder: str | Path
-) -> "PreTrainedTokenizerFast":
+) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer on text files and saves it in `folder`.
 
     The same files always give the same tokenizer. `END_OF_TEXT` ends documents and stands at their
@@ -56,9 +55,6 @@ def train_bpe_tokenizer(
 
     Raises InputError: the vocabulary is too small for all bytes, or a file cannot be read.
     """
-    from tokenizers import ByteLevelBPETokenizer, Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
     special = [END_OF_TEXT, PADDING]
     if vocab_size < _ALPHABET + len(special):
         raise InputError(

@@ -383,8 +383,7 @@ def surroundings(tokenizer: Any) -> tuple[list[int], list[int]]:
     with tokenising("a text"):
         plain = tokenizer("a", add_special_tokens=False)["input_ids"]
         full = tokenizer("a")["input_ids"]
-    starts = (i for i in range(len(full) + 1) if full[i : i + len(plain)] == plain)
-    start = next(starts, None)
+    start = next((i for i in range(len(full) + 1) if full[i : i + len(plain)] == plain), None)
     if start is None:
         raise InputError(
             "the tokenizer changes a text when it adds special tokens: check its files"

@@ -113,13 +113,11 @@ class StepLoader:
         self._steps, rows = int(state["steps"]), int(state["rows"])
         self._resumed_at = (self._steps, rows)
 
-    def describe(self, step: int | None = None) -> str:
-        """The origin of the rows of a step (counted from 0; None: the last one taken)."""
-        step = max(self._steps - 1, 0) if step is None else step
-        rows = [row for micro_batch in self._plan(step) for row in micro_batch]
+    def describe(self) -> str:
+        """The places in the data that the rows of the last step taken come from."""
+        rows = [row for micro_batch in self._plan(max(self._steps - 1, 0)) for row in micro_batch]
         places = "; ".join(self.dataset.describe(row) for row in rows[:4])
-        unlisted = f"; and {len(rows) - 4} more rows" if len(rows) > 4 else ""
-        return f"step {step}: {places}{unlisted}"
+        return places + (f"; and {len(rows) - 4} more rows" if len(rows) > 4 else "")
 
     def close(self) -> None:
         """Ends the threads; the loader prepares steps on demand afterwards."""

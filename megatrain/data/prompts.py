@@ -13,7 +13,7 @@ import numpy as np
 from megatrain.data.conversation import Conversation, messages, text_or_messages
 from megatrain.data.encoders import BadRows, absent, refuse_unplaced, say_left_out, surroundings
 from megatrain.data.images import ImageProcessor, Medium, place_media, read_media, with_media
-from megatrain.data.readers import read_rows
+from megatrain.data.readers import DataRow, read_rows
 from megatrain.data.refused_fields import BESIDE_PROMPTS, refuse_unheeded
 from megatrain.data.reply_spans import ReplySpans
 from megatrain.data.row_packing import shuffled
@@ -221,13 +221,7 @@ def open_prompts(
 
 
 def _prompt_row(
-    row: Mapping[str, Any],
-    where: str,
-    fields: Fields,
-    tokenizer: Any,
-    vocab_size: int,
-    *,
-    chat: bool,
+    row: DataRow, where: str, fields: Fields, tokenizer: Any, vocab_size: int, *, chat: bool
 ) -> PromptRow:
     renamed = {ours: theirs for ours, theirs in fields.items() if theirs is not None}
     values = {n: v for n, v in row.items() if n not in renamed.values() and n not in fields}

@@ -15,6 +15,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import IO, Any, NamedTuple
 
@@ -285,30 +286,27 @@ def _unusable(where: str, error: Exception) -> InputError:
 
 def _row(row: object, where: str) -> DataRow:
     if not isinstance(row, dict):
-        kind = type(row).__name__
-        raise InputError(f"{where}: a row must be a JSON object, this is a {kind}")
+        raise InputError(f"{where}: a row must be a JSON object, this is a {type(row).__name__}")
     return row
 
 
 def read_hub(source: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
     """The rows of a hub data set."""
-    names = source.rows.column_names
-    present = [n for n in names if wanted(n)]
-    if present:
-        rows = source.rows.select_columns(present).with_format("arrow")  # images stay encoded
-        yield from _rows(rows.iter(_BATCH_ROWS), names, wanted)
-    elif len(source.rows):  # reading no columns gives no rows, and an error is to name the columns
+    rows, names = source.rows, source.rows.column_names
+    if any(map(wanted, names)):
+        encoded = rows.with_format("arrow")  # images stay so
+        yield from _rows(
+            source, names, wanted, lambda present: encoded.select_columns(present).iter(_BATCH_ROWS)
+        )
+    elif len(rows):  # reading no columns gives no rows, and an error is to name the columns
         yield 1, dict.fromkeys(names, UNREAD)
 
 
 def read_parquet(file: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
     """The rows of a Parquet file."""
     with _arrow(file, "Parquet") as arrow, arrow.parquet.ParquetFile(file.path) as table:
-        names = table.schema_arrow.names
-        _once(names, file)
-        present = [n for n in names if wanted(n)]
-        batches = table.iter_batches(batch_size=_BATCH_ROWS, columns=present)
-        yield from _rows(batches, names, wanted)
+        batches = partial(table.iter_batches, _BATCH_ROWS, None)  # of all groups of rows
+        yield from _rows(file, table.schema_arrow.names, wanted, batches)
 
 
 def read_arrow(file: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
@@ -321,15 +319,13 @@ def read_arrow(file: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow]
             stream.seek(0)
             table = arrow.ipc.open_file(stream)
             batches = (table.get_batch(i) for i in range(table.num_record_batches))
-        names = table.schema.names
-        _once(names, file)
-        present = [n for n in names if wanted(n)]
         parts = (
-            batch.slice(start, _BATCH_ROWS).select(present)
+            batch.slice(start, _BATCH_ROWS)
             for batch in batches
             for start in range(0, batch.num_rows, _BATCH_ROWS)
         )
-        yield from _rows(parts, names, wanted)
+        names = table.schema.names
+        yield from _rows(file, names, wanted, lambda present: (p.select(present) for p in parts))
 
 
 def read_csv(
@@ -375,13 +371,18 @@ def _once(names: list[str], file: DataSource) -> None:
 
 
 def _rows(
-    batches: Iterable[Any], names: list[str], wanted: Wanted
+    file: DataSource,
+    names: list[str],
+    wanted: Wanted,
+    batches: Callable[[list[str]], Iterable[Any]],
 ) -> Iterator[tuple[int, DataRow]]:
-    number, unread = 0, dict.fromkeys((n for n in names if not wanted(n)), UNREAD)
-    for batch in batches:
-        for row in batch.to_pylist():
-            number += 1
-            yield number, {**_without_nulls(row), **unread}
+    """The rows of a table, which gives `batches` of some of its columns."""
+    _once(names, file)
+    present = [n for n in names if wanted(n)]
+    unread = dict.fromkeys((n for n in names if n not in present), UNREAD)
+    rows = (row for batch in batches(present) for row in batch.to_pylist())
+    for number, row in enumerate(rows, 1):
+        yield number, {**_without_nulls(row), **unread}
 
 
 @contextmanager

@@ -108,8 +108,7 @@ def mixed(
 
 def fill_rows(segments: Segments, row_length: int) -> PackedRows:
     """Every row full but the last: segments follow one another and are cut where a row ends."""
-    total = int(segments.lengths.sum())
-    pieces = segments.cut(np.arange(0, total, row_length, dtype=np.int64))
+    pieces = segments.cut(np.arange(0, segments.lengths.sum(), row_length, dtype=np.int64))
     starts = np.cumsum(pieces.lengths) - pieces.lengths
     first = np.flatnonzero(starts % row_length == 0)
     return PackedRows(pieces, np.append(first, len(pieces)))

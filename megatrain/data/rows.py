@@ -189,8 +189,7 @@ def _repeats(prompt: Any, reply: Any, where: str) -> bool:
 def _completed(row: DataRow, prompt: Any, completion: Any, where: str) -> Conversation | Completion:
     texts = [part for part in (prompt, completion) if isinstance(part, str)]
     if len(texts) == 2:
-        unheeded = ("system", "tools", *_MEDIA)
-        refuse_unheeded({n: row.get(n) for n in unheeded}, where, text=False)
+        refuse_unheeded({n: row.get(n) for n in ("system", "tools", *_MEDIA)}, where, text=False)
         return Completion(*texts)
     if texts:
         raise InputError(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import product, takewhile
 from typing import Any
 
+from megatrain.compat.transformers import render_jinja_template
 from megatrain.data.conversation import Conversation, Message
 from megatrain.data.images import KINDS
 from megatrain.errors import InputError, explained
@@ -129,8 +130,6 @@ class Template:
         return [shape.put(self._named(talk, message)) for message in messages]
 
     def _rendered(self, talk: Conversation, **options: bool) -> tuple[str, list[tuple[int, int]]]:
-        from megatrain.compat.transformers import render_jinja_template
-
         variables = {**self._tokenizer.special_tokens_map, **talk.options, **options}
         (text,), marked = render_jinja_template(
             [talk.messages], tools=talk.tools, chat_template=self.source(talk), **variables

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from megatrain.base.json_yaml import json_crc32
@@ -125,24 +126,15 @@ class TokenStore:
         record = self._record(document)
         return f"{self.names[record['source']]}:{record['line']}"
 
-    def changed_image(self) -> str | None:
-        """The path of an image whose file is not as it was; None: there is none."""
-        with_images = np.flatnonzero(self.documents()["images_size"]).tolist()
-        media = (m for n in with_images for m in self.images_of(n, whole=False)[1])
-        return next((medium.path for medium in media if medium.changed()), None)
-
     def _record(self, document: int) -> Any:
         raw = self._records(int(document) * _RECORD.itemsize, _RECORD.itemsize)
         return np.frombuffer(raw, _RECORD)[0]
 
 
 def open_store(
-    folder: Path,
-    names: list[str],
-    documents: Callable[[], Iterable[Document]],
-    notes: dict[str, Any],
+    folder: Path, names: list[str], make: Callable[[], Iterable[Document]], notes: dict[str, Any]
 ) -> TokenStore:
-    """The store in `folder`, made from `documents()` unless a complete one exists.
+    """The store in `folder`, made from the documents of `make` unless a complete one exists.
 
     `notes` (JSON) are saved with it after the last document, which may have changed them.
 
@@ -155,7 +147,7 @@ def open_store(
         with alone(folder.with_suffix(".lock"), "making these tokens"):
             store = _load(folder)
             if store is None:
-                _build(folder, names, documents(), notes)
+                _build(folder, names, make(), notes)
                 store = _load(folder)
     assert store is not None
     return store
@@ -164,8 +156,6 @@ def open_store(
 @contextmanager
 def alone(path: Path, doing: str) -> Iterator[None]:
     """Hold a lock file; a process that waits for it logs what the other one is `doing`."""
-    from filelock import FileLock, Timeout
-
     lock = FileLock(path)
     try:
         acquired = lock.acquire(timeout=0)
@@ -235,14 +225,16 @@ def _load(folder: Path) -> TokenStore | None:
         return None
     try:
         store = TokenStore(folder)
-        path = store.changed_image()  # reads all records: damage is repaired at once
+        # Reads all records: damage is repaired at once.
+        with_images = np.flatnonzero(store.documents()["images_size"]).tolist()
+        media = (m for n in with_images for m in store.images_of(n, whole=False)[1])
+        changed = next((medium for medium in media if medium.changed()), None)
     except _DAMAGES as error:
         _log.warning("%s: kept tokens are damaged (%s): made again", folder, error)
         return None
-    if path is None:
-        return store
-    _log.info("%s has changed: tokens are made again", path)
-    return None
+    if changed is not None:
+        _log.info("%s has changed: tokens are made again", changed.path)
+    return None if changed else store
 
 
 def _build(

@@ -7,29 +7,27 @@ import stat
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
 from megatrain.base.json_yaml import read_json, read_text
 from megatrain.base.units import MIB
 from megatrain.compat.gguf import is_gguf, unpacked
 from megatrain.errors import InputError, in_one_line
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 def load_tokenizer(
     path_or_id: str | Path, *, trust_remote_code: bool = False, revision: str | None = None
-) -> "PreTrainedTokenizerBase":
+) -> PreTrainedTokenizerBase:
     """A tokenizer of a Hugging Face folder, GGUF file or hub id, without dropout of its merges.
 
     Raises InputError: there is none, it is broken, or it would run code that came with it.
     """
     from huggingface_hub import snapshot_download
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+    from transformers import AutoTokenizer
 
     folder = Path(path_or_id).expanduser()
     folder = unpacked(folder) if is_gguf(folder) else folder

@@ -27,7 +27,7 @@ from megatrain.compat.torch import (
     packet_of,
     schema_of,
 )
-from megatrain.errors import MegatrainError, first_line
+from megatrain.errors import MegatrainError, in_one_line
 from megatrain.model.attention_chunks import cost_of_chunks
 from megatrain.model.capture import Call, Ref
 from megatrain.model.micro_batch import Activations
@@ -70,7 +70,7 @@ def foreseeing(part: str) -> Iterator[None]:
     except MegatrainError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = f"{type(error).__name__}: {in_one_line(error, 200)}"
         message = f"what {part} takes depends on the values it computes with ({reason})"
         if isinstance(error, RecursionError):
             message = f"{part} has too many operations one after the other (a recurrence without a "

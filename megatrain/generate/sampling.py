@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers import GenerationConfig
 
 from megatrain.base.seeds import derived_seed
 from megatrain.errors import InputError, RunFailed
@@ -58,13 +59,13 @@ class Sampling:
 
     def settings(
         self,
-        of_model: transformers.GenerationConfig,
+        of_model: GenerationConfig,
         *,
         room: int,
         stops: Collection[int],
         pad: int,
         cached: bool,
-    ) -> transformers.GenerationConfig:
+    ) -> GenerationConfig:
         """The settings for transformers' `generate`, from those `of_model`.
 
         Args:
@@ -116,11 +117,7 @@ class OwnDraws(transformers.LogitsProcessor):
     """
 
     def __init__(
-        self,
-        settings: transformers.GenerationConfig,
-        seed: int,
-        rows: Sequence[int],
-        device: torch.device,
+        self, settings: GenerationConfig, seed: int, rows: Sequence[int], device: torch.device
     ) -> None:
         self._at, generator = 0, torch.Generator()
         numbers = [
@@ -163,27 +160,3 @@ class AllEnded(transformers.StoppingCriteria):
         open_ones = (~self._ended_R).sum(dtype=torch.float32)[None]
         self._ranks.all_reduce(open_ones)
         return (open_ones == 0).expand(len(input_ids))
-
-
-def drawn_apart(
-    settings: transformers.GenerationConfig,
-    seed: int,
-    rows: Sequence[int],
-    num_used: int,
-    ranks: Ranks,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Options for `generate` that replace some `settings`, which are removed.
-
-    Args: `rows`: the numbers of this rank's rows, of which the first `num_used` are waited for.
-    """
-    options: dict[str, Any] = {}
-    if settings.do_sample:
-        options["logits_processor"] = [OwnDraws(settings, seed, rows, device)]
-        settings.do_sample = False
-        settings.temperature = settings.top_p = settings.top_k = None
-    if ranks.size > 1:
-        unused = torch.arange(len(rows), device=device) >= num_used
-        options["stopping_criteria"] = [AllEnded(ranks, settings.eos_token_id or [], unused)]
-        settings.eos_token_id = None
-    return options

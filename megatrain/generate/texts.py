@@ -22,8 +22,8 @@ from megatrain.data.images import ImageProcessor
 from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
 from megatrain.data.tokenizer import pad_id, tokenising
 from megatrain.device import Device, free_bytes
-from megatrain.errors import DoesNotFit, InputError, MegatrainError, first_line
-from megatrain.generate.sampling import OnlyNumbers, Sampling, drawn_apart
+from megatrain.errors import DoesNotFit, InputError, MegatrainError, in_one_line
+from megatrain.generate.sampling import AllEnded, OnlyNumbers, OwnDraws, Sampling
 from megatrain.model.media import as_computed, cache_of
 from megatrain.model.sizes import most_tokens
 from megatrain.parallel.distributed import ALONE
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 # Short trials of a model show its cache and if padding changes its logits.
 _TRIED = (2, 3)  # tokens of the prompts whose caches are compared
 
+Ids = Sequence[Sequence[int]]  # of the tokens of prompts
 # For each layer: bytes of a row at both lengths, and the most tokens that it keeps.
 _Layers = list[tuple[int, int, int | None]]
 _known: WeakKeyDictionary[PreTrainedModel, _Layers | None] = WeakKeyDictionary()
@@ -99,7 +100,7 @@ def generate(
 
 def continued(
     source: Engine,
-    ids: Sequence[Sequence[int]],
+    ids: Ids,
     sampling: Sampling,
     of_model: GenerationConfig,
     *,
@@ -141,10 +142,16 @@ def continued(
             settings = sampling.settings(
                 of_model, room=num_new, stops=stops, pad=pad, cached=_layers_of(model) is not None
             )
-            extras: dict[str, Any] = {}
-            if apart:
-                extras = drawn_apart(settings, sampling.seed, rows, len(mine), share, device)
-            extras["logits_processor"] = [OnlyNumbers(), *extras.get("logits_processor", ())]
+            extras: dict[str, Any] = {"logits_processor": [OnlyNumbers()]}
+            if apart and settings.do_sample:  # in the place of transformers' own draws
+                draws = OwnDraws(settings, sampling.seed, rows, device)
+                extras["logits_processor"].append(draws)
+                settings.do_sample = False
+                settings.temperature = settings.top_p = settings.top_k = None
+            if share.size > 1:
+                unused = torch.arange(len(rows), device=device) >= len(mine)
+                extras["stopping_criteria"] = [AllEnded(share, stops, unused)]
+                settings.eos_token_id = None
             for name, value in media.get(batch[0], {}).items():
                 extras[name] = as_computed(value, model.dtype).to(device)
             output = model.generate(
@@ -164,9 +171,7 @@ def continued(
     return [merged[row] for row in range(len(ids))]
 
 
-def _padded(
-    ids: Sequence[Sequence[int]], width: int, pad: int, device: torch.device
-) -> dict[str, Tensor]:
+def _padded(ids: Ids, width: int, pad: int, device: torch.device) -> dict[str, Tensor]:
     """Inputs of `generate`: prompts padded on the left to `width` tokens, and their mask."""
     rows = [[pad] * (width - len(row)) + list(row) for row in ids]
     mask = [[0] * (width - len(row)) + [1] * len(row) for row in ids]
@@ -174,9 +179,7 @@ def _padded(
     return {name: torch.tensor(values, device=device) for name, values in tensors.items()}
 
 
-def _batches(
-    source: Engine, model: PreTrainedModel, ids: Sequence[Sequence[int]], batch_size: int
-) -> list[list[int]]:
+def _batches(source: Engine, model: PreTrainedModel, ids: Ids, batch_size: int) -> list[list[int]]:
     """Batches of rows: in their order, of equal lengths where padding would change results."""
     every = list(range(len(ids)))
     parts = [every]
@@ -191,9 +194,7 @@ def _batches(
 
 
 @contextmanager
-def _running(
-    source: Engine, rows: int, tokens: int, *, apart: bool = False
-) -> Iterator[PreTrainedModel]:
+def _running(source: Engine, rows: int, tokens: int, *, apart: bool) -> Iterator[PreTrainedModel]:
     """The model for rows of this length; its weights are on the device if they fit beside it.
 
     Its generation_config is empty: transformers fills what a call leaves out from it.
@@ -219,7 +220,7 @@ def stop_ids(source: Engine, tokenizer: PreTrainedTokenizerBase, *, chat: bool) 
     return {end for end in ends if end is not None}
 
 
-def _room(source: Engine, ids: Sequence[Sequence[int]], count: int) -> int:
+def _room(source: Engine, ids: Ids, count: int) -> int:
     """The longest possible row. Raises InputError: a prompt leaves no room for any token."""
     limit = most_tokens(source.config)
     if limit is None or not ids:
@@ -276,7 +277,7 @@ def _layers_of(model: PreTrainedModel) -> _Layers | None:
             log.info(
                 "it generates with no cache of %s, every token is made of all before it anew: %s",
                 model.config.model_type,
-                first_line(error),
+                in_one_line(error, 200),
             )
             _known[model] = None
     return _known[model]

@@ -223,9 +223,8 @@ class Key:
 
     @property
     def file(self) -> Path:
-        text = json.dumps(vars(self), sort_keys=True)
-        name = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return user_cache("machines") / f"{name}.json"
+        digest = hashlib.sha256(json.dumps(vars(self), sort_keys=True).encode())
+        return user_cache("machines") / f"{digest.hexdigest()[:16]}.json"
 
 
 def key_of(device: str) -> Key:

@@ -31,11 +31,10 @@ from megatrain.base.json_yaml import read_json
 from megatrain.compat.gguf import is_gguf, read_gguf
 from megatrain.compat.transformers import (
     BASE_CLASSES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     MULTIMODAL_CLASSES,
     TEXT_CLASSES,
     attention_of,
+    auto,
     configs,
     in_fp32,
     model_of,
@@ -161,12 +160,13 @@ def with_head(config: PreTrainedConfig, head: ClassHead) -> PreTrainedConfig:
     nothing tells where rows end.
     """
     labels, example = head.labels, "Gemma 3"
-    kind, by_type = "token classification", MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+    kind, by_type = "token classification", auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
     if not labels:
         example, kind = "Qwen3", "embeddings"
         by_type = {} if config.is_encoder_decoder else BASE_CLASSES
     elif not head.of_tokens:
-        kind, by_type = "sequence classification", MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+        kind = "sequence classification"
+        by_type = auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     if labels and (config.architectures or [""])[0] in by_type.values():
         old_labels = tuple(config.id2label.values())
         unnamed = tuple(f"LABEL_{number}" for number in range(len(old_labels)))

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from megatrain.base.json_yaml import parse_json, read_json
 from megatrain.base.units import MIB
-from megatrain.errors import InputError, explained, first_line
+from megatrain.errors import InputError, explained, in_one_line
 
 Companions = Mapping[str, bytes]  # by path inside the folder
 
@@ -130,7 +130,7 @@ def set_generation(model: PreTrainedModel, files: Companions) -> None:
     try:
         model.generation_config = GenerationConfig(**parse_json(data))
     except Exception as error:  # transformers raises many types, one for each check
-        log.warning("%s is left aside: %s", GENERATION, first_line(error))
+        log.warning("%s is left aside: %s", GENERATION, in_one_line(error, 200))
 
 
 def add_ends(folder: Path, ends: Sequence[int]) -> None:

@@ -21,12 +21,10 @@ from megatrain.base.units import GIB, gib
 from megatrain.base.whole_files import link_file, whole_folder
 from megatrain.compat import peft
 from megatrain.compat.transformers import (
-    WeightConverter,
     conversions_of,
-    dot_natural_key,
     get_model_conversion_mapping,
+    loading,
     not_saved,
-    revert_weight_conversion,
 )
 from megatrain.errors import InputError, RunFailed, explained
 from megatrain.model.adapters import Values, adapted
@@ -323,9 +321,12 @@ def _pieces(model: PreTrainedModel, metas: Tensors, value: Callable[[str], Tenso
         # Parameters that are merged share a dtype; the widest loses nothing.
         dtype = max((metas[name].dtype for name in group), key=lambda dtype: dtype.itemsize)
         values = {name: _cast(name, get(name), dtype) for name in group}
-        return {n: _one(tensors) for n, tensors in revert_weight_conversion(model, values).items()}
+        return {
+            n: _one(tensors)
+            for n, tensors in loading.revert_weight_conversion(model, values).items()
+        }
 
-    on_hub = revert_weight_conversion(model, dict(metas))
+    on_hub = loading.revert_weight_conversion(model, dict(metas))
     name_of = {id(meta): name for name, meta in metas.items()}
     pieces: dict[str, Piece] = {}  # by the first of the names that they are made of
     for name, meta in on_hub.items():
@@ -361,10 +362,10 @@ def _groups(model: PreTrainedModel, names: Mapping[str, Tensor]) -> list[tuple[s
     converters = [
         conversion.reverse_transform()
         for conversion in reversed(conversions)
-        if isinstance(conversion, WeightConverter)
+        if isinstance(conversion, loading.WeightConverter)
     ]
     groups: defaultdict[str, list[str]] = defaultdict(list)
-    for name in sorted(names, key=dot_natural_key):
+    for name in sorted(names, key=loading.dot_natural_key):
         matches = (converter.rename_source_key(name) for converter in converters)
         groups[next((to for to, pattern in matches if pattern is not None), name)].append(name)
     return [tuple(group) for group in groups.values()]

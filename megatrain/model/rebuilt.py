@@ -27,7 +27,7 @@ from megatrain.compat.transformers import (
     set_experts,
     without_checkpointing,
 )
-from megatrain.errors import InputError, explained, first_line
+from megatrain.errors import InputError, explained, in_one_line
 from megatrain.model.adapters import adapted, with_adapter
 from megatrain.model.build import build, loaded_types, model_class
 from megatrain.model.export import saved_config
@@ -70,7 +70,7 @@ def difference(
     try:
         rebuilt = _again(model, dtype, with_code)
     except Exception as error:  # each configuration class has its own checks and error types
-        reason = first_line(error)[:200]
+        reason = in_one_line(error, 200)
         return (
             f"a {type(model).__name__} cannot be built from its configuration ({reason}), so "
             "neither a checkpoint nor an export of it could be loaded; give a causal language "

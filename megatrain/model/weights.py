@@ -33,16 +33,11 @@ from megatrain.base.whole_files import forget_pages
 from megatrain.compat.gguf import is_gguf, unpacked
 from megatrain.compat.transformers import (
     CLASSIFIERS,
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
     classifies,
-    dot_natural_key,
     drop_ignorable,
     get_model_conversion_mapping,
+    loading,
     not_saved,
-    rename_source_key,
     set_conversions,
 )
 from megatrain.errors import InputError, explained
@@ -54,7 +49,7 @@ log = logging.getLogger(__name__)
 
 Write = Callable[[str, Tensor], None]
 
-_JOINS = {Concatenate, MergeModulelist}
+_JOINS = {loading.Concatenate, loading.MergeModulelist}
 _SIDES = {BLOCKS: SIDE, FP8: 1, NF4: 64, NF4_WIDE: 64}  # values of a block, that rows can be joined
 COMPARED_BYTES = 16 * MIB
 
@@ -129,7 +124,7 @@ class Recipe:
     """How one target, or several of one converter, are made from stored tensors."""
 
     target: str  # with a converter: the name its outputs are derived from
-    converter: WeightConverter | None
+    converter: loading.WeightConverter | None
     sources: list[tuple[str, Stored]]  # (the converter's pattern, tensor)
 
     @property
@@ -351,18 +346,18 @@ def _plan_load(
     them to give the checkpoint its own layout back when it is saved.
     """
     conversions = get_model_conversion_mapping(model)
-    renamings = [x for x in conversions if isinstance(x, WeightRenaming)]
-    converters = [x for x in conversions if isinstance(x, WeightConverter)]
+    renamings = [x for x in conversions if isinstance(x, loading.WeightRenaming)]
+    converters = [x for x in conversions if isinstance(x, loading.WeightConverter)]
     by_pattern = {pattern: x for x in converters for pattern in x.source_patterns}
     names = model.state_dict()
     prefix = model.base_model_prefix
 
     recipes: dict[str, Recipe] = {}
     unexpected: list[tuple[str, Stored]] = []
-    for name in sorted(stored, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, names)
+    for name in sorted(stored, key=loading.dot_natural_key):
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, names)
         if target not in names and name in names:
-            target, pattern = rename_source_key(name, [], [], prefix, names)
+            target, pattern = loading.rename_source_key(name, [], [], prefix, names)
         if target not in names:
             unexpected.append((target, stored[name]))
         else:

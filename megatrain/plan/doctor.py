@@ -31,7 +31,7 @@ from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Buffer
 from megatrain.device.cpu import host_range
 from megatrain.device.disk import PlaneFile
 from megatrain.driver.base import Gpu
-from megatrain.errors import DoesNotFit, InputError, MegatrainError, RunFailed, first_line
+from megatrain.errors import DoesNotFit, InputError, MegatrainError, RunFailed, in_one_line
 from megatrain.kernels import implementation, is_native
 from megatrain.machine import CONTEXT_BYTES, Machine
 from megatrain.optim import (
@@ -88,7 +88,7 @@ def attempt(name: str, label: str, unit: str, work: Callable[[], float]) -> Meas
     try:
         return Measurement(name, label, work(), unit)
     except Exception as error:  # drivers and libraries raise errors of any type
-        return Measurement(name, label, None, unit, first_line(error)[:200])
+        return Measurement(name, label, None, unit, in_one_line(error, 200))
 
 
 class Sizes(NamedTuple):
@@ -484,7 +484,7 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
     except InputError:
         raise
     except (MegatrainError, RuntimeError, OSError) as error:
-        problem = f"the GPU cannot be used ({first_line(error)})"
+        problem = f"the GPU cannot be used ({in_one_line(error, 200)})"
         remedy = "look at nvidia-smi for a process that holds it alone, and at the driver's state"
         device, unusable = open_device("cpu"), [Diagnostic(True, problem, remedy)]
     facts = collect(device_name, folder)

@@ -21,16 +21,9 @@ from megatrain.base.json_yaml import parse_json, read_json, read_yaml
 from megatrain.base.units import GIB, duration, gib
 from megatrain.base.whole_files import write_file
 from megatrain.device.base import COMPUTE
-from megatrain.errors import InputError, first_line
-from megatrain.run_folder.layout import (
-    CONFIG,
-    ENVIRONMENT,
-    METRICS,
-    MODEL,
-    SAMPLES,
-    TIMELINE,
-    ending,
-)
+from megatrain.errors import InputError, in_one_line
+from megatrain.run_folder import layout
+from megatrain.run_folder.layout import CONFIG, ENVIRONMENT, METRICS, SAMPLES, TIMELINE
 from megatrain.telemetry.metrics import is_evaluation, read_metrics
 from megatrain.telemetry.pictures import Chart, Line, Values, draw_charts, draw_step
 from megatrain.telemetry.timeline import Span, breakdown, read_trace
@@ -150,20 +143,19 @@ def read_run(folder: Path) -> tuple[dict[str, Any], list[str]]:
         raise InputError(
             f"{folder} {problem}; name a folder that holds {METRICS}, {CONFIG} or {ENVIRONMENT}"
         )
-    contents: dict[str, Any] = {ENVIRONMENT: {}, CONFIG: {}, METRICS: collect([])}
-    contents |= {TIMELINE: ([], None), SAMPLES: ()}
-    notes = []
-    for name, read in (
-        (ENVIRONMENT, read_yaml),
-        (CONFIG, read_yaml),
-        (METRICS, lambda path: collect(read_metrics(path))),
-        (TIMELINE, _read_timeline),
-        (SAMPLES, _read_samples),
+    contents, notes = dict[str, Any](), []
+    for name, read, nothing in (
+        (ENVIRONMENT, read_yaml, {}),
+        (CONFIG, read_yaml, {}),
+        (METRICS, lambda path: collect(read_metrics(path)), collect([])),
+        (TIMELINE, _read_timeline, ([], None)),
+        (SAMPLES, _read_samples, ()),
     ):
         try:
             contents[name] = read(folder / name)
         except (InputError, OSError, ValueError, KeyError, TypeError) as error:
-            notes.append(f"{name} is missing or damaged: {first_line(error)}")
+            contents[name] = nothing
+            notes.append(f"{name} is missing or damaged: {in_one_line(error, 200)}")
     if not contents[METRICS].num_steps:
         notes.append(f"{METRICS} holds no finished step.")
     return contents, notes
@@ -198,10 +190,10 @@ def _status(metrics: Metrics, config: Mapping[str, Any], folder: Path) -> str:
     done = f"{last:,.0f}{of} steps" if last else f"no step{of} done"
     if metrics.failed is not None:
         return f"Failed after {done}: {metrics.failed}"
-    end = ending(folder)
+    end = layout.ending(folder)
     stopped_early = end.early is not None and end.done == last
     goes_on = bool(total and last and last < total) and not stopped_early
-    if (folder / MODEL).is_dir() and not goes_on:
+    if (folder / layout.MODEL).is_dir() and not goes_on:
         reason = f", stopped early: {end.early}" if end.early else ""
         is_best = end.state != end.done
         best = f" The model is that of step {end.state:,}, the best." if is_best else ""

@@ -180,9 +180,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def note_finished(
-    run: Path, config: Config, steps: int, *, best: Any = None, early: str | None = None
-) -> None:
+def note_finished(run: Path, config: Config, steps: int, *, best: Any, early: str | None) -> None:
     """Note the steps of the run that wrote `model/`.
 
     Args:

@@ -45,24 +45,16 @@ from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import Precision, Verify
 from megatrain.source import state_io
 from megatrain.source.tiles import DTYPES, Model
-from megatrain.tile.formats import (
-    BASES,
-    BLOCKS,
-    FP8,
-    MXFP4,
-    NF4,
-    NF4_WIDE,
-    PACKINGS,
-    SIDE,
-    WeightFormat,
-)
+from megatrain.tile import formats
+from megatrain.tile.formats import BASES, WeightFormat
 
 _log = logging.getLogger(__name__)
 
 Base = Literal["bf16", "fp8", "nf4", "folder"]
 """How frozen linear layers are kept (`base` of an engine or a run file)."""
 
-_KEPT = {"nf4": (NF4, NF4_WIDE), "fp8": (FP8,), "folder": (NF4, NF4_WIDE, FP8, BLOCKS, MXFP4)}
+_KEPT = {"nf4": (formats.NF4, formats.NF4_WIDE), "fp8": (formats.FP8,)}
+_KEPT["folder"] = (*_KEPT["nf4"], *_KEPT["fp8"], formats.BLOCKS, formats.MXFP4)
 
 
 @dataclass
@@ -367,7 +359,7 @@ def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict
     if packing is None:
         raise InputError(
             "base is 'folder', but the model does not come in mxfp4 or in float8 with blocks of "
-            f"{SIDE} x {SIDE}; leave base out, or take {' or '.join(BASES)}"
+            f"{formats.SIDE} x {formats.SIDE}; leave base out, or take {' or '.join(BASES)}"
         )
     names = [
         f"{layer.name}.{path}.{name}"
@@ -393,7 +385,7 @@ def _packings(source: Source, spec: ModelSpec, *, trained: bool) -> dict[str, We
         base = saved.settings.left_out
         saved_as = {p.name: p.packed for p in saved.manifest.parameters if p.packed}
         saved_as |= {} if base is None else base.packed
-        return {name: PACKINGS[form] for name, form in saved_as.items()}
+        return {name: formats.PACKINGS[form] for name, form in saved_as.items()}
     folder, names = source.folder, source.names
     stored = {} if folder is None else WeightPlan(folder, plain(source.model)).packings
     ours = _KEPT.get(source.base, ())

@@ -143,17 +143,15 @@ def _stored(checkpoint: Checkpoint, name: str) -> dict[str, Stored]:
     return {tensor.name: tensor for tensor in header}
 
 
-def open_model(
-    checkpoint: Checkpoint, *, trust_remote_code: bool = False, **code: Any
-) -> PreTrainedModel:
+def open_model(checkpoint: Checkpoint, **code: Any) -> PreTrainedModel:
     """The checkpoint's model without weights; the same parameters are frozen."""
     settings, folder = checkpoint.settings, checkpoint.model_folder
-    config = load_config(folder, trust_remote_code=trust_remote_code)
+    config = load_config(folder, trust_remote_code=code.get("trust_remote_code", False))
     # config.json does not say which code computes; the outer parts first: they set the inner, too.
     for path, part in configs(config):
         set_attention(part, settings.attn_implementation.get(path))
         set_experts(part, settings.experts_implementation.get(path))
-    model = empty_model(config, trust_remote_code=trust_remote_code, **code)
+    model = empty_model(config, **code)
     if type(model).__name__ != settings.model_class:
         raise InputError(
             f"{folder / 'config.json'}: it describes a {type(model).__name__}, but the "

@@ -1,6 +1,7 @@
 """The tiles of a model, and how much of it computes with a token."""
 
 from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm, prod
 
@@ -16,24 +17,24 @@ from megatrain.tile import TileKind, TileLayout
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
 
 
+@dataclass(eq=False)
 class Model:
     """A model's structure, its optimizer of a rule (None: it is only run), and its tiles.
 
-    `ranks` share the tiles, on each of the `hosts`. Layers are computed in `precision`.
+    `ranks` share the tiles, on each of the `hosts`. Layers are computed in `precision`. Each rank
+    has its own experts of the stacks that are `owned`.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        rule: Rule | None,
-        ranks: int = 1,
-        hosts: int = 1,
-        precision: Precision = "bf16",
-    ) -> None:
-        self.spec, self.rule, self.precision = spec, rule, precision
-        self.ranks, self.hosts = ranks, hosts
-        self._owned: Collection[str] = ()  # stacks of experts
-        self.optimizer = None if rule is None else StreamedOptimizer(rule, spec.capture.model)
+    spec: ModelSpec
+    rule: Rule | None
+    ranks: int = 1
+    hosts: int = 1
+    precision: Precision = "bf16"
+    owned: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        rule = self.rule
+        self.optimizer = None if rule is None else StreamedOptimizer(rule, self.spec.capture.model)
 
     def placed(self, placement: Placement) -> "Model":
         """This model, with a placement's tiles. Raises InputError: ranks cannot own experts."""
@@ -41,8 +42,8 @@ class Model:
 
     @cached_property
     def _owning(self) -> "Model":
-        owning = Model(self.spec, self.rule, self.ranks, self.hosts, self.precision)
-        owning.optimizer, owning._owned = self.optimizer, owned_names(self.spec, self.ranks)
+        owning = replace(self, owned=owned_names(self.spec, self.ranks))
+        owning.optimizer = self.optimizer
         return owning
 
     @cached_property
@@ -66,7 +67,7 @@ class Model:
             parameters = [(n, shapes[n], None if n in unmoved else groups.get(n)) for n in names]
             rows = lcm(*(prod(shapes[n][1:]) for n in names if n in spec.gathered))
             name, formats = kind.value + visit, (spec.wide, spec.packed, wide.intersection(names))
-            owned_here = set(self._owned).intersection(names)
+            owned_here = set(self.owned).intersection(names)
             return TileLayout(
                 name, parameters, kind, *formats, operands, ranks=ranks, row=rows, owned=owned_here
             )

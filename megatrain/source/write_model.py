@@ -89,12 +89,7 @@ def settings_of(
 
 
 def write_model(
-    folder: Path,
-    source: Source,
-    masters: Values,
-    *,
-    dtype: torch.dtype | None,
-    merged: bool = False,
+    folder: Path, source: Source, masters: Values, *, dtype: torch.dtype | None, merged: bool
 ) -> None:
     """Write the model; if it has an adapter, only that, in float32, or the `merged` whole model.
 
@@ -135,13 +130,9 @@ def write_model(
 
 
 def write_saved(
-    saved: Checkpoint | Path,
-    folder: Path,
-    dtype: torch.dtype | None = None,
-    *,
-    merged: bool = False,
+    saved: Checkpoint | Path, out: Path, dtype: torch.dtype | None = None, *, merged: bool = False
 ) -> None:
-    """Write a model into `folder` from its files: one parameter in memory at a time, no engine.
+    """Write a model to the folder `out` from its files, one parameter in memory at a time.
 
     Args:
         saved: a checkpoint, or the folder of an adapter.
@@ -176,4 +167,4 @@ def write_saved(
     for name, _ in model.named_parameters() if merged else ():
         if name not in values and name not in unused:
             raise InputError(f"{saved}: its base has no {name!r}; complete the base")
-    write_model(folder, source, values, dtype=dtype, merged=merged)
+    write_model(out, source, values, dtype=dtype, merged=merged)

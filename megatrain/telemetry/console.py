@@ -69,7 +69,6 @@ class TrainingProgress:
         self._console = console or Console(highlight=False)
         self._total, self._before, self._log_every = total_steps, done, log_every
         self._in_place = self._console.is_terminal and sys.stderr.isatty()
-        self._started = time.monotonic()
 
     def __enter__(self) -> Self:
         self._started = time.monotonic()

@@ -5,7 +5,7 @@ Each function raises OSError where the file cannot be written, ValueError for an
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,9 +90,7 @@ def draw_step(spans: Sequence[Span], file: Path | IO[bytes], title: str = "") ->
     figure.savefig(file)
 
 
-def _figure(
-    width: float, height: float, layout: Literal["constrained"] | None = "constrained"
-) -> Any:
+def _figure(width: float, height: float, layout: Any = "constrained") -> Any:
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 
     return Figure(figsize=(width, height), layout=layout, dpi=120)

@@ -169,10 +169,7 @@ def newest_checkpoint(parent: Path) -> Checkpoint | None:
 
 
 def open_data(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int,
-    images: ImageProcessor | None = None,
+    config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, images: ImageProcessor
 ) -> tuple[PackedDataset | Prompts, dict[str, PackedDataset | Prompts]]:
     """Training rows, and evaluation rows by name: from separate files, or held out.
 

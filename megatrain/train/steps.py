@@ -127,7 +127,7 @@ class Steps:
                 self._refusals.skip(error)
             except RunFailed as final:
                 raise self._failure(step, final) from final
-            outcome: dict[str, Any] = {"skipped": str(error), "rows": self._places()}
+            outcome: dict[str, Any] = {"skipped": str(error), "rows": self._job.loader.describe()}
         except DoesNotFit as error:
             raise DoesNotFit(f"step {step}: {error}") from error
         except MegatrainError as error:
@@ -203,13 +203,9 @@ class Steps:
     def _failure(self, step: int, error: MegatrainError) -> RunFailed:
         if not isinstance(error.__cause__, MegatrainError | None):
             log.error("step %d failed", step, exc_info=error.__cause__)
-        rows = self._places()
+        rows = self._job.loader.describe()
         self._metrics.write(step=step, failed=str(error), rows=rows)
         return RunFailed(f"step {step}: {error}; its rows: {in_one_line(rows, 300)}")
-
-    def _places(self) -> str:
-        """The places in the data that the running step's rows come from."""
-        return self._job.loader.describe().partition(": ")[2]
 
     def _state(self) -> RunState:
         position = self._job.loader.state_dict()

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatrain.base.json_yaml import read_json
 from megatrain.config import Config
-from megatrain.errors import InputError, first_line
+from megatrain.errors import InputError, in_one_line
 from megatrain.run_folder.layout import TRACKING
 
 _IDS = "runs.json"  # for each tracker its run id, which a resumed run continues
@@ -63,7 +63,7 @@ class Trackers:
                 self.close()
                 if is_new:
                     shutil.rmtree(folder, ignore_errors=True)
-                message = f"tracking.to: {name} does not start: {first_line(error)}"
+                message = f"tracking.to: {name} does not start: {in_one_line(error, 200)}"
                 raise InputError(message) from error
         (folder / _IDS).write_text(json.dumps(ids) + "\n", encoding="utf-8")
 
@@ -89,7 +89,7 @@ class Trackers:
             work()
         except Exception as error:  # whatever the library raises
             del self._running[name]
-            log.warning("%s: %s; it gets no more, the run goes on", name, first_line(error))
+            log.warning("%s: %s; it gets no more, the run goes on", name, in_one_line(error, 200))
 
 
 def _options(name: str, config: Config, run: Path, first: int, known: Any) -> dict[str, Any]:
