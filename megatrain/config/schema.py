@@ -258,14 +258,6 @@ class Config(Section):
     output: OutputSection = OutputSection()
     tracking: TrackingSection = TrackingSection()
 
-    @property
-    def eval_metrics(self) -> list[str]:
-        """The metrics of evaluations, over all sets and of each named one; empty without any."""
-        sets = ["", *(f"{name}_" for name in self.data.eval_sets if name)]
-        evaluates = self.data.eval_path is not None or self.data.eval_fraction
-        kinds = self.loss.metrics if evaluates else ()
-        return [f"eval_{name}{kind}" for name in sets for kind in kinds]
-
     def problems(self) -> Iterator[str]:
         """Messages for values of different sections that do not go together."""
         yield from self._of_the_loss()
@@ -325,7 +317,10 @@ class Config(Section):
         return self.training.max_grad_norm is not None and not directs
 
     def _of_watched_metrics(self) -> Iterator[str]:
-        metrics, every = self.eval_metrics, self.training.eval_every
+        sets = ["", *(f"{name}_" for name in self.data.eval_sets if name)]
+        evaluates = self.data.eval_path is not None or self.data.eval_fraction
+        kinds, every = self.loss.metrics if evaluates else (), self.training.eval_every
+        metrics = [f"eval_{name}{kind}" for name in sets for kind in kinds]
         needed = "data.eval_path or data.eval_fraction"
         watched = {"checkpoint.best": self.checkpoint.best}
         if self.training.early_stopping is not None:

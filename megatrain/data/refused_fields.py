@@ -18,8 +18,6 @@ _WEIGHTS = "only a 'weight' of 0 or 1 on a message is heeded: leave it out, or t
 _MEDIA = "only text, and images of conversations, are trained: leave it out, or the row"
 _PLACE = "it is not read: make it part of the messages or of 'tools'"
 
-_LARGE = 1e30  # no number of a row is as large; infinity is
-
 _OF_MEDIA = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _MEDIA)
 _ROW = {
     "label": _RATED,
@@ -90,10 +88,3 @@ def empty(value: object) -> bool:
 def listed(names: Sequence[str] | Mapping[str, Any]) -> str:
     """The first names, escaped so that they fit on one line."""
     return ", ".join(f"{name!r:.40}" for name in [*names][:12]) or "none (or null)"
-
-
-def number(value: Any, name: str, where: str) -> float:
-    """A row's field as a finite number. Raises InputError: it is something else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGE:
-        raise InputError(f"{where}: {name!r} must be a number, not {value!r:.40}")
-    return float(value)

@@ -19,7 +19,7 @@ from megatrain.data.conversation import (
 )
 from megatrain.data.images import place_media, sources
 from megatrain.data.readers import DataRow
-from megatrain.data.refused_fields import empty, listed, number, refuse_unheeded, says_training
+from megatrain.data.refused_fields import empty, listed, refuse_unheeded, says_training
 from megatrain.data.sources import DataKind
 from megatrain.errors import InputError
 
@@ -27,6 +27,7 @@ _RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message",
              "documents", "messages", "return_assistant_tokens_mask", "tools"}  # fmt: skip
 # Characters that a text may have in common with its prompt by chance.
 _BY_CHANCE = 20
+_LARGE = 1e30  # no margin is as large; infinity is
 # Fields that are texts in every format that has them.
 _TEXTS = ("question", "answer", "instruction", "input", "output", "reasoning", "system", "text")
 
@@ -136,8 +137,10 @@ def of_pair(row: DataRow, where: str) -> Pair:
         )
     else:
         prompt, replies = _taken_apart(replies, prompt, where)
-    margin = number(row.get("margin", 0.0), "margin", where)
-    return Pair([_completed(row, prompt, reply, where) for reply in replies], margin)
+    margin = row.get("margin", 0.0)
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < _LARGE:
+        raise InputError(f"{where}: 'margin' must be a number, not {margin!r:.40}")
+    return Pair([_completed(row, prompt, reply, where) for reply in replies], float(margin))
 
 
 def _is_said(question: str, messages: Any) -> bool:
