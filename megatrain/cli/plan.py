@@ -17,6 +17,7 @@ from rich.table import Table
 from megatrain.autoplace.search import lacking
 from megatrain.base.units import GIB, duration, gib, parse_bytes
 from megatrain.cli.models import NamedModel, lora_adapter, model_of_run, named_config
+from megatrain.compat.torch import one_thread
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT
 from megatrain.driver.base import Gpu
 from megatrain.errors import DoesNotFit, InputError, explained
@@ -254,23 +255,18 @@ def _without_others(machine: Machine, gpu: Gpu, warnings: list[str]) -> Machine:
 
 def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: Any) -> Plan:
     notes = _notes(named, workload)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # two threads wait for each other, long if the machine is busy
     remedy = "megatrain train streams all of it, and fewer tokens in a row may help"
-    try:
-        with explained(f"{named.name} cannot be planned", remedy, of=NotForeseeable):
-            spec = notes.spec(named.config)
-            if spec.media and workload.media is None:
-                further["warnings"].append(
-                    "the plan is for text: --image 1024x1024 counts such an image in every row"
-                )
-            if workload.media is not None and not spec.media:
-                raise InputError(f"--image: {named.name} takes no images; leave it out")
-            plan = make_plan(spec, machine, workload, **further, notes=notes)
-            notes.keep()
-            return plan
-    finally:
-        torch.set_num_threads(threads)
+    with one_thread(), explained(f"{named.name} cannot be planned", remedy, of=NotForeseeable):
+        spec = notes.spec(named.config)
+        if spec.media and workload.media is None:
+            further["warnings"].append(
+                "the plan is for text: --image 1024x1024 counts such an image in every row"
+            )
+        if workload.media is not None and not spec.media:
+            raise InputError(f"--image: {named.name} takes no images; leave it out")
+        plan = make_plan(spec, machine, workload, **further, notes=notes)
+        notes.keep()
+        return plan
 
 
 def _notes(named: NamedModel, workload: Workload) -> Notes:

@@ -3,7 +3,8 @@
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -95,6 +96,20 @@ def has_global_hooks() -> bool:
     """True if a hook of every module is registered."""
     kinds = ("forward", "forward_pre", "backward", "backward_pre")
     return any(getattr(nn.modules.module, f"_global_{kind}_hooks") for kind in kinds)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on the calling thread alone.
+
+    Threads of an operation wait for each other, milliseconds while others (updates) take the cores.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def has_saved_tensor_hooks() -> bool:

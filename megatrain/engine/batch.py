@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.base.seeds import derived_seed
+from megatrain.compat.torch import one_thread
 from megatrain.device import available_bytes
 from megatrain.errors import InputError
 from megatrain.loss import CROSS_ENTROPY, IGNORED, JointLoss, Loss, TokenScore, targets_of
@@ -68,6 +69,7 @@ class Intake:
             self._row_trial.check(micro_batches)
         return batch
 
+    @one_thread()
     def prepared(
         self, micro_batches: MicroBatches, loss: Loss | None, share: SequenceShare = WHOLE
     ) -> Batch:
@@ -163,8 +165,8 @@ class Intake:
             else:
                 inputs[key] = moved
         counted_N = None if all_count else mask.flatten().float().to(device)
-        index_BT = torch.searchsorted(unique_U, micro["input_ids"].contiguous())
-        rows = Rows(inputs["input_ids"], index_BT.to(device), {}, unique_U)
+        index_BT = torch.searchsorted(unique_U.to(device), inputs["input_ids"].contiguous())
+        rows = Rows(inputs["input_ids"], index_BT, {}, unique_U)
         documents = {}
         if is_packed(micro):
             on_cpu = {key: micro[key] for key in [*inputs, *media]}

@@ -328,3 +328,29 @@ def test_other_counts_than_the_vocabulary_has_are_refused(top_k, message):
     [step] = make_batches(1)
     with make_engine(llama(vocab_size=WIDE)) as engine, pytest.raises(InputError, match=message):
         engine.top_logprobs(step, top_k)
+
+
+@dataclass(frozen=True)
+class Watched(CrossEntropy):
+    """Notes how many threads torch has, and whether the step's rows are being prepared."""
+
+    seen: ClassVar[list[tuple[str, int]]] = []
+
+    def normaliser(self, targets, given):
+        self.seen.append(("prepares", torch.get_num_threads()))
+        return super().normaliser(targets, given)
+
+    def summed(self, logits, targets, *given):
+        self.seen.append(("computes", torch.get_num_threads()))
+        return super().summed(logits, targets, *given)
+
+
+def test_one_thread_prepares_a_step_and_all_compute_it():
+    """Threads that wait for each other while updates have the cores would keep a GPU idle."""
+    torch.set_num_threads(2)
+    engine, [step] = make_engine(llama()), make_batches(1)
+    engine.step(step, Watched())
+    assert set(Watched.seen) == {("prepares", 1), ("computes", 2)}
+    with pytest.raises(InputError):
+        engine.step([{**step[0], "labels": step[0]["labels"] - 9}])
+    assert torch.get_num_threads() == 2
