@@ -421,22 +421,24 @@ def unpacked() -> Iterator[None]:
         yield
 
 
-def finding_once(packed: list[Tensor | None]) -> AbstractContextManager[None]:
+def finding_once(
+    packed: list[Tensor | None], find: Callable[..., Tensor | None]
+) -> AbstractContextManager[None]:
     """Within this context a forward gets the document indices that an earlier run computed.
 
-    Looking at the positions' values waits for the device.
-
-    Args: `packed`: results of the same forward for the same rows; new ones are appended.
+    Args:
+        packed: results of the same forward for the same rows; new ones are appended.
+        find: computes new ones, given transformers' function and the positions.
     """
     look, looks = masking_utils.find_packed_sequence_indices, count()
 
-    def find(position_ids: Tensor) -> Tensor | None:
+    def once(position_ids: Tensor) -> Tensor | None:
         number = next(looks)
         if number == len(packed):
-            packed.append(look(position_ids))
+            packed.append(find(look, position_ids))
         return packed[number]
 
-    return _finding(find)
+    return _finding(once)
 
 
 def _finding(find: Callable[[Tensor], Tensor | None]) -> AbstractContextManager[None]:

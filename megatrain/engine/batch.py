@@ -167,13 +167,21 @@ class Intake:
         counted_N = None if all_count else mask.flatten().float().to(device)
         index_BT = torch.searchsorted(unique_U.to(device), inputs["input_ids"].contiguous())
         rows = Rows(inputs["input_ids"], index_BT, {}, unique_U)
-        documents = {}
-        if is_packed(micro):
+        documents, packed = {}, is_packed(micro)
+        if packed:
             on_cpu = {key: micro[key] for key in [*inputs, *media]}
             inputs["position_ids"] = packed_positions(capture.model, on_cpu).to(device)
             if self._program.may_attend_by_lengths:
                 documents = length_arguments(micro["position_ids"], device)
-        return MicroBatch(inputs, None, rows, documents=documents, counted_N=counted_N, media=media)
+        return MicroBatch(
+            inputs,
+            None,
+            rows,
+            documents=documents,
+            counted_N=counted_N,
+            media=media,
+            is_packed=packed if "position_ids" in inputs else None,
+        )
 
     def _check(self, where: str, micro: Mapping[str, Tensor], loss: Loss | None) -> None:
         if not isinstance(micro, Mapping):

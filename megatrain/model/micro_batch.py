@@ -28,6 +28,7 @@ class MicroBatch:
         counted_N: 1 for a token, 0 for padding; None: all are tokens.
         calls: the layers' arguments, known once the prologue has run.
         document_indices: of each token in packed rows, one tensor for each time the forward asks.
+        is_packed: the positions in `inputs` start anew within a row; None: only the device knows.
         media: the forward's arguments that describe images and sounds.
         encoded: the calls of their encoders, known once these have run.
         kept: what frozen parts of encoders have computed, for the backward of the others.
@@ -42,6 +43,7 @@ class MicroBatch:
     counted_N: Tensor | None = None
     calls: list[Call] = field(default_factory=list)
     document_indices: list[Tensor | None] = field(default_factory=list)
+    is_packed: bool | None = None
     media: dict[str, Tensor] = field(default_factory=dict)
     encoded: list[Encoded] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)

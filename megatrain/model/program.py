@@ -39,6 +39,7 @@ from megatrain.model.capture import (
     stand_in,
     stop,
 )
+from megatrain.model.documents import document_starts
 from megatrain.model.float8 import convert, multiplied, multiply, require_float8
 from megatrain.model.layer_template import move_buffers
 from megatrain.model.media import FrozenParts, Recorder, calls_of, in_one_row, replaced, replayed
@@ -74,6 +75,7 @@ class ModelProgram:
         self.may_attend_by_lengths = self.capture.takes_any and takes_lengths(model, fp32=fp32)
         self.attends_by_lengths = self.exchanges = False
         self._followed = set[frozenset[str]]()  # kinds of media that layers are followed with
+        self._undivided: dict[torch.Size, set[int]] = {}  # see `_document_indices`
         self._encoder_calls = calls_of(model, spec.media)
         if self._encoder_calls:
             attend_by_images(model)
@@ -404,9 +406,43 @@ class ModelProgram:
                 return handler(*call)
 
         documents = batch.documents if self.attends_by_lengths else {}
-        with set_to(bool(documents), TOLD), finding_once(batch.document_indices):
-            arguments = {**self.capture.inputs(inputs), **documents}
+        arguments = {**self.capture.inputs(inputs), **documents}
+        shape = batch.inputs["input_ids"].shape
+        if uses is None and shape not in self._undivided and _gives_ids_alone(batch):
+            self._undivided[shape] = set()
+            uses = Uses(derived={id(v): v for v in arguments.values() if isinstance(v, Tensor)})
+        find = partial(self._document_indices, batch, uses)
+        with set_to(bool(documents), TOLD), finding_once(batch.document_indices, find):
             return self.capture.forward(unwatched, outer, arguments, batch.rows, uses)
+
+    def _document_indices(
+        self,
+        batch: MicroBatch,
+        uses: Uses | None,
+        look: Callable[[Tensor], Tensor | None],
+        position_ids: Tensor,
+    ) -> Tensor | None:
+        """The documents of packed rows by `look`, which waits for the device; spared if possible.
+
+        Given positions are known on the CPU. A model's own, where ids alone are given, are the same
+        for all rows of a length, unless they were computed from the ids.
+        """
+        given, number = batch.inputs.get("position_ids"), len(batch.document_indices)
+        if given is not None and batch.is_packed is not None:
+            given = given if given.ndim == 2 else given[0]
+            if identity(given) == identity(position_ids):
+                return document_starts(given).cumsum(-1) - 1 if batch.is_packed else None
+        undivided = self._undivided.get(batch.inputs["input_ids"].shape, set())
+        if number in undivided and _gives_ids_alone(batch):
+            return None
+        indices = look(position_ids)
+        if indices is None and uses is not None and id(position_ids) not in uses.derived:
+            undivided.add(number)
+        return indices
+
+
+def _gives_ids_alone(batch: MicroBatch) -> bool:
+    return batch.inputs.keys() == {"input_ids"} and not batch.media
 
 
 def _expect(layer: Layer, called: nn.Module | None) -> None:

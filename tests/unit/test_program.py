@@ -10,7 +10,7 @@ import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-from transformers import masking_utils
+from transformers import LlamaForCausalLM, masking_utils
 
 from benchmarks.options import num_compilations, peak_process_bytes
 from megatrain import DoesNotFit, Placement
@@ -86,8 +86,61 @@ LAYERS = 6
 [STEP] = make_batches(1)
 
 
+@pytest.fixture
+def looks(monkeypatch):
+    """The positions that transformers looks at for packed rows, which waits for the device."""
+    looked: list[Any] = []
+    find = masking_utils.find_packed_sequence_indices
+
+    def look(position_ids):
+        looked.append(position_ids)
+        return find(position_ids)
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", look)
+    return looked
+
+
+def test_positions_are_looked_at_once_for_rows_of_a_length(looks):
+    """And never where they are given: they are known before they are on the device."""
+    engine, (micro, other) = make_engine(llama()), STEP[:2]
+    assert micro["input_ids"].shape != other["input_ids"].shape
+    del looks[:]  # those of the structure's runs
+    for _ in range(2):
+        engine.step([micro, {name: ids.flip(0) for name, ids in micro.items()}])
+        assert len(looks) == 1
+    engine.step([other])
+    assert len(looks) == 2
+    places = torch.arange(micro["input_ids"].shape[1]).expand_as(micro["input_ids"])
+    engine.step([{**micro, "position_ids": places}])
+    # Documents are tried on rows of their own first, once.
+    engine.step([{**micro, "position_ids": places % 5}])
+    del looks[:]
+    engine.step([{**micro, "position_ids": places % 5}])
+    assert not looks
+
+
+class Divided(LlamaForCausalLM):
+    """Positions start anew behind each token 1."""
+
+    def forward(self, input_ids=None, labels=None, **given):
+        places = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        ends = torch.where(input_ids == 1, places + 1, 0).cummax(1).values
+        positions = places - F.pad(ends[:, :-1], (1, 0))
+        return super().forward(input_ids, position_ids=positions, labels=labels, **given)
+
+
+def test_positions_that_depend_on_the_ids_are_looked_at_for_all_rows(looks):
+    model, ids = Divided(llama().config).eval(), torch.arange(2, 18).view(2, 8)
+    engine = make_engine(model, saveable=False)
+    for divided in (False, True):
+        ids[:, 3] = 1 if divided else 2
+        micro = {"input_ids": ids, "labels": ids}
+        plain = model(**micro, use_cache=False)
+        assert engine.evaluate([micro]) == pytest.approx(plain.loss.item(), rel=1e-6)
+    assert len(looks) >= 2
+
+
 def test_the_backward_ends_where_the_layers_begin(monkeypatch):
-    """And positions are looked at once: transformers' look for packed rows waits for the device."""
     engine = make_engine(llama(num_hidden_layers=LAYERS), placement=Placement(slots=2))
     called: list[int] = []
     forward = Capture.forward
@@ -99,19 +152,10 @@ def test_the_backward_ends_where_the_layers_begin(monkeypatch):
 
         return forward(self, one, *rest)
 
-    looks: list[Any] = []
-    find = masking_utils.find_packed_sequence_indices
-
-    def look(position_ids):
-        looks.append(position_ids)
-        return find(position_ids)
-
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", look)
     monkeypatch.setattr(Capture, "forward", counted)
     engine.step(STEP)
     # All layers in the forward and behind them, and the first one in the backward.
     assert len(called) == (2 * LAYERS + 1) * len(STEP)
-    assert len(looks) == len(STEP)
 
 
 # Layers that draw random numbers are kept without recomputation: it would draw others.
