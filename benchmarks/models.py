@@ -37,7 +37,7 @@ from benchmarks.configurations import CONFIGS, configuration
 from benchmarks.options import case_of, num_compilations, parse, peak_process_bytes, write
 from benchmarks.ranks import join_ranks
 from benchmarks.rivals.common import next_token_loss
-from benchmarks.step import SHOWN_LINES, breakdown_of
+from benchmarks.step import SHOWN_LINES
 from megatrain import AdamW, Engine, Placement
 from megatrain.base.json_yaml import parse_yaml
 from megatrain.cli.models import lora_adapter
@@ -46,7 +46,7 @@ from megatrain.model.trained import Trained
 from megatrain.source.source import Alike
 from megatrain.telemetry.host import commit, environment
 from megatrain.telemetry.metrics import model_tflops
-from megatrain.telemetry.timeline import StepRecorder
+from megatrain.telemetry.timeline import StepRecorder, breakdown
 
 Batch = dict[str, Tensor]
 
@@ -160,7 +160,7 @@ def streamed(chosen: Any) -> dict[str, Any]:
         engine.step(micro_batches)
         recorder.start()
         engine.step(micro_batches)
-        work = breakdown_of(recorder.end())
+        work = breakdown(recorder.end(), "compute").as_dict()
         print(*work["lines"][:SHOWN_LINES], sep="\n")
         return {
             **result,

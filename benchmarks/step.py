@@ -44,7 +44,7 @@ from megatrain.telemetry.gpu import by_driver_name, find_gpu
 from megatrain.telemetry.host import commit, environment
 from megatrain.telemetry.metrics import model_tflops
 from megatrain.telemetry.pictures import draw_step
-from megatrain.telemetry.timeline import Span, StepRecorder, breakdown, chrome_trace
+from megatrain.telemetry.timeline import StepRecorder, breakdown, chrome_trace
 
 ROWS = 16  # of a micro-batch by default
 SHOWN_LINES = 14  # lines of the breakdown on the terminal
@@ -123,16 +123,8 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
             timeline.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
             title = f"One step: {case.shape}, {case.sequences} x {case.sequence_length} tokens"
             draw_step(spans, timeline.with_suffix(".png"), title)
-        steps = {"build_seconds": build_seconds, "breakdown": breakdown_of(spans)}
+        steps = {"build_seconds": build_seconds, "breakdown": breakdown(spans, "compute").as_dict()}
         return result | steps | memory_of(engine)
-
-
-def breakdown_of(spans: Sequence[Span]) -> dict[str, Any]:
-    """The parts of a step's time as plain values, and lines that say them."""
-    parts = breakdown(spans, "compute")
-    work = {f"{stream}: {kind}": seconds for (stream, kind), seconds in parts.work.items()}
-    lines = [f"{s:8.3f} s {s / parts.seconds:6.1%}  {name}" for name, s in parts.rows()]
-    return vars(parts) | {"work": work, "lines": lines}
 
 
 def build_engine(case: StepCase, group: Any = None) -> Engine:

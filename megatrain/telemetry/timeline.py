@@ -51,6 +51,12 @@ class Breakdown:
     work: dict[tuple[str, str], float] = field(default_factory=dict)
     idle: dict[str, float] = field(default_factory=dict)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for plans and result files."""
+        work = {f"{stream}: {kind}": seconds for (stream, kind), seconds in self.work.items()}
+        lines = [f"{s:8.3f} s {s / self.seconds:6.1%}  {name}" for name, s in self.rows()]
+        return vars(self) | {"work": work, "lines": lines}
+
     def rows(self) -> list[tuple[str, float]]:
         """Idle times and kinds of work with their seconds, largest first."""
         rows = [(f"idle: {why}", seconds) for why, seconds in self.idle.items()]

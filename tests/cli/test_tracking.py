@@ -40,7 +40,7 @@ def test_a_tracker_that_fails_costs_one_warning(megatrain, run_file, caplog):
     with mock.patch.object(TensorBoardTracker, "log", side_effect=broken):
         megatrain.done("train", run_file, *TENSORBOARD)
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert told == ["tensorboard: no route; it gets no more, the run goes on"]
+    assert told == ["tensorboard: no route to host; it gets no more, the run goes on"]
     assert (run_file.parent / "run" / "model" / "model.safetensors").is_file()
 
 
