@@ -122,7 +122,7 @@ def _save_result(saving: Saving, times: list[float], during: int, median: float)
         "seconds": saving.seconds,
         "bytes": saving.num_bytes,
         "gb_per_second": saving.num_bytes / saving.seconds / 1e9,
-        "moved_bytes": saving.moved_bytes,
+        "moved_bytes": saving.snapshot.moved_bytes,
         "steps_during": during,
         "step_seconds": times,
         "lost_seconds": sum(times) - len(times) * median,

@@ -137,9 +137,7 @@ class Placement:
                 raise InputError(f"placement.{name} is {value!r}; it must be true or false")
         names = self.resident
         if not isinstance(names, tuple | list) or not all(isinstance(n, str) for n in names):
-            raise InputError(
-                f"placement.resident is {self.resident!r}; it must be a list of tile names"
-            )
+            raise InputError(f"placement.resident is {names!r}; it must be a list of tile names")
         for name, values in (("save_attention", _PLACES), ("layer_inputs", _PLACES[1:])):
             if (value := getattr(self, name)) not in values:
                 *others, last = map(repr, values)

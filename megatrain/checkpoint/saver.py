@@ -50,7 +50,6 @@ class Saving:
         num_bytes: of all tiles.
         error: the failure; None while it runs and after success.
         seconds: from the call to its end; None while it runs.
-        moved_bytes: bytes copied into spare memory, so that updates could go on.
     """
 
     def __init__(
@@ -72,10 +71,6 @@ class Saving:
     @property
     def done(self) -> bool:
         return not self._thread.is_alive()
-
-    @property
-    def moved_bytes(self) -> int:
-        return self.snapshot.moved_bytes
 
     def wait(self) -> None:
         """Block until the checkpoint is whole on the disk.

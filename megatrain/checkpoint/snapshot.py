@@ -171,7 +171,10 @@ class StagingBlocks:
 
 
 class Snapshot:
-    """Hands the pieces of one save from the streams that own their planes to the writers."""
+    """Hands the pieces of one save from the streams that own their planes to the writers.
+
+    `moved_bytes` were copied into spare memory, so that updates could go on.
+    """
 
     def __init__(self, spare: StagingBlocks) -> None:
         self._spare = spare

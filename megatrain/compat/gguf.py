@@ -78,9 +78,7 @@ def _unpack(path: Path, folder: Path) -> None:
     options = {"config": config, "dtype": dtype, "output_loading_info": True, **quantisation}
     model, report = read_gguf(path, AutoModelForCausalLM, **options)
     for name in sorted(map(str, report["missing_keys"])):
-        raise InputError(
-            f"{path}: lacks the tensor of {name!r}; fetch it again, or convert it anew"
-        )
+        raise InputError(f"{path}: lacks the tensor of {name!r}; fetch or convert it again")
     sizes = {value.data_ptr(): value.numel() for value in model.state_dict().values()}
     dropped = sum(int(tensor.n_elements) for tensor in reader.tensors) - sum(sizes.values())
     if dropped > 0:

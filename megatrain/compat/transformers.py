@@ -238,7 +238,7 @@ def experts_forward(
     adapters add products of their own. Shapes: N tokens, K experts of a token, E experts, R rank.
 
     Args:
-        beside: for a weight's name the factors `[E, I, R]` and `[E, R, O]`, and what they are
+        factors: for a weight's name the factors `[E, I, R]` and `[E, R, O]`, and what they are
             scaled by.
         hidden_states: [N, H].
         top_k_index, top_k_weights: [N, K].

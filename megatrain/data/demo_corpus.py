@@ -39,9 +39,7 @@ def stdlib_corpus(max_bytes: int | None = None) -> list[Path]:
             chosen.append(path)
             total += size
     if not chosen:
-        raise InputError(
-            f"{root}: no Python sources there: use a Python with its library's .py files"
-        )
+        raise InputError(f"{root}: no sources there: use a Python with its library's .py files")
     return chosen
 
 

@@ -385,9 +385,7 @@ def surroundings(tokenizer: Any) -> tuple[list[int], list[int]]:
         full = tokenizer("a")["input_ids"]
     start = next((i for i in range(len(full) + 1) if full[i : i + len(plain)] == plain), None)
     if start is None:
-        raise InputError(
-            "the tokenizer changes a text when it adds special tokens: check its files"
-        )
+        raise InputError("the tokenizer changes texts when it adds special tokens: check its files")
     return full[:start], full[start + len(plain) :]
 
 

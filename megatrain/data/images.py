@@ -136,9 +136,7 @@ def _source(value: object, kind: str, where: str) -> Source:
     if kind == "video" and isinstance(value, list):
         frames = [_source(frame, "image", where) for frame in value]
         if len({isinstance(frame, str) for frame in frames}) != 1:
-            raise InputError(
-                f"{where}: a film's frames are a list of files, or of bytes, not of both"
-            )
+            raise InputError(f"{where}: a film's frames are a list of files, or of bytes, not both")
         return (*frames,)  # type: ignore[arg-type]
     if isinstance(value, str) and value.startswith("data:"):
         with explained(f"{where}: an {kind}'s data: address is not base64", of=binascii.Error):

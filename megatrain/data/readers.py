@@ -371,16 +371,13 @@ def _once(names: list[str], file: DataSource) -> None:
 
 
 def _rows(
-    file: DataSource,
-    names: list[str],
-    wanted: Wanted,
-    batches: Callable[[list[str]], Iterable[Any]],
+    file: DataSource, names: list[str], wanted: Wanted, parts: Callable[[list[str]], Iterable[Any]]
 ) -> Iterator[tuple[int, DataRow]]:
-    """The rows of a table, which gives `batches` of some of its columns."""
+    """The rows of a table, of which `parts` gives some columns, some rows at a time."""
     _once(names, file)
     present = [n for n in names if wanted(n)]
     unread = dict.fromkeys((n for n in names if n not in present), UNREAD)
-    rows = (row for batch in batches(present) for row in batch.to_pylist())
+    rows = (row for part in parts(present) for row in part.to_pylist())
     for number, row in enumerate(rows, 1):
         yield number, {**_without_nulls(row), **unread}
 

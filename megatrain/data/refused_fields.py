@@ -10,9 +10,7 @@ from typing import Any
 from megatrain.errors import InputError
 
 _RATED = "rows of good and bad replies are not read: make pairs of them, or keep the good ones"
-_PREFERENCE = (
-    "pairs of a better and a worse reply need loss.name: dpo, or another; or keep the better"
-)
+_PREFERENCE = "pairs of replies need loss.name: dpo, or another; or keep the better one"
 _TOKENS = "rows of tokens are not read: give their text"
 _WEIGHTS = "only a 'weight' of 0 or 1 on a message is heeded: leave it out, or the row"
 _MEDIA = "only text, and images of conversations, are trained: leave it out, or the row"

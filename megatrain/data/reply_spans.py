@@ -55,9 +55,7 @@ class ReplySpans:
     def span(self, turn: int) -> TextRange:
         """The reply `messages[turn]` in the text, with its end of turn."""
         if turn == 0:
-            raise InputError(
-                f"{self._where}: the conversation starts with the assistant: drop that turn"
-            )
+            raise InputError(f"{self._where}: the conversation begins with a reply: drop it")
         request = self._render(turn, asking=True)
         if span := self._by_headers(turn, request):
             return span

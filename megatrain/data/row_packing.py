@@ -127,9 +127,7 @@ def fit_rows(segments: Segments, row_length: int) -> PackedRows:
         longest_first = start + np.argsort(-window, kind="stable")
         rows += _best_fit(longest_first.tolist(), lengths, row_length)
     order = np.array([s for row in rows for s in row], dtype=np.int64)
-    return PackedRows(
-        segments[order], _offsets(np.array([len(row) for row in rows], dtype=np.int64))
-    )
+    return PackedRows(segments[order], _offsets(np.array([len(row) for row in rows], np.int64)))
 
 
 def split_rows(segments: Segments, row_length: int) -> PackedRows:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import stat
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from megatrain.base.json_yaml import read_json, read_text
 from megatrain.base.units import MIB
 from megatrain.compat.gguf import is_gguf, unpacked
+from megatrain.data.row_packing import Ints
 from megatrain.errors import InputError, in_one_line
 
 
@@ -156,7 +157,7 @@ def identity(tokenizer: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def placed_tokens(tokenizer: Any, text: str, where: str) -> tuple[list[int], NDArray[np.int64]]:
+def placed_tokens(tokenizer: Any, text: str, where: str) -> tuple[list[int], Ints]:
     """The ids of a text, and each token's begin and end in it: [n, 2].
 
     Raises InputError: the tokenizer fails or has no offsets; the text cannot be encoded.
@@ -187,11 +188,7 @@ def token_ids(ids: Sequence[int], vocab_size: int | None, where: str) -> NDArray
 
 
 def first_token(
-    text: str,
-    offsets: NDArray[np.int64],
-    ids: Sequence[int] | NDArray[np.int32],
-    added: Container[int],
-    begin: int,
+    text: str, offsets: Ints, ids: Sequence[int] | NDArray[np.int32], added: set[int], begin: int
 ) -> int:
     """The first token that has a part of text[begin:]; the place after the last one if none has.
 

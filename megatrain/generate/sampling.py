@@ -58,13 +58,7 @@ class Sampling:
                 raise InputError(f"{name} is {value!r}; it must be from 0 to {limit:g}")
 
     def settings(
-        self,
-        of_model: GenerationConfig,
-        *,
-        room: int,
-        stops: Collection[int],
-        pad: int,
-        cached: bool,
+        self, of_model: GenerationConfig, *, room: int, stops: set[int], pad: int, cached: bool
     ) -> GenerationConfig:
         """The settings for transformers' `generate`, from those `of_model`.
 

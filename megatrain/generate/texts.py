@@ -165,9 +165,7 @@ def continued(
             for row, tokens in zip(mine, generated, strict=True):
                 ends = (size for size, token in enumerate(tokens, 1) if token in stops)
                 new[row] = tokens[: next(ends, len(tokens))]
-    merged = {
-        row: tokens for shared in share.all_gather_object(new) for row, tokens in shared.items()
-    }
+    merged = {row: tokens for part in share.all_gather_object(new) for row, tokens in part.items()}
     return [merged[row] for row in range(len(ids))]
 
 

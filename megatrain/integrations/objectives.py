@@ -19,6 +19,7 @@ from megatrain.api import Engine
 from megatrain.data.dataset import scored
 from megatrain.errors import InputError
 from megatrain.integrations.heeded import refuse
+from megatrain.loss import Replies, Tensors, Weighed
 
 _NOT_OF_MODEL = ("completion_mask", "margin", "ref_chosen_logps", "ref_rejected_logps")
 MicroBatches = list[dict[str, Tensor]]
@@ -49,12 +50,8 @@ class MicroBatchMeans(losses.PairLoss):
     shares: tuple[float, ...] = (1.0,)
 
     def weigh(
-        self,
-        log_probs: losses.Tensors,
-        targets: losses.Tensors,
-        extras: Sequence[losses.Tensors],
-        normaliser: float,
-    ) -> losses.Weighed:
+        self, log_probs: Tensors, targets: Tensors, extras: Sequence[Tensors], normaliser: float
+    ) -> Weighed:
         terms, weights, measured = [], [], []
         for values, labels, beside, share in zip(
             log_probs, targets, extras, self.shares, strict=True
@@ -110,9 +107,7 @@ class TrlDPO(MicroBatchMeans, losses.DPO):
 
     inputs: ClassVar[tuple[str, ...]] = (*losses.DPO.inputs, "length")
 
-    def replies(
-        self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor
-    ) -> list[losses.Replies]:
+    def replies(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> list[Replies]:
         replies = super().replies(log_prob_N, targets_N, *extras)
         lengths = super().replies(extras[-1], targets_N, *extras)  # one value per label
         return [
@@ -126,9 +121,7 @@ class TrlReward(MicroBatchMeans, losses.Reward):
     """Reward as RewardTrainer computes it; measures have its names."""
 
     def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
-        chosen, rejected = (
-            replies.log_prob for replies in self.replies(log_prob_N, targets_N, *extras)
-        )
+        chosen, rejected = (r.log_prob for r in self.replies(log_prob_N, targets_N, *extras))
         scores = torch.cat([chosen, rejected])
         named = {f"{name}_reward": getattr(scores, name)() for name in ("min", "mean", "max")}
         named["accuracy"] = (chosen > rejected).float().mean()
@@ -194,9 +187,7 @@ class Preferences(_Pairs):
         self.reference: Engine | None = None
 
     def rows(self, step: MicroBatches) -> MicroBatches:
-        labels = [
-            micro["input_ids"].masked_fill(micro["completion_mask"] == 0, -100) for micro in step
-        ]
+        labels = [m["input_ids"].masked_fill(m["completion_mask"] == 0, -100) for m in step]
         rows = _numbered(step, labels)
         assert self.reference is not None
         references = self.reference.logprobs(self.loss.bare(rows))
@@ -271,7 +262,5 @@ def predicted(
         return None, logits, None
     last = logits.shape[1] - engine.label_shift
     targets = labels[:, engine.label_shift :].flatten()
-    total = cross_entropy(
-        logits[:, :last].flatten(0, 1), targets, ignore_index=-100, reduction="sum"
-    )
+    total = cross_entropy(logits[:, :last].flatten(0, 1), targets, reduction="sum")
     return total / ((targets != -100).sum() if items is None else items), logits, labels

@@ -407,9 +407,7 @@ class Distillation(Loss):
                 raise InputError(f"the {name} is {share!r}; it must be from 0 to 1")
         super().__post_init__()
         if self.cross_entropy and self.temperature != 1:
-            raise InputError(
-                "distillation takes cross_entropy or a temperature, not both; leave one out"
-            )
+            raise InputError("distillation takes cross_entropy or a temperature; leave one out")
 
     def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         lse_N = logits_NV.logsumexp(1)

@@ -174,30 +174,25 @@ class GRPO(JointLoss):
         return of_labels.double().sum()
 
     def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
+        """The divergence, and shares of clipped ratios by TRL's names, over labels or replies."""
         labels = self._labels(log_prob_N, targets_N, *extras)
         ratio, by_reply = self._ratio(labels), self.importance_sampling_level == "sequence"
         measured = {"kl": self._divergence(labels, ratio).double().mean()} if self.beta else {}
-        if self.loss_type == "cispo":
-            clipped = ((ratio > self.high) & (labels.inputs["advantage"] > 0)).double()
-            return measured | {
-                "cispo_clip_ratio": (labels.means(clipped) if by_reply else clipped).mean()
-            }
-        return measured | self._clipped(labels, ratio, by_reply=by_reply)
-
-    def _clipped(self, labels: _Labels, ratio: Tensor, *, by_reply: bool) -> dict[str, Tensor]:
-        """Shares of clipped ratios `[L]`, by TRL's names; over labels, or over replies."""
-        if not labels.replies:
-            return {}
         advantage = labels.inputs["advantage"]
+        if self.loss_type == "cispo":
+            clipped = ((ratio > self.high) & (advantage > 0)).double()
+            mean = (labels.means(clipped) if by_reply else clipped).mean()
+            return measured | {"cispo_clip_ratio": mean}
+        if not labels.replies:
+            return measured
         low = ((ratio < 1 - self.epsilon) & (advantage < 0)).double()
         high = ((ratio > 1 + self.high) & (advantage > 0)).double()
         low_R, high_R = labels.means(low), labels.means(high)
-        low_mean, high_mean = (
-            values.mean() for values in ((low_R, high_R) if by_reply else (low, high))
-        )
+        shares = (low_R, high_R) if by_reply else (low, high)
+        low_mean, high_mean = (share.mean() for share in shares)
         ratios = {"low_mean": low_mean, "high_mean": high_mean, "region_mean": low_mean + high_mean}
         ratios |= {"low_min": low_R.min(), "high_max": high_R.max()}
-        return {f"clip_ratio/{name}": value for name, value in ratios.items()}
+        return measured | {f"clip_ratio/{name}": value for name, value in ratios.items()}
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
         """The divisor of `loss_type`. Raises InputError: two replies have one number."""

@@ -36,6 +36,7 @@ from megatrain.errors import (
 )
 
 T = TypeVar("T")
+Values = Mapping[str, Callable[[], Tensor]]  # functions that read tensors, by name
 
 _LONGEST = 1_000_000  # seconds
 # The link's rate is measured by so many gathers of so many elements of each rank.
@@ -135,11 +136,7 @@ class Ranks:
         """The result of `make`, which rank 0 alone calls, on every rank; see `agree`."""
         return self.agree(lambda: None if self.rank else make())[0]  # type: ignore[return-value]
 
-    def serve(
-        self,
-        read: Mapping[str, Callable[[], Tensor]],
-        work: Callable[[Mapping[str, Callable[[], Tensor]]], None],
-    ) -> None:
+    def serve(self, read: Values, work: Callable[[Values], None]) -> None:
         """Run `work` on rank 0; whenever it calls a function of `read`, all ranks call it.
 
         Raises MegatrainError: `work` raises it; then all ranks raise.

@@ -117,9 +117,7 @@ def named_gpu(text: str) -> KnownGpu:
     hint = f"did you mean {' or '.join(close)}?"
     if not close:
         hint = f"known are {', '.join(gpu.name for gpu in known_gpus())}"
-    raise InputError(
-        f"unknown GPU {text!r}; {hint} (name the most similar one and give its memory)"
-    )
+    raise InputError(f"unknown GPU {text!r}; {hint} (name the most similar and give its memory)")
 
 
 def most_memory() -> int:

@@ -169,9 +169,7 @@ def _of_steps(loss: JointLoss, results: Iterator[Any], steps: list[Step]) -> dic
 
 def _parts(rows: Step, at_once: int, shift: int) -> _Parts:
     parts = [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
-    counts = [
-        sum(num_labelled(targets_of(micro["labels"], shift)) for micro in part) for part in parts
-    ]
+    counts = [sum(num_labelled(targets_of(m["labels"], shift)) for m in part) for part in parts]
     labelled = [(part, count) for part, count in zip(parts, counts, strict=True) if count]
     return labelled or [(part, 0) for part in parts[:1]]  # the engine refuses it
 

@@ -78,9 +78,7 @@ def _write_copy(
     if merged and adapter_folder(source) is None:
         raise InputError(f"{source}: has no adapter that could be merged; leave --merged out")
     if not any(source.glob("*.safetensors")):
-        raise InputError(
-            f"{source}: a configuration without weights (no .safetensors); not a model"
-        )
+        raise InputError(f"{source}: a configuration without weights (.safetensors); not a model")
     if merged or dtype is not None:
         write_saved(source, folder, dtype, merged=merged)
         return

@@ -242,7 +242,5 @@ def find_teacher(
             f"call its resize_token_embeddings({needed}) and save it, or take another teacher"
         )
     if (top_k := config.loss.top_k or 0) > min(sizes):
-        raise InputError(
-            f"loss.top_k is {top_k}, and the vocabulary has {min(sizes)} tokens; take fewer"
-        )
+        raise InputError(f"loss.top_k is {top_k}, and there are {min(sizes)} tokens; take fewer")
     return Teacher(config, resolved, text_config.vocab_size)

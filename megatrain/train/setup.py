@@ -355,9 +355,7 @@ def _engine(
     return engine
 
 
-def _saved_engine(
-    config: Config, start: Start, options: dict[str, Any], stack: ExitStack
-) -> Engine:
+def _saved_engine(config: Config, start: Start, common: dict[str, Any], stack: ExitStack) -> Engine:
     """The engine of a checkpoint; weights are not read from the model's source again."""
     placement, workload = config.engine.placement_value(), Workload.of_run(config)
     saved_rows = start.state.data.get("rows_per_micro_batch")
@@ -371,7 +369,7 @@ def _saved_engine(
             start.checkpoint,
             placement=None if still_auto else placement,
             **workload.for_loading,
-            **options,
+            **common,
         )
     except InputError as error:
         try:
@@ -386,9 +384,7 @@ def _saved_engine(
     for name in ("name", *rule.choices):
         saved = getattr(saved_rule, name, None)  # older versions did not know all choices
         if saved != getattr(rule, name):
-            raise InputError(
-                f"optimizer.{name}: {start.checkpoint} was made with {saved}; set it back"
-            )
+            raise InputError(f"optimizer.{name}: {start.checkpoint} has {saved}; set it back")
     changed = {
         key: settings[key]
         for section, key, *_ in differences(start.state.config, config)

@@ -27,9 +27,7 @@ def check_trackers(config: Config) -> None:
     """Raises InputError: a tracker of the run is not installed."""
     for name in config.tracking.trackers:
         if find_spec(name) is None:
-            raise InputError(
-                f'tracking.to: {name} is not installed; pip install "megatrain[{name}]"'
-            )
+            raise InputError(f'tracking.to: {name} is missing; pip install "megatrain[{name}]"')
 
 
 class Trackers:
@@ -104,9 +102,7 @@ def _options(name: str, config: Config, run: Path, first: int, known: Any) -> di
     elif name == "trackio":
         for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
             if variable in os.environ and not settings.online:
-                raise InputError(
-                    f"{variable} sends metrics away; unset it, or set tracking.online: true"
-                )
+                raise InputError(f"{variable} sends metrics away; unset it, or set tracking.online")
         options["resume"] = "allow" if first else "never"
     elif name == "wandb":
         options |= {"dir": str(folder), "id": known, "resume": "allow"}

@@ -70,7 +70,7 @@ def test_the_state_is_that_of_the_call(clip, blocks, choices, tmp_path, monkeypa
         engine.flush()
         slow.may_go_on.set()
         saving.wait()
-    assert saving.moved_bytes > 0
+    assert saving.snapshot.moved_bytes > 0
     assert slow.count > 60
     assert verify(tmp_path / "saved").step == 2
     with engine_of(**options, device="cpu") as engine:
@@ -98,7 +98,7 @@ def test_only_updates_wait_for_the_disk(tmp_path, monkeypatch):
         engine.step(steps[2])
         saving.wait()
         assert engine.saving is None
-        assert saving.moved_bytes == 0
+        assert saving.snapshot.moved_bytes == 0
     with engine_of(placement=tiny_pool(0)) as engine:
         engine.step(steps[0])
         assert same(saved_state(tmp_path / "saved"), state(engine))
@@ -127,7 +127,7 @@ def test_spare_memory_takes_the_updates_place(choices, tmp_path, monkeypatch):
             engine.step(step)
         engine.flush()
         written = 4 * 4096  # that each of the writers may have had in its hands
-        assert saving.moved_bytes >= 12 * engine.num_parameters - 2 * written
+        assert saving.snapshot.moved_bytes >= 12 * engine.num_parameters - 2 * written
         slow.may_go_on.set()
         saving.wait()
 

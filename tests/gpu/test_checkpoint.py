@@ -87,9 +87,9 @@ def test_saves_are_exact_and_change_nothing(placement, clip, blocks, tmp_path, d
         assert all(map(torch.equal, numbers(engine), end))
     for saving in saves:
         if room_for_all:
-            assert (saving.moved_bytes, saving.snapshot.waited) == (everything, 0)
+            assert (saving.snapshot.moved_bytes, saving.snapshot.waited) == (everything, 0)
         else:
-            assert saving.moved_bytes > 0
+            assert saving.snapshot.moved_bytes > 0
             assert saving.snapshot.waited > 0
     for number in (2, 4):
         verify(tmp_path / f"after {number}")

@@ -93,7 +93,7 @@ def test_tools_reach_the_template_and_tool_calls_are_learnt(tmp_path):
     ("messages", "problem"),
     [
         (talk("a", "b", system="s"), "Conversation roles must alternate"),
-        ([{"role": "assistant", "content": "a"}], "starts with the assistant|must alternate"),
+        ([{"role": "assistant", "content": "a"}], "begins with a reply|must alternate"),
     ],
 )
 def test_a_row_that_the_template_refuses_is_named(messages, problem):
