@@ -8,6 +8,7 @@ stream without a length ends within a step, the Trainer adds that part's gradien
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf, nan
 from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
@@ -75,10 +76,10 @@ class WeightedSum(losses.TokenWeights):
         return 1.0
 
 
-def weighed(step: Sequence[Waiting], shift: int) -> tuple[list[dict[str, Tensor]], losses.Loss]:
+def weighed(step: Sequence[Waiting], shift: int, of_trl: bool) -> tuple[MicroBatches, losses.Loss]:
     """The micro-batches, with weights for their labels if needed, and the loss.
 
-    Args: `shift`: how many tokens a label lies behind the logits that predict it.
+    Args: `shift`: tokens from logits to their label; `of_trl`: without labels the loss is 0.
     """
     rows = [micro.inputs for micro in step]
     if any("labels" not in row for row in rows):
@@ -88,16 +89,19 @@ def weighed(step: Sequence[Waiting], shift: int) -> tuple[list[dict[str, Tensor]
         micro.num_micro * count if micro.items is None else micro.items
         for micro, count in zip(step, counts, strict=True)
     ]
-    if all(divisor == sum(counts) for divisor in divisors):
+    if of_trl and not any(counts):
+        rows, divisors = [row | {"labels": row["input_ids"]} for row in rows], [inf] * len(rows)
+    elif all(divisor == sum(counts) for divisor in divisors):
         return rows, losses.CROSS_ENTROPY
-    if 0 in divisors:
+    elif 0 in divisors:
         raise InputError(
             f"micro-batch {divisors.index(0)} of this step has no label, so Trainer's loss is not "
             "a number; leave such rows out"
         )
-    weighted = []
-    for row, divisor in zip(rows, divisors, strict=True):
-        weighted.append(row | {"token_weights": torch.full(row["labels"].shape, 1 / divisor)})
+    weighted = [
+        row | {"token_weights": torch.full(row["labels"].shape, 1 / divisor)}
+        for row, divisor in zip(rows, divisors, strict=True)
+    ]
     return weighted, WeightedSum()
 
 
@@ -139,13 +143,17 @@ class Objective:
             refuse("args.loss_type", f"it must be one of {', '.join(_NLL_TYPES)}")
         if getattr(args, "label_names", None) not in (None, ["labels"]):
             refuse("args.label_names", "labels are named labels")
+        self.of_trl = hasattr(args, "loss_type")
 
     def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[MicroBatches, losses.Loss]:
         """Micro-batches and loss of a step, each micro-batch counting as the Trainer counts it."""
-        return weighed(waiting, engine.label_shift)
+        return weighed(waiting, engine.label_shift, self.of_trl)
 
     def value(self, rows: MicroBatches, loss: Any, engine: Engine) -> Measured:
         """The loss of a step without its update, and its measures."""
+        targets = [losses.targets_of(row["labels"], engine.label_shift) for row in rows]
+        if loss is losses.CROSS_ENTROPY and not any(map(losses.num_labelled, targets)):
+            return nan, {}
         return engine.evaluate(rows, loss), {}
 
 
@@ -170,10 +178,7 @@ class Preferences(_Pairs):
     """The loss of DPOTrainer."""
 
     def __init__(self, args: Any) -> None:
-        types: list[Any] = (
-            [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
-        )
-        variants = get_args(losses.DpoVariant)
+        types, variants = args.loss_type, get_args(losses.DpoVariant)
         if len(types) != 1 or types[0] not in variants:
             refuse("args.loss_type", f"it must be one of {', '.join(variants)}")
         if args.label_smoothing and types[0] in ("sigmoid", "sigmoid_norm"):

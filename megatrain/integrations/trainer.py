@@ -23,6 +23,7 @@ from megatrain.errors import InputError
 from megatrain.integrations import heeded, objectives, trainer_model
 from megatrain.integrations.heeded import REFUSED_OPTIONS, refuse
 from megatrain.model.routers import ask_for
+from megatrain.model.sizes import most_tokens
 from megatrain.optim import AdamW
 
 _NOT_MEASURED = ("mean_token_accuracy", "entropy", "num_tokens", "logits/chosen", "logits/rejected")
@@ -38,6 +39,7 @@ _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 _OPTIONS = ("compute_loss_func", "model_init", "optimizer_cls_and_kwargs")
 _NO_LOGITS = "there are no logits for pairs; their metrics are logged"
 _NOT_BEST = "the engine does not measure it; take eval_loss"
+_LIMITS = ("device_memory", "host_memory")
 _WHOLE = "load_best_model_at_end takes the whole state"
 _FOLLOWS = "it follows from the Trainer's arguments"
 _NOT_THE_BASE = (
@@ -78,10 +80,8 @@ class StreamedTrainer(_Trainer):
         heeded.check_options(type(self), options)
         args = options.get("args", next(iter(arguments), None))
         heeded.check_arguments(args)
-        paired, scores = (
-            any(kind.__name__ == name for kind in type(self).__mro__)
-            for name in ("DPOTrainer", "RewardTrainer")
-        )
+        classes = {kind.__name__ for kind in type(self).__mro__}
+        paired, scores = "DPOTrainer" in classes, "RewardTrainer" in classes
         model = trainer_model.opened(model, args, options, scores=scores)
         attributes, text = {*vars(model)}, model.config.get_text_config()
         pad = text.pad_token_id
@@ -130,10 +130,17 @@ class StreamedTrainer(_Trainer):
         common = _settings(self.args)
         with ExitStack() as opened:
             if isinstance(self._objective, objectives.Preferences):
+                limits = {n: v for n, v in self.engine_options.items() if n in _LIMITS}
                 self._objective.reference = opened.enter_context(
-                    Engine(reference or model, **common)
+                    Engine(reference or model, **common | limits)
                 )
                 self._check_rows(self._objective.reference.vocab_size)
+            rows = getattr(self._objective.loss, "lines", 1) * self.args.per_device_train_batch_size
+            length = getattr(self.args, "max_length", None)  # of a row, as TRL makes them
+            if length is not None:  # `auto` plans for such steps
+                length = min(length, most_tokens(model.config) or length)
+                common |= {"sequence_length": length, "micro_batch": rows}
+                common["tokens_per_step"] = length * rows * self.args.gradient_accumulation_steps
             common |= self.engine_options
             weight = getattr(self, "router_aux_loss_coef", 0.0)
             if hasattr(self, "_metrics") and (weight or len(self._routers) == len(_ROUTERS)):
@@ -184,14 +191,14 @@ class StreamedTrainer(_Trainer):
         reserved &= self.engine_options.keys()
         if args.bf16 and self.engine_options.get("precision") == "fp8":
             reserved.discard("precision")
-        best = (args.metric_for_best_model or "").removeprefix("eval_")
+        unmeasured = (args.metric_for_best_model or "").endswith(_NOT_MEASURED)
         pairs = type(self._objective) is not objectives.Objective
         for wrong, name, reason in (
             (args.optim not in _OPTIMIZERS, "args.optim", f"it must be {' or '.join(_OPTIMIZERS)}"),
             (optimizers, "optimizers", REFUSED_OPTIONS["optimizers"]),
             *((getattr(self, n) is not None, n, REFUSED_OPTIONS[n]) for n in _OPTIONS),
             (pairs and self.compute_metrics is not None, "compute_metrics", _NO_LOGITS),
-            (best in _NOT_MEASURED, "args.metric_for_best_model", _NOT_BEST),
+            (unmeasured and self.compute_metrics is None, "args.metric_for_best_model", _NOT_BEST),
             (args.save_only_model and args.load_best_model_at_end, "args.save_only_model", _WHOLE),
             *((True, f"engine_options[{n!r}]", _FOLLOWS) for n in sorted(reserved)),
             (args.world_size > 1, "several processes", "use Engine(group=...)"),
@@ -277,8 +284,8 @@ class StreamedTrainer(_Trainer):
         rows, loss = self._objective.step(waiting, self.engine)
         value, measures = self._objective.value(rows, loss, self.engine)
         if self.engine.balances_experts:
-            unlabelled = [{n: v for n, v in m.items() if n != "labels"} for m in loss.bare(rows)]
-            weighed, balance = self.engine.router_loss(unlabelled, self._router_shares(waiting))
+            bare, shares = loss.bare(rows), self._router_shares(waiting)
+            weighed, balance = self.engine.router_loss(bare, shares)
             value, measures["aux_loss"] = value + weighed, balance
         return value, measures
 
@@ -302,26 +309,27 @@ class StreamedTrainer(_Trainer):
         return super().evaluation_loop(dataloader, *arguments, **options)
 
     def prediction_step(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The loss of a batch, and unless `prediction_loss_only` its logits and labels."""
         rows, plain = _on_host(inputs), type(self._objective) is objectives.Objective
-        if prediction_loss_only and plain and "labels" not in rows:
-            return None, None, None
         if prediction_loss_only:
-            value, measures = self._value([objectives.Waiting(rows, self._num_items(rows), 1)])
-            self._measured("eval", measures)
-            return torch.tensor(value), None, None
+            return None if plain and "labels" not in rows else self._evaluated(rows), None, None
         if not plain:
             raise InputError("there are no predictions for pairs; use megatrain.Engine.logits")
         extra_outputs = [name for name in _OUTPUTS if getattr(self.engine.config, name, False)]
-        if extra_outputs or "logits" in (ignore_keys or ()):
+        if not hasattr(self, "_metrics") and (extra_outputs or "logits" in (ignore_keys or ())):
             refuse(", ".join(extra_outputs) or "ignore_keys", "predictions are logits alone")
-        return objectives.predicted(self.engine, rows, self._num_items(rows))
+        loss, logits, labels = objectives.predicted(self.engine, rows, self._num_items(rows))
+        if loss is not None and (self.engine.balances_experts or loss.isnan()):  # no label: NaN
+            loss = self._evaluated(rows)
+        return loss, logits, labels
+
+    def _evaluated(self, rows: dict[str, Tensor]) -> Tensor:
+        """The loss of a batch, whose measures are noted."""
+        value, measures = self._value([objectives.Waiting(rows, self._num_items(rows), 1)])
+        self._measured("eval", measures)
+        return torch.tensor(value)
 
     def _num_items(self, rows: dict[str, Tensor]) -> float | None:
         """The divisor of an evaluation's loss: Trainer's as in training; None for TRL's mean."""
@@ -342,13 +350,12 @@ class StreamedTrainer(_Trainer):
             self.engine.save_pretrained(folder, **options)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        folder = output_dir if output_dir is not None else self.args.output_dir
-        assert folder is not None
+        folder = Path(output_dir or self.args.output_dir)
         self._export(folder)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        torch.save(self.args, Path(folder) / "training_args.bin")
+        torch.save(self.args, folder / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.lr_scheduler is not None
@@ -358,11 +365,14 @@ class StreamedTrainer(_Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         accepted = signature(Engine.load).parameters
         options = {name: v for name, v in self.engine_options.items() if name in accepted}
-        folder = Path(resume_from_checkpoint) / _ENGINE
+        folder, former = Path(resume_from_checkpoint) / _ENGINE, self.engine.optimizer
         self.engine.close()
         self._take(Engine.load(folder, **_settings(self.args) | options))
-        assert self.engine.optimizer is not None
+        assert self.engine.optimizer is not None and former is not None
         self._groups = self.engine.optimizer.state_dict()
+        # A schedule that a user has made before sets the rates in this list.
+        former.param_groups[:] = self.engine.optimizer.param_groups
+        self.engine.optimizer.param_groups = former.param_groups
         self.optimizer = None
 
     def _load_best_model(self) -> None:

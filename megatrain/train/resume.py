@@ -94,7 +94,7 @@ def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None
     for section, key, old, new in differences(before, config):
         name = f"{section}.{key}"
         free = section in _FREE_SECTIONS or key in FREE_KEYS.get(section, ())
-        if not free or name in ("loss.labels", "loss.pooling"):  # the model's files say them
+        if not free or name in ("loss.name", "loss.labels", "loss.pooling"):  # they decide the head
             raise InputError(
                 f"{name}: {shown(new)} now, but {where} was made with {shown(old)}, and this "
                 "cannot change on resume; set it back, or start a new run"

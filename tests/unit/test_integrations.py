@@ -159,7 +159,7 @@ def test_a_trainer_in_bf16_may_multiply_in_float8_and_goes_on_so(tmp_path):
         (Streamed, {"optim": "adafactor"}, {}, "args.optim: it must be adamw_torch"),
         (Streamed, {"save_only_model": True, "load_best_model_at_end": True, "save_steps": 2}, {},
          "args.save_only_model"),
-        (Streamed, {"metric_for_best_model": "eval_mean_token_accuracy"}, {},
+        (Streamed, {"metric_for_best_model": "eval_a_mean_token_accuracy"}, {},
          "args.metric_for_best_model: the engine does not measure it"),
         (Streamed, {}, {"compute_loss_func": lambda *given, **more: 0}, "compute_loss_func"),
         (Streamed, {}, {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers"),

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from peft import LoraConfig
+from torch.optim.lr_scheduler import StepLR
 from transformers import (
     AutoConfig,
     EarlyStoppingCallback,
@@ -20,8 +22,10 @@ from transformers import (
     TrainingArguments,
 )
 
+from megatrain.api import Engine
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer, heeded
+from megatrain.integrations import trainer as trainer_module
 from megatrain.integrations.objectives import Scores, Waiting
 from tests.families.tiny import tiny_model
 from tests.refusals import table
@@ -105,7 +109,9 @@ def test_an_argument_is_heeded(name, tmp_path, base):
 
 DATA: dict[str, list[dict[str, Any]]] = {
     "talks": [{"messages": talk(f"is {n}", "so")} for n in range(8)],
-    "tokens": [{"input_ids": [5 + n, 6, 7], "labels": [-100, 6, 7]} for n in range(8)],
+    "tokens": [
+        {"input_ids": [5 + n, 6, 7], "labels": [-100, 6, 7] if n else [-100] * 3} for n in range(8)
+    ],
 }
 
 
@@ -149,6 +155,20 @@ def test_a_reference_with_fewer_rows_than_tokens_is_refused_by_name(tmp_path):
         text_trainer(mixed(trl.DPOTrainer), tmp_path, options=options)
 
 
+def test_engines_are_told_of_steps_and_limits(tmp_path, monkeypatch):
+    """So that `auto` leaves no room for other steps, nor the reference takes what is limited."""
+    opened = Mock(wraps=Engine)
+    monkeypatch.setattr(trainer_module, "Engine", opened)
+    limited = type(
+        "Limited", (mixed(trl.DPOTrainer),), {"engine_options": {"host_memory": 1 << 40}}
+    )
+    text_trainer(limited, tmp_path, max_length=9)
+    reference, trained = (call.kwargs for call in opened.call_args_list)
+    steps = {"sequence_length": 9, "micro_batch": 2 * 2, "tokens_per_step": 9 * 2 * 2 * 2}
+    assert reference["host_memory"] == trained["host_memory"] == 1 << 40
+    assert steps.items() <= trained.items()
+
+
 @cache
 def text_base(kind, folder):
     made = text_trainer(kind, folder)
@@ -167,12 +187,16 @@ def test_the_loss_of_routers_is_that_of_trl(plain, coefficient, adapter, tmp_pat
     size = {"vocab_size": len(chat_tokenizer("qwen")), "max_position_embeddings": 256}
     asked = {"router_aux_loss_coef": 0.5, "output_router_logits": coefficient == 0}
     model = tiny_model("mixtral", changes=size | asked)
-    options = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])} if adapter else None
+    options = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])} if adapter else {}
+    if plain is trl.SFTTrainer:  # evaluated by its logits, too
+        options["compute_metrics"] = lambda given: {"mean": float(given.predictions.mean())}
 
     def make(kind):
         torch.manual_seed(0)
         changes = {"router_aux_loss_coef": coefficient}
-        return text_trainer(kind, tmp_path, model, options=copy.deepcopy(options), **changes)
+        return text_trainer(
+            kind, tmp_path, model, options=copy.deepcopy(options) or None, **changes
+        )
 
     made = alike(make, (plain, mixed(plain)))
     made[1].model.save_pretrained(tmp_path, merged=adapter)
@@ -383,6 +407,20 @@ def test_an_argument_is_heeded_on_resume(name, tmp_path):
     assert got == wanted
     otherwise, folders = resumed(Trainer, tmp_path / "otherwise", {})
     assert (lines(plain), wanted) != (lines(otherwise), folders)
+
+
+def test_a_schedule_of_ones_own_goes_on_after_a_resume(tmp_path):
+    """The checkpoint's engine has another optimizer than that for which the schedule was made."""
+
+    def resumed_with(kind):
+        for resume in (False, True):
+            steps = {"max_steps": 4 if resume else 2, "save_strategy": "steps", "save_steps": 2}
+            made = trainer(kind, tmp_path / kind.__name__, **SHORT | steps)
+            made.lr_scheduler = StepLR(made.create_optimizer(), 1, 0.3)
+            made.train(resume_from_checkpoint=resume)
+        return made
+
+    same(*map(resumed_with, (Trainer, Streamed)))
 
 
 def test_the_models_save_takes_what_transformers_takes_or_refuses_it_by_name(tmp_path):
