@@ -363,9 +363,24 @@ class StreamedTrainer(_Trainer):
         torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        given = self._parameters()
+        self._restore(Path(resume_from_checkpoint) / _ENGINE)
+        if self._parameters() != given:
+            refuse(
+                f"{resume_from_checkpoint}, whose model has other parameters or trains others",
+                "make the trainer with the model, frozen parameters and adapter of the checkpoint",
+            )
+
+    def _parameters(self) -> tuple[int, set[str]]:
+        """The number of all parameters, and the names of the trained ones."""
+        assert self.engine.optimizer is not None
+        return self.engine.num_parameters, {*self.engine.optimizer.group_of()}
+
+    def _restore(self, folder: Path) -> None:
+        """Put the engine of a checkpoint in the place of the trainer's."""
         accepted = signature(Engine.load).parameters
         options = {name: v for name, v in self.engine_options.items() if name in accepted}
-        folder, former = Path(resume_from_checkpoint) / _ENGINE, self.engine.optimizer
+        former = self.engine.optimizer
         self.engine.close()
         self._take(Engine.load(folder, **_settings(self.args) | options))
         assert self.engine.optimizer is not None and former is not None
@@ -377,7 +392,7 @@ class StreamedTrainer(_Trainer):
 
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        self._restore(Path(self.state.best_model_checkpoint) / _ENGINE)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

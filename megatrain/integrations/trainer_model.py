@@ -52,7 +52,9 @@ class ModelStandIn:
 
     main_input_name = "input_ids"
     _modules = None  # Accelerate's unwrap_model then returns the stand-in
+    _names: set[str]  # of the model's attributes
     _counts: dict[tuple[bool, bool], int]
+    _generates: bool
 
     def __init__(self, model: Any, *, generates: bool = True) -> None:
         """Args: `model`: the streamed one, which is not kept."""

@@ -191,6 +191,22 @@ def test_a_new_head_is_drawn_by_the_seed(tmp_path):
     assert torch.equal(masters["score.weight"], made[0].model.score.weight)
 
 
+def frozen():
+    model = small()
+    model.lm_head.requires_grad_(False)
+    return model
+
+
+def test_a_checkpoint_of_another_model_is_not_gone_on_with(tmp_path):
+    """Its engine would take the place of the one that the trainer was given."""
+    steps = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no"}
+    trainer(Streamed, tmp_path, **steps).train()
+    for model in (frozen(), small(hidden_size=64), small(num_hidden_layers=2)):
+        made = trainer(Streamed, tmp_path, model=model, **steps | {"max_steps": 2})
+        with pytest.raises(InputError, match="checkpoint-1, whose model has other parameters"):
+            made.train(resume_from_checkpoint=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
