@@ -122,8 +122,7 @@ def _chosen(opened: EngineSetup, workload: Workload) -> Settled:
         needed = sum(layout.numel for layout in tiles) * opened.dtype.itemsize
         rests = needed <= _RESIDENT * available_bytes(opened.device)
         names = tuple(layout.name for layout in tiles) if rests else ()
-        run = Placement(slots=3, head_tokens=8192, resident=names)
-        return Settled(run, workload.micro_batch)
+        return Settled(Placement(slots=3, head_tokens=8192, resident=names), workload.micro_batch)
     best = _fastest(opened, workload)
     if best is None:
         streamed = Placement(slots=3, head_tokens=8192, compile=opened.device.can.compiles)

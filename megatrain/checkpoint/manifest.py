@@ -259,8 +259,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     checkpoint = Checkpoint(folder, manifest)
     for name in manifest.files.keys() - {tile.file for tile in manifest.tiles}:
         checkpoint.check_file(name)
-    extra = read_json(folder / EXTRA) if EXTRA in manifest.files else {}
-    return replace(checkpoint, extra=extra)
+    return replace(checkpoint, extra=read_json(folder / EXTRA) if EXTRA in manifest.files else {})
 
 
 @cache

@@ -68,7 +68,7 @@ class NamedModel:
     @property
     def packed_folder(self) -> Path | None:
         """The local folder whose packed weights stay so, which are not all; None: there is none."""
-        folder = Path(os.path.expanduser(self.name))
+        folder = Path(self.config.name_or_path)
         return folder if (self.base or self.frozen == "folder") and has_weights(folder) else None
 
     def spec(self) -> "ModelSpec":
@@ -144,8 +144,7 @@ def named_config(
             from megatrain.config import ModelSection
             from megatrain.train.resolve import ResolvedModel
 
-            section = ModelSection(path=str(path))
-            path = Path(str(ResolvedModel.of(section).section.path))
+            path = Path(str(ResolvedModel.of(ModelSection(path=str(path))).section.path))
         if path.is_dir() and not (path / "config.json").is_file():
             raise InputError(f"{path}: no config.json there, so it is not a model's folder")
         return load_config(path, trust_remote_code=trust_remote_code)

@@ -125,8 +125,7 @@ def recomputing(share: float) -> Callable[[Callable[..., Any]], Callable[..., An
 @cache
 def can_compile() -> bool:
     """True if Triton can build its kernels here: it is installed, and there is a C compiler."""
-    compilers = (os.environ.get("CC"), "gcc", "clang")
-    compiler = any(shutil.which(name) for name in compilers if name)
+    compiler = any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang"))))
     return compiler and importlib.util.find_spec("triton") is not None
 
 

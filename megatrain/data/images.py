@@ -462,8 +462,7 @@ def _blank(kind: str, size: tuple[int, ...], film: str = "") -> Any:
         return Image.new("RGB", (size[0], size[1]))
     if kind == "audio":
         return np.zeros(size, np.float32)
-    frames = np.zeros((size[0], size[2], size[1], 3), np.uint8)
-    return frames, json.loads(film or "{}")
+    return np.zeros((size[0], size[2], size[1], 3), np.uint8), json.loads(film or "{}")
 
 
 def with_media(

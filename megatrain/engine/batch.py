@@ -104,8 +104,7 @@ class Intake:
             # Some forwards embed token 0 in the place of what features then overwrite.
             constants = [*spec.constants, 0] if has_media else spec.constants
             unique = torch.unique(torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)]))
-            targets = share.judged(losses)
-            return _Part(targets, unique, len(shares), len(ids), checksum, has_media)
+            return _Part(share.judged(losses), unique, len(shares), len(ids), checksum, has_media)
 
         parts = ranks.agree(check_and_share)
         require_same([{"checksum of the step's rows": str(part.checksum)} for part in parts])

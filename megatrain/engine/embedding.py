@@ -203,8 +203,7 @@ class Embedding:
                 sums.zero_()
                 self.sink.squares.data[-1] = 0
 
-            writes = [table.sums, self.sink.squares]
-            self._device.run(COMPUTE, "clear rows", clear, writes=writes)
+            self._device.run(COMPUTE, "clear rows", clear, writes=[table.sums, self.sink.squares])
 
     def add(self, gradients: dict[str, Tensor]) -> None:
         """Add one micro-batch's row gradients `[U, D]`, by table name (inside compute work)."""

@@ -129,8 +129,7 @@ class PlacedEngine:
             ranks=self.ranks,
         )
         with self._undisturbed():
-            source = opened.source
-            load_weights(source, self._spec, self._store, opened.seed, self.ranks)
+            load_weights(opened.source, self._spec, self._store, opened.seed, self.ranks)
         if opened.source.saved is not None and opened.source.resumes:
             settings = opened.source.saved.settings
             self._steps = settings.steps

@@ -82,9 +82,7 @@ class Reader:
             return Is(value), None if value.is_inference() else version_of(value)
         if isinstance(value, Tensor):
             return value_of(value)
-        if self._met(value):
-            return self._again(value)
-        return kind, self._inside(value)
+        return self._again(value) if self._met(value) else (kind, self._inside(value))
 
     def _met(self, value: Any) -> bool:
         if id(value) in self._seen:

@@ -78,7 +78,7 @@ def _refuse_broken(model: PreTrainedModel) -> None:
     weights = {name: zero_pages(p.shape) for name, p in model.named_parameters()}
     problem, remedy = f"{type(model).__name__} cannot be run on text", "check its configuration"
     if adapted(model) is not None:
-        remedy += ", and put modules that return tuples (routers) among exclude_modules"
+        remedy += ", and name modules that do more (routers, o_a_proj) in exclude_modules"
     with (
         explained(problem, remedy, into=Unsupported),
         torch.no_grad(),

@@ -43,7 +43,7 @@ _QDATA = "._weight_qdata"
 # What a packed forward needs, or what is read otherwise.
 _UNUSED = (
     *(f".{what}_{part}" for what in ("input", "output") for part in ("scale", "zero_point")),
-    *(".activation_scale", ".weight_shape", ".q_scale", ".k_scale", ".v_scale"),
+    *(".activation_scale", ".qscale_act", ".weight_shape", ".q_scale", ".k_scale", ".v_scale"),
     *(_STATE, ".quant_map", ".nested_quant_map"),
 )
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -84,10 +84,10 @@ def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8
     method = settings.get("quant_method")
     if not settings or unpacked_format(config):
         return None
-    if method == "bitsandbytes" and settings.get("load_in_4bit"):
-        if settings.get("bnb_4bit_quant_type") == "nf4":
+    if method == "bitsandbytes":
+        if settings.get("load_in_4bit") and settings.get("bnb_4bit_quant_type") == "nf4":
             return "nf4"
-        method = "bitsandbytes in FP4"
+        method = f"bitsandbytes in {'FP4' if settings.get('load_in_4bit') else '8 bits'}"
     elif method == "torchao":
         kind = settings.get("quant_type")
         kind = kind.get("default") if isinstance(kind, dict) else kind
@@ -95,8 +95,6 @@ def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8
         if kind == "Float8WeightOnlyConfig":
             return "fp8"
         method = f"torchao ({str(kind)[:80]})"
-    elif method == "bitsandbytes":
-        method = "bitsandbytes in 8 bits"
     elif unlike := next(_untaken(settings), None):
         key, value = unlike
         method = f"{method} with {key} {str(value)[:80]} (quantization_config)"
@@ -221,11 +219,12 @@ def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
     if quantised_base(config, folder) is None and not unpacked_format(config):
         return dict(stored)
     method = str(settings["quant_method"])
+    stored = {_usual_name(name, stored): tensor for name, tensor in stored.items()}
     mark, make = _MAKERS[method]
     packed = (make(n.removesuffix(mark), stored, settings) for n in stored if n.endswith(mark))
     weights = {weight.name: weight for weight in packed}
     parts = {part.name for weight in weights.values() for part in weight.parts}
-    others = {n: t for n, t in stored.items() if n not in parts and not n.endswith(_UNUSED)}
+    others = {n: t for n, t in stored.items() if t.name not in parts and not n.endswith(_UNUSED)}
     for name, tensor in sorted(others.items()):
         if name in weights:
             raise _refused(tensor, f"is stored beside its packed {weights[name].parts[1].name!r}")
@@ -233,6 +232,14 @@ def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
             scale = "_scale_inv" if method == "fp8" else "_scale"
             raise _refused(tensor, f"lacks its {name.removesuffix('_packed') + scale!r}")
     return others | weights
+
+
+def _usual_name(name: str, stored: Mapping[str, Stored]) -> str:
+    """The name of a tensor, or of float8's scales, which DeepSeek V4 and Mistral Large 4 rename."""
+    module, _, last = name.rpartition(".")
+    weight = stored.get(f"{module}.weight")
+    is_scale = weight and weight.dtype.itemsize == 1 and last in ("scale", "qscale_weight")
+    return f"{module}.weight_scale_inv" if is_scale else name
 
 
 def _mxfp4(name: str, stored: Mapping[str, Stored], settings: Settings) -> Packed:
@@ -265,20 +272,32 @@ def _to_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fp8(name: str, stored: Mapping[str, Stored], settings: Settings) -> Packed:
-    """A weight `[..., O, I]` of float8 values, with a scale for each block of rows and columns."""
-    size = settings.get("weight_block_size", [128, 128])
-    block = size or (None, None)
+    """A weight `[..., O, I]` of float8 values, with a scale for each block of rows and columns.
+
+    DeepSeek V4's experts are int8: two values of 4 bits, and 32 inputs share a scale.
+    """
     scales, codes = stored[f"{name}_scale_inv"], stored.get(name)
-    if codes is None or codes.dtype != torch.float8_e4m3fn or len(codes.shape) < 2:
+    in_4_bits = codes is not None and codes.dtype == torch.int8
+    if (
+        codes is None
+        or not (in_4_bits or codes.dtype == torch.float8_e4m3fn)
+        or len(codes.shape) < 2
+    ):
         raise _refused(scales, f"has no matrix {name!r} of float8 (e4m3) to scale")
-    if not _fits(codes.shape, scales, block):
+    size = [1, 32] if in_4_bits else settings.get("weight_block_size", [128, 128])
+    block, shape = size or (None, None), (*codes.shape[:-1], codes.shape[-1] << in_4_bits)
+    if not _fits(shape, scales, block):
         raise _unlike(codes, scales, f"weight_block_size {size}")
-    packing = BLOCKS if [*block] == [SIDE, SIDE] and BLOCKS.takes(codes.shape) else None
-    unpack = _with_fp32 if packing else partial(_scaled, block, torch.bfloat16)
-    pack = partial(_to_float8, block, scales.dtype)
-    return _weight(
-        name, torch.bfloat16, codes.shape, unpack, scales, codes, packing=packing, pack=pack
-    )
+    packing = BLOCKS if [*block] == [SIDE, SIDE] and BLOCKS.takes(shape) else None
+    unpack: Any = _with_fp32 if packing else partial(_scaled, block, torch.bfloat16)
+    unpack = partial(_of_4_bits, unpack) if in_4_bits else unpack
+    pack = None if in_4_bits else partial(_to_float8, block, scales.dtype)
+    return _weight(name, torch.bfloat16, shape, unpack, scales, codes, packing=packing, pack=pack)
+
+
+def _of_4_bits(unpack: Callable[..., Tensor], scales: Tensor, codes: Tensor) -> Tensor:
+    halves = torch.stack((codes & 15, codes >> 4 & 15), -1).flatten(-2)
+    return unpack(scales, MXFP4.values(codes.device)[halves.int()])
 
 
 def _with_fp32(scales: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:

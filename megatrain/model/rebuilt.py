@@ -212,9 +212,7 @@ class _Compared(Reader):
             return "list", tuple(map(self.of, value))
         if type(value) is dict:
             return {key: self.of(item) for key, item in value.items()}
-        if isinstance(value, Tensor):
-            return _Values(value)
-        return super().of(value)
+        return _Values(value) if isinstance(value, Tensor) else super().of(value)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -291,9 +291,7 @@ def open_ranks(group: ProcessGroup | DeviceMesh | None, device: torch.device) ->
             f"group is {given_group!r}; it must be a ProcessGroup with this process (see torchrun) "
             "or a DeviceMesh of one dimension, or of two that has all ranks in their order"
         )
-    if dist.get_world_size(group) == 1:
-        return ALONE
-    return connected(group, device, hosts)
+    return ALONE if dist.get_world_size(group) == 1 else connected(group, device, hosts)
 
 
 @cache  # a new group can get a destroyed group's name, and with it that group's leftover keys

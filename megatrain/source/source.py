@@ -278,7 +278,7 @@ def _open_plain(
     elif isinstance(model, PreTrainedConfig | Alike):
         config, beside = model.config if isinstance(model, Alike) else model, {}
         empty = build.empty_model(build.with_head(config, head) if head else config, **code)
-        dtype = getattr(config, "dtype", None) or torch.float32
+        dtype = config.dtype or config.get_text_config(decoder=True).dtype or torch.float32
         source = Source(empty, dtype, alike=isinstance(model, Alike))
     elif isinstance(model, str | Path):
         source = _open_folder(model, head, **code)

@@ -113,7 +113,7 @@ def test_training_resuming_and_merging_have_the_values_of_the_folder(
     entries = assert_trains_as(folder, plain, tmp_path)
     assert share_of_bf16(entries) < most
     assert open_checkpoint(tmp_path / "saved").settings.left_out
-    planned = NamedModel(str(folder), named_config(str(folder)), LORA).spec().packed
+    planned = NamedModel("a run", named_config(str(folder)), LORA).spec().packed
     assert planned.keys() == {entry.name for entry in entries if entry.needs_unpacking}
 
 

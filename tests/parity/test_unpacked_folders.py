@@ -27,6 +27,7 @@ from tests.sweeps import few
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+LINEAR = re.compile(r".*layers.*(?<!gate)\.weight")
 SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 32},
     "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32},
@@ -52,19 +53,32 @@ def fp8_parts(name, values, down=16, along=32):
     return {name: values.mul(100).to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
 
 
+def v4_parts(name, values, *block):
+    """Experts in 4 bits, all else in 8, with exponents as scales, as DeepSeek V4 is published."""
+    rows, columns = values.shape
+    of_experts = ".experts." in name
+    down, along = (1, 32) if of_experts else block
+    grid = -(-rows // down), -(-columns // along)
+    exponents = torch.randint(118, 126, grid, dtype=torch.uint8)
+    codes = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8)
+    codes = codes if of_experts else values.mul(100).to(torch.float8_e4m3fn)
+    scales = exponents.view(torch.float8_e8m0fnu)
+    return {name: codes, name.removesuffix("weight") + "scale": scales}
+
+
 def packed(folder, family, sizes=None, block=(16, 32)):
     """A folder in the published format, and the values that transformers unpacks of it."""
     torch.manual_seed(3)
-    model = in_dtype(tiny_model(family, changes=sizes or SIZES[family]), torch.bfloat16)
+    changes = sizes or SIZES.get(family, {"moe_intermediate_size": 32})
+    model = in_dtype(tiny_model(family, changes=changes), torch.bfloat16)
+    make, block = (v4_parts, (8, 8)) if family == "deepseek_v4" else (fp8_parts, block)
     model.save_pretrained(folder / "packed")
     tensors, parts = load_file(folder / "packed" / "model.safetensors"), {}
     for name, values in tensors.items():
         if family == "gpt_oss" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             parts |= mxfp4_parts(name, values)
-        elif (
-            family != "gpt_oss" and "layers" in name and values.dim() == 2 and "gate.w" not in name
-        ):
-            parts |= fp8_parts(name, values, *block)
+        elif family != "gpt_oss" and LINEAR.fullmatch(name) and values.dim() == 2:
+            parts |= make(name, values, *block)
         else:
             parts[name] = values
     if family == "deepseek_v3":
@@ -84,7 +98,7 @@ def packed(folder, family, sizes=None, block=(16, 32)):
     return folder / "packed", model
 
 
-@pytest.mark.parametrize("family", few(SIZES))
+@pytest.mark.parametrize("family", few([*SIZES, "deepseek_v4"], 0, 4))
 def test_it_is_trained_and_exported_as_the_model_that_transformers_unpacks(
     family, tmp_path, caplog
 ):

@@ -34,7 +34,8 @@ from megatrain.model.export import write_weights
 from megatrain.model.rebuilt import emptied
 from megatrain.model.safetensors_io import stored_tensors
 from megatrain.model.weights import read_weights, resolve_model, source_dtype
-from tests.families.tiny import decoder_sizes, tiny_model
+from megatrain.source.source import open_source, structure
+from tests.families.tiny import decoder_sizes, tiny_model, tiny_multimodal
 from tests.refusals import refused
 
 # Plain; tied; experts fused both ways; a persistent buffer; parameters made in float32 whatever
@@ -215,6 +216,14 @@ def test_a_failing_write_ends_the_load(tmp_path):
 def test_source_dtype_is_what_the_config_says(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert source_dtype(tmp_path) == torch.float16
+
+
+def test_a_configuration_may_have_its_dtype_in_that_of_the_text():
+    """As Qwen3-VL's: plans of an adapter counted a base of fp32."""
+    config = tiny_multimodal("qwen3_vl").config
+    config.dtype, config.text_config.dtype = None, torch.bfloat16
+    source = open_source(config, {"target_modules": ["q_proj"]})
+    assert source.dtype == torch.bfloat16 and not structure(source).wide
 
 
 # Weights go out as transformers would write them, whole or not at all.
