@@ -18,7 +18,7 @@ OLDEST_VERSIONS := torch==2.10.0 transformers==5.6.0 typer==0.19.2
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8 --dist worksteal
 
 INSTALLED := "from pathlib import Path; from megatrain import kernels as k; \
-	assert k.implementation == 'native' and 'install' in k.__file__, k; \
+	assert k.implementation[:6] == 'native' and 'install' in k.__file__, k.implementation; \
 	assert (Path(k.__file__).parents[1] / 'docs/coming-from.md').is_file(); \
 	assert not [*Path(k.__file__).parent.rglob('csrc')]"
 TUTORIAL := $(RUN) pip install --quiet --no-deps --upgrade --target build/tutorial \
