@@ -109,24 +109,16 @@ class Reference:
             values += self.initial[name] - start[name]
         return trained
 
-    def noise(
-        self,
-        error: float,
-        value: Callable[[Trained], Tensor | None],
-        allowed: Callable[[float], float] = lambda noise: 2 * noise,
-    ) -> tuple[float, bool]:
-        """By how much `value` differs between the ways, and whether that allows an error.
-
-        No more ways are tried than it takes: what less noise allows, more does.
-        """
+    def noise(self, value: Callable[[Trained], Tensor | None], needed: float) -> float:
+        """By how much `value` differs between the ways; no more are tried than make it `needed`."""
         noise = 0.0
         for place, way in enumerate(self._ways):
-            if error <= allowed(noise):
+            if noise >= needed:
                 break
             if place == len(self._tried):
                 self._tried.append(way())
             noise = max(noise, _distance(value(self._tried[place]), value(self.trained)))
-        return noise, error <= allowed(noise)
+        return noise
 
 
 def compare(
@@ -182,23 +174,21 @@ def compare_steps(errors: Errors, results: list, reference: Reference) -> None:
     trained = reference.trained
     wanted = zip(results, trained.losses, trained.norms, strict=True)
     for index, (result, loss, norm) in enumerate(wanted):
-        off = abs(result.loss - loss) / abs(loss)
+        away = abs(result.loss - loss)
+        off = away / abs(loss)
         errors.loss = max(errors.loss, off)
         errors.norm = max(errors.norm, abs(result.grad_norm - norm) / norm)
         if not off <= LOSS_TOLERANCE:
-            noise, fine = reference.noise(
-                off,
-                lambda t, i=index: torch.tensor(
-                    t.losses[i] / trained.losses[i], dtype=torch.double
-                ),
+            noise = reference.noise(
+                lambda t, i=index: torch.tensor(t.losses[i], dtype=torch.double), away / 2
             )
-            if index == 0 or not fine:
-                text = f"loss of step {index + 1} off by {off:.1e} (noise {noise:.1e})"
+            if index == 0 or not away <= 2 * noise:
+                text = f"loss of step {index + 1} off by {off:.1e} (noise {noise / abs(loss):.1e})"
                 errors.failures.append(text)
     if not errors.norm <= UPDATE_TOLERANCE:
         norms = torch.tensor(trained.norms)
-        noise, fine = reference.noise(errors.norm, lambda t: torch.tensor(t.norms) / norms)
-        if not fine:
+        noise = reference.noise(lambda t: torch.tensor(t.norms) / norms, errors.norm / 2)
+        if not errors.norm <= 2 * noise:
             errors.failures.append(f"gradient norm off by {errors.norm:.1e} (noise {noise:.1e})")
 
 
@@ -211,13 +201,10 @@ def compare_updates(errors: Errors, masters: dict[str, Tensor], reference: Refer
             errors.update = max(errors.update, error / update if error else 0.0)
             continue
         errors.noisy.add(name)
-        last_bit = torch.finfo(torch.float32).eps * target.abs().max().item()
-        noise, fine = reference.noise(
-            error,
-            lambda t, name=name: t.parameters[name],
-            lambda noise, last_bit=last_bit: max(2 * noise, last_bit),
-        )
-        if not fine:
+        if error <= torch.finfo(torch.float32).eps * target.abs().max().item():
+            continue
+        noise = reference.noise(lambda t, name=name: t.parameters[name], error / 2)
+        if not error <= 2 * noise:
             errors.failures.append(
                 f"{name} off by {error:.1e} (update {update:.1e}, noise {noise:.1e})"
             )
@@ -237,14 +224,9 @@ def _compare_gradients(errors: Errors, moved: dict[str, Tensor], reference: Refe
             errors.gradient = max(errors.gradient, error / norm if error else 0.0)
             continue
         errors.noisy.add(name)
-        noise, fine = reference.noise(
-            error,
-            lambda t, name=name: t.gradients[name],
-            lambda noise, norm=norm: max(
-                2 * noise, rounding if noise >= ONLY_ROUNDING * norm else 0.0
-            ),
-        )
-        if not fine:
+        needed = min(error / 2, ONLY_ROUNDING * norm) if error <= rounding else error / 2
+        noise = reference.noise(lambda t, name=name: t.gradients[name], needed)
+        if not noise >= needed:
             errors.failures.append(
                 f"gradient of {name} off by {error:.1e} (norm {norm:.1e}, noise {noise:.1e})"
             )
