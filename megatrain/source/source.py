@@ -33,7 +33,7 @@ from megatrain.model.adapters import adapted, note_adapter, plain, with_new_adap
 from megatrain.model.companions import Companions, companions, sentence_files, set_generation
 from megatrain.model.float8 import ROUTERS, require_torchao
 from megatrain.model.probe import spec
-from megatrain.model.quantised import kept_format, quantised_base
+from megatrain.model.quantised import kept_format, quantisation, quantised_base
 from megatrain.model.rebuilt import difference, emptied
 from megatrain.model.routers import NOT_ASKED, ask_for
 from megatrain.model.safetensors_io import read_header
@@ -355,7 +355,9 @@ def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict
     if base not in _KEPT:
         raise InputError(f"base is {base!r}; it must be bf16, {', '.join(BASES)} or folder")
     adapters = adapted(spec.capture.model)
-    packing = BASES.get(base) or kept_format(plain(spec.capture.model).config.to_dict())
+    config = plain(spec.capture.model).config.to_dict()
+    packing = BASES.get(base) or kept_format(config)
+    stacks = base != "folder" or quantisation(config).get("expert_dtype") != "fp4"
     if packing is None:
         raise InputError(
             "base is 'folder', but the model does not come in mxfp4 or in float8 with blocks of "
@@ -367,7 +369,7 @@ def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict
         for path, module in layer.module.named_modules()
         for name, weight in module.named_parameters(recurse=False)
         if (type(module) is nn.Linear and name == "weight")
-        or takes_grouped_products(module, [name])
+        or (stacks and takes_grouped_products(module, [name]))
         if ROUTERS.isdisjoint(path.split("."))
         and packing.takes(weight.shape)
         and (frozen or not weight.requires_grad)

@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 from megatrain import Engine, InputError
 from megatrain.model.quantised import gathered, quantised_base
 from megatrain.model.safetensors_io import stored_tensors
+from megatrain.source.source import open_source, structure
 from megatrain.tile.formats import BLOCKS, PACKINGS
 from megatrain.train.export import export
-from tests.families.tiny import tiny_model, tiny_multimodal
+from tests.families.tiny import tiny_config, tiny_model, tiny_multimodal
 from tests.parity.cases import in_dtype, llama, make_engine, masters, same
 from tests.parity.packed_folders import LORA, STEP, assert_trains_as, share_of_bf16, write
 from tests.refusals import refused, table
@@ -274,6 +275,14 @@ def test_only_what_is_kept_exactly_is_a_base_as_the_folder_has_it(tmp_path):
     folder, _ = packed(tmp_path, "gpt_oss")
     with pytest.raises(InputError, match=r"are quantised, .* leave base out where you set it"):
         make_engine(folder, **how)
+
+
+@pytest.mark.parametrize("experts", ["fp8", "fp4"])
+def test_a_plan_counts_experts_in_4_bits_as_they_are_kept_in_bf16(experts):
+    config = tiny_config("deepseek_v4", {"hidden_size": 128, "moe_intermediate_size": 128})
+    config.quantization_config = FP8 | {"weight_block_size": [128, 128], "expert_dtype": experts}
+    kept = structure(open_source(config, {"target_modules": ["kv_proj"]}, "folder")).packed
+    assert kept and any("gate_up_proj" in name for name in kept) == (experts == "fp8")
 
 
 def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path):
