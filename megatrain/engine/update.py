@@ -21,7 +21,7 @@ from megatrain.engine.bit_checks import UpdateSums
 from megatrain.engine.shared import Shared
 from megatrain.engine.sink import Sink
 from megatrain.errors import InputError, RunFailed, StepRefused
-from megatrain.optim import Plane, Rule, StreamedOptimizer, TileRange, UpdateOptions
+from megatrain.optim import Plane, StreamedOptimizer, TileRange, UpdateOptions
 from megatrain.store.store import DiskStaging, Lane, Tier, Tile, in_place
 from megatrain.tile import Entry, TileKind
 from megatrain.tile.layout import MOST_ELEMENTS
@@ -44,8 +44,10 @@ def give_way(device: Device, tile: Tile, stream: str) -> None:
 class Directions:
     """Replaces gradients by a rule's directions on the device; most rules have none."""
 
-    def __init__(self, shared: Shared, rule: Rule, proceed: Buffer) -> None:
-        """Args: `proceed`: the step's loss; while it is not finite no state is changed."""
+    def __init__(self, shared: Shared, rule: Any, proceed: Buffer) -> None:
+        """Args: `rule`: a Rule, with Muon's `average` and `direct` if it directs gradients;
+        `proceed`: the step's loss; while it is not finite no state is changed.
+        """
         self._device, self._rule, self._proceed = shared.device, rule, proceed
         self._collectives, self._checks = shared.collectives, shared.checks
         device, tiles = shared.device, shared.tiles
@@ -343,10 +345,7 @@ class Update:
         numbers, device = self._numbers, self._device
         squares, flag = sink.squares, self._checks.flag
         self._checks.compare_on_device([(tile, grad.buffer) for tile, grad, _ in self._pending])
-
-        def collect() -> None:
-            torch.cat((squares.data, flag.data), out=self._norms.data)
-
+        collect = partial(torch.cat, (squares.data, flag.data), out=self._norms.data)
         device.run(COMPUTE, "note norm", collect, [squares, flag], [self._norms])
         ready = self._collectives.all_reduce(self._norms, "norm")
         device.wait(COPY_OUT, ready, "report ready")

@@ -146,7 +146,7 @@ class Packed(Stored):
     def nf4_rows(self) -> tuple[Tensor, Tensor]:
         """The scales, in fp32, and the codes of each row of a matrix in NF4, to be joined."""
         assert self.packing is not None
-        codes, scales = self.packing.parts(joined(self.kept()), self.shape)
+        codes, scales = self.packing.codes_and_scales(joined(self.kept()), self.shape)
         return scales.view(self.shape[0], -1), codes.view(self.shape[0], -1)
 
     def _tensors(self) -> list[Tensor]:

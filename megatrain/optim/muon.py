@@ -127,6 +127,13 @@ class Muon(Rule):
     def average(
         self, gradient: Tensor, momentum: Tensor, group: Mapping[str, Any], proceed: Tensor
     ) -> None:
+        """Replace a range of a gradient by the averages that `direct` takes, on the device.
+
+        Args:
+            gradient: [N], float32, elements of one parameter, summed over the step; not clipped.
+            momentum: [N], the same elements.
+            proceed: bool; where it is False the momentum stays.
+        """
         average = momentum.lerp(gradient, 1 - group["momentum"])
         if self.nesterov:
             gradient.lerp_(average, group["momentum"])
@@ -135,6 +142,7 @@ class Muon(Rule):
         momentum.copy_(torch.where(proceed, average, momentum))
 
     def direct(self, entry: Entry, averages: Tensor) -> None:
+        """Replace averages, of the parameter's shape or some of its matrices, by directions."""
         averages.copy_(self._orthogonal(averages))
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class Plane:
         per: elements that share one value (more than 1 for a scale); divides tile.ALIGNMENT.
         frozen: parameters that are not trained have it, too.
         only: True for parameters that have it; None: all have it.
-        on_device: only `Rule.average` uses it, on the device.
+        on_device: only `average` uses it, on the device (Muon).
     """
 
     name: str
@@ -80,8 +80,12 @@ class Plane:
         if self.kind is PlaneKind.WEIGHTS:
             return layout.numel
         last = next(filter(self.has, reversed(layout.entries)), None)
-        stop = 0 if last is None else align(last.offset + last.stored, ALIGNMENT)
-        return (layout.whole_parts(stop) if self.only is None else stop) // self.per
+        if last is None:
+            return 0
+        stop = align(last.offset + last.stored, ALIGNMENT)
+        if layout.ranks > 1 and self.only is None:  # whole parts, which all ranks have blocks of
+            stop = min((end for _, end in layout.parts if end >= stop), default=0)
+        return stop // self.per
 
     @lru_cache(1 << 14)  # noqa: B019  forecasts ask for the same thousands of times
     def own_numel(self, layout: TileLayout, rank: int) -> int:
@@ -156,7 +160,7 @@ class Rule(ABC):
         return self.lr
 
     def directed(self, entry: Entry) -> bool:
-        """True if `average` and `direct` are called for a parameter (of a layer)."""
+        """True if the rule's `average` and `direct` are called for a parameter (of a layer)."""
         return False
 
     @property
@@ -167,25 +171,6 @@ class Rule(ABC):
     def directs(self, layout: TileLayout) -> bool:
         """True if gradients in this tile become directions; then clipping leaves the tile out."""
         return any(self.directed(entry) for entry in layout.trainable)
-
-    def average(
-        self, gradient: Tensor, state: Tensor, group: Mapping[str, Any], proceed: Tensor
-    ) -> None:
-        """Replace a range of a gradient by the averages that `direct` takes, on the device.
-
-        Args:
-            gradient: [N], float32, elements of one parameter, summed over the step; not clipped.
-            state: [N], the same of the one plane that is `on_device`.
-            proceed: bool; where it is False the state stays.
-        """
-        raise NotImplementedError
-
-    def direct(self, entry: Entry, averages: Tensor) -> None:
-        """Replace the averages that `average` has left by directions for `update`, on the device.
-
-        Args: `averages`: float32, of the parameter's shape, or some of its matrices.
-        """
-        raise NotImplementedError
 
     def __post_init__(self) -> None:
         kind = type(self).__name__

@@ -272,15 +272,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for group in groups:
             self._check(group)
             params = [by_name[str(name)] for name in group["param_names"]]
-            restored.append(self._with_pairs(group) | {"params": params})
+            # JSON has pairs of numbers as lists.
+            pairs = {n: tuple(group[n]) for n in self.rule.settings if type(group[n]) is list}
+            restored.append({**group, **pairs, "params": params})
         self.param_groups[:] = restored
         self.num_steps = num_steps
         self.restored_rates = [_scalar(group["lr"]) for group in restored]
-
-    def _with_pairs(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group whose pairs of numbers, which JSON has as lists, are tuples again."""
-        lists = {n: group[n] for n in self.rule.settings if isinstance(group.get(n), list)}
-        return {**group, **{name: tuple(numbers) for name, numbers in lists.items()}}
 
 
 def _scalar(value: Any) -> Any:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-Expand = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # codes, scales, their values; into
+Expand = Callable[[Tensor, Tensor, Tensor, Tensor], Any]  # codes, scales, their values; into
 
 _BLOCK, _GROUP = 64, 256  # values with one scale; scales with one of theirs
 _TINY = 1e-38  # bitsandbytes divides by no smaller scale
@@ -33,11 +34,6 @@ _NF4 = (
 )
 
 
-def _of_whole_blocks(shape: Sequence[int]) -> bool:
-    """True for a matrix, or a stack of them, whose values are whole blocks."""
-    return len(shape) in (2, 3) and prod(shape) % _BLOCK == 0
-
-
 @dataclass(frozen=True)
 class WeightFormat:
     """How values are kept.
@@ -46,7 +42,8 @@ class WeightFormat:
         sections: of a parameter of this shape, the bytes of what all its rows (of the first
             dimension) share, then of each kind of bytes that come row after row.
         pack: its values, to uint8 of that length.
-        parts: of these, the codes and the scales, whose first dimension cuts the values evenly.
+        parts: of a shape and its sections, the codes, and the scales, whose first dimension cuts
+            the values evenly.
         expand: codes and scales to values, in place; of the fourth argument's type and length.
         values: what codes stand for; empty where they say it themselves.
         computed: the type that layers compute with; fp32 is read where it is kept.
@@ -56,11 +53,13 @@ class WeightFormat:
     name: str
     sections: Callable[[Sequence[int]], tuple[int, ...]]
     pack: Callable[[Tensor], Tensor]
-    parts: Callable[[Tensor, Sequence[int]], tuple[Tensor, Tensor]]
+    parts: Callable[..., tuple[Tensor, Tensor]]
     expand: Expand
-    values: Callable[[torch.device], Tensor]
+    values: Callable[[torch.device], Tensor] = lambda device: torch.empty(0, device=device)
     computed: torch.dtype = torch.bfloat16
-    takes: Callable[[Sequence[int]], bool] = _of_whole_blocks
+    takes: Callable[[Sequence[int]], bool] = lambda shape: (
+        len(shape) in (2, 3) and prod(shape) % _BLOCK == 0
+    )
 
     def __repr__(self) -> str:
         return self.name  # ranks compare it: a function's is its address
@@ -68,6 +67,11 @@ class WeightFormat:
     def bytes_of(self, shape: Sequence[int]) -> int:
         """Bytes of a parameter of this shape."""
         return sum(self.sections(shape))
+
+    def codes_and_scales(self, stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Those of a parameter of this shape, at the beginning of `stored`, flat memory."""
+        sections = self.sections(shape)
+        return self.parts(shape, *stored.view(torch.uint8)[: sum(sections)].split(sections))
 
     def unpack(
         self,
@@ -80,8 +84,7 @@ class WeightFormat:
 
         Args: `rows`: indices in the first dimension: only these rows are written; None: all.
         """
-        num_bytes = self.bytes_of(out.shape)
-        codes, scales = self.parts(stored.view(torch.uint8)[:num_bytes], out.shape)
+        codes, scales = self.codes_and_scales(stored, out.shape)
         flat, expand, values = out.view(-1), fast(self.expand), self.values(out.device)
         at_once = _PIECE if expand is self.expand else _COMPILED_PIECE  # launches take time
         if rows is not None:
@@ -158,11 +161,6 @@ def _wide_sections(shape: Sequence[int]) -> tuple[int, ...]:
     return 0, 4 * blocks, values // 2
 
 
-def _wide_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    _, scales, codes = stored.split(_wide_sections(shape))
-    return codes, scales.view(torch.float32)
-
-
 def is_nf4(codes: Tensor, scale_codes: Tensor | None) -> bool:
     """True if both tables of codes (scales may have none) are those that this file uses."""
     has_codes = torch.equal(codes, _nf4_values(codes.device))
@@ -171,10 +169,9 @@ def is_nf4(codes: Tensor, scale_codes: Tensor | None) -> bool:
     )
 
 
-def _nf4_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    floats, codes, scale_codes = stored.split(_nf4_sections(shape))
+def _nf4_parts(_: Any, floats: Tensor, codes: Tensor, scale_codes: Tensor) -> tuple[Tensor, Tensor]:
     mean, largest = floats.view(torch.float32).tensor_split((1,))
-    shares = _dynamic_values(stored.device)[scale_codes.int()]
+    shares = _dynamic_values(codes.device)[scale_codes.int()]
     # Two roundings, as the library has it: nothing here is compiled, which would make them one.
     return codes, shares * largest.repeat_interleave(_GROUP)[: len(shares)] + mean
 
@@ -221,8 +218,8 @@ def fp8_rows(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def operands(stored: Tensor, shape: Sequence[int]) -> dict[str, Tensor]:
     """A weight's codes `[O, I]` and scales `[1, O]`, as `FP8` keeps them, and transposed codes."""
-    in_rows, turned = stored.view(torch.uint8).split((FP8.bytes_of(shape), prod(shape)))
-    codes, scales = FP8.parts(in_rows, shape)
+    codes, scales = FP8.codes_and_scales(stored, shape)
+    turned = stored.view(torch.uint8)[FP8.bytes_of(shape) :]
     return {
         "codes": codes.view(torch.float8_e4m3fn).view(*shape),
         "scales": scales[None],
@@ -241,18 +238,14 @@ def write_operands(
     turned.copy_(weight.t())
 
 
-def _fp8_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    _, scales, codes = stored.split(_fp8_sections(shape))
+def _with_fp32(shape: Sequence[int], _: Tensor, scales: Tensor, codes: Tensor) -> Any:
+    """The parts where fp32 scales come before the codes."""
     return codes, scales.view(torch.float32)
 
 
 def _expand_fp8(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor) -> None:
     wide = codes.view(torch.float8_e4m3fn).view(*scales.shape, -1).float()
     out.view(wide.shape).copy_(wide * scales[..., None])
-
-
-def _in_blocks(shape: Sequence[int]) -> bool:
-    return len(shape) in (2, 3) and shape[-1] % SIDE == 0
 
 
 def _blocks_sections(shape: Sequence[int]) -> tuple[int, ...]:
@@ -271,19 +264,10 @@ def _pack_blocks(values: Tensor) -> Tensor:
     return torch.cat([part for pieces in zip(*packed, strict=True) for part in pieces])
 
 
-def _blocks_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    _, scales, codes = stored.split(_blocks_sections(shape))
+def _blocks_parts(shape: Sequence[int], _: Tensor, scales: Tensor, codes: Tensor) -> Any:
     grid = scales.view(torch.float32).view(-1, -(-shape[-2] // SIDE), shape[-1] // SIDE)
     of_rows = grid.repeat_interleave(SIDE, 1)[:, : shape[-2]]
     return codes, of_rows.reshape(-1, grid.shape[-1])
-
-
-def _in_spans(shape: Sequence[int]) -> bool:
-    return len(shape) == 3 and shape[1] % _SPAN == 0
-
-
-def _mxfp4_sections(shape: Sequence[int]) -> tuple[int, ...]:
-    return 0, prod(shape) // _SPAN, prod(shape) // 2
 
 
 def _pack_mxfp4(values: Tensor) -> Tensor:
@@ -302,11 +286,6 @@ def _mxfp4_piece(spans: Tensor) -> tuple[Tensor, Tensor]:
     return (exponents + 127).to(torch.uint8), pairs[:, :, 0] | pairs[:, :, 1] << 4
 
 
-def _mxfp4_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    _, exponents, codes = stored.split(_mxfp4_sections(shape))
-    return codes, exponents.view(-1, shape[-1])
-
-
 def _expand_mxfp4(codes: Tensor, exponents: Tensor, values: Tensor, out: Tensor) -> None:
     spans, columns = exponents.shape
     halves = torch.arange(0, 8, 4, dtype=torch.uint8, device=codes.device)[:, None]  # low, high
@@ -321,19 +300,11 @@ def _fp4_values(device: torch.device) -> Tensor:
     return torch.tensor([*_FP4, *(-value for value in _FP4)], device=device)
 
 
-def _no_values(device: torch.device) -> Tensor:
-    return torch.empty(0, device=device)
-
-
-def _expand_fp32(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor) -> None:
-    out.copy_(codes)
-
-
 NF4 = WeightFormat("nf4", _nf4_sections, _pack_nf4, _nf4_parts, _expand_nf4, _nf4_values)
 NF4_WIDE = WeightFormat(
-    "nf4_wide", _wide_sections, _pack_wide, _wide_parts, _expand_nf4, _nf4_values
+    "nf4_wide", _wide_sections, _pack_wide, _with_fp32, _expand_nf4, _nf4_values
 )
-FP8 = WeightFormat("fp8", _fp8_sections, _pack_fp8, _fp8_parts, _expand_fp8, _no_values)
+FP8 = WeightFormat("fp8", _fp8_sections, _pack_fp8, _with_fp32, _expand_fp8)
 OPERANDS = replace(
     FP8, name="operands", sections=lambda shape: (*_fp8_sections(shape), prod(shape))
 )
@@ -344,20 +315,24 @@ BLOCKS = WeightFormat(
     _pack_blocks,
     _blocks_parts,
     _expand_fp8,
-    _no_values,
-    takes=_in_blocks,
+    takes=lambda shape: len(shape) in (2, 3) and shape[-1] % SIDE == 0,
 )
 MXFP4 = WeightFormat(
-    "mxfp4", _mxfp4_sections, _pack_mxfp4, _mxfp4_parts, _expand_mxfp4, _fp4_values, takes=_in_spans
+    "mxfp4",
+    sections=lambda shape: (0, prod(shape) // _SPAN, prod(shape) // 2),
+    pack=_pack_mxfp4,
+    parts=lambda shape, _, exponents, codes: (codes, exponents.view(-1, shape[-1])),
+    expand=_expand_mxfp4,
+    values=_fp4_values,
+    takes=lambda shape: len(shape) == 3 and shape[1] % _SPAN == 0,
 )
 BASES = {each.name: each for each in (NF4, FP8)}
 FP32 = WeightFormat(
     "fp32",
     sections=lambda shape: (0, 4 * prod(shape)),
     pack=lambda values: values.float().contiguous().view(-1).view(torch.uint8),
-    parts=lambda stored, shape: (stored.view(torch.float32),) * 2,
-    expand=_expand_fp32,
-    values=_no_values,
+    parts=lambda shape, _, values: (values.view(torch.float32),) * 2,
+    expand=lambda codes, scales, values, out: out.copy_(codes),
     computed=torch.float32,
 )
 # The others are chosen by folders and models.

@@ -31,7 +31,7 @@ def _factors(
     """A parameter's values; or its codes and scales, where it is kept in float8."""
     shape = entry.shape
     if entry.packed is FP8:
-        codes, scales = FP8.parts(stored.view(torch.uint8)[: FP8.bytes_of(shape)], shape)
+        codes, scales = FP8.codes_and_scales(stored, shape)
         return codes.view(torch.float8_e4m3fn).view(shape), scales
     if entry.packed is None:
         return stored.view(shape), None
@@ -340,12 +340,6 @@ class TileLayout:
         for start, stop in self.parts:
             size = (stop - start) // self.ranks
             yield start + rank * size, size
-
-    def whole_parts(self, stop: int) -> int:
-        """The end of the part that has element `stop - 1`, with several ranks; else `stop`."""
-        if self.ranks == 1:
-            return stop
-        return min((end for _, end in self.parts if end >= stop), default=0) if stop else 0
 
     def runs(self, group_of: Mapping[str, Group]) -> list[tuple[Group, int, int]]:
         """`(group, start, stop)` of each contiguous run of trainable parameters of one group."""
