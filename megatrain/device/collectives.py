@@ -90,10 +90,8 @@ class Collectives:
         device.run(COMPUTE, "note own numbers", copy_mine, writes=[total])
         device.wait(COMPUTE, self.all_reduce(total, "numbers of all ranks"), "numbers of all ranks")
 
-        def shaped() -> list[Any]:
-            return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
-
-        gathered = device.run(COMPUTE, "take numbers of all ranks", shaped, [total])
+        views = [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+        gathered = device.run(COMPUTE, "take numbers of all ranks", lambda: views, [total])
         return gathered or [None] * len(sizes)
 
     def _run(

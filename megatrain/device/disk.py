@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partialmethod
 from pathlib import Path
 from threading import Lock
 
@@ -72,24 +73,17 @@ class PlaneFile:
                 self.folder,
             )
 
-    def read(self, offset: int, tensor: Tensor) -> None:
-        """Fill `tensor` from byte `offset` on.
-
-        Raises:
-            ValueError: offset, length or address is not a multiple of `BLOCK`.
-            RunFailed: the disk fails, or the file is closed.
-        """
-        self._move("read", offset, tensor)
-
-    def write(self, offset: int, tensor: Tensor) -> None:
-        """Put the bytes of `tensor` at byte `offset`; raises as `read` does."""
-        self._move("write", offset, tensor)
-
     def close(self) -> None:
         """Free the disk space; no read or write may be running."""
         self._handle.close()
 
     def _move(self, verb: str, offset: int, tensor: Tensor) -> None:
+        """Fill `tensor` from byte `offset` on (read), or put its bytes there (write).
+
+        Raises:
+            ValueError: offset, length or address is not a multiple of `BLOCK`.
+            RunFailed: the disk fails, or the file is closed.
+        """
         if self._handle.closed:
             raise RunFailed(f"{self.folder}: the planes' file is closed; make a new engine")
         data = tensor.view(torch.uint8)
@@ -110,6 +104,8 @@ class PlaneFile:
                 f"{self.folder}: cannot {verb} planes on this disk: {os_reason(error)}{full}; "
                 "resume from the last checkpoint"
             ) from error
+
+    read, write = partialmethod(_move, "read"), partialmethod(_move, "write")
 
 
 def _take_room(handle: int, folder: Path, num_bytes: int) -> None:

@@ -65,24 +65,19 @@ class Recording(_Passing):
             num_bytes = update_bytes(reads, writes) if stream == base.UPDATE else 0
             if stream in base.DISK_STREAMS:
                 num_bytes = sum(buffer.data.nbytes for buffer in reads)
-            timed = self._timed(stream, name, work, after, num_bytes)
+
+            def timed() -> Any:
+                begin = time.perf_counter() - self._origin_host
+                result = work()
+                end = time.perf_counter() - self._origin_host
+                self._host.append(Span(stream, name, begin, end, after, num_bytes))
+                return result
+
             return self._device.run(stream, name, timed, reads, writes)
         begin = self._device.mark(stream)
         result = self._device.run(stream, name, work, reads, writes)
         self._marks.append((stream, name, begin, self._device.mark(stream), after, 0))
         return result
-
-    def _timed(
-        self, stream: str, name: str, work: Work, after: tuple[str, ...], num_bytes: int
-    ) -> Work:
-        def timed() -> Any:
-            begin = time.perf_counter() - self._origin_host
-            result = work()
-            end = time.perf_counter() - self._origin_host
-            self._host.append(Span(stream, name, begin, end, after, num_bytes))
-            return result
-
-        return timed
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         if not self._on:

@@ -11,8 +11,7 @@ from math import prod
 import torch
 
 from megatrain.device import Buffer
-from megatrain.device.base import Memory, kind_of
-from megatrain.device.trace import MetaDevice
+from megatrain.device.base import Memory, MetaDevice, kind_of
 from megatrain.engine.step import Parts, TrainingParts
 from megatrain.errors import InputError
 from megatrain.forecast.notes import Notes, Once

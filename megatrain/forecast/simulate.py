@@ -14,8 +14,7 @@ import torch
 
 from megatrain.base.units import IN_FLIGHT_BYTES, align
 from megatrain.device import Buffer, Device, base
-from megatrain.device.base import COMPUTE, DEVICE_STREAMS, DISK_STREAMS, UPDATE, Buffers, Work
-from megatrain.device.trace import CALLER, MetaDevice
+from megatrain.device.base import CALLER, COMPUTE, UPDATE, Buffers, MetaDevice, Work
 from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.sink import PIECE, GradAccumulator, Sink
 from megatrain.engine.step import train_step
@@ -47,7 +46,7 @@ _GROWTH = 8  # of a piece that is followed as one: it is rounded while the one b
 # back. Elsewhere one shows as much. For memory alone two do: they hold as much.
 _FOLLOWED, _FOLLOWED_FOR_MEMORY = 8, 2
 STEADY = 2  # steps: the first starts without updates, the second with those of the first
-_BOUNDS = (*DEVICE_STREAMS, UPDATE, *DISK_STREAMS)
+_BOUNDS = (*base.DEVICE_STREAMS, UPDATE, *base.DISK_STREAMS)
 
 # What torch's allocator takes beyond what is in use, with expandable segments
 # (benchmarks/results/step-*.json): 60 to 150 MiB, here as a share of the driver's context (840 MiB

@@ -483,7 +483,6 @@ class DiskStaging:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory of the lanes."""
         return sum(lane.buffer.data.nbytes for lane in self._lanes)
 
     def _bytes(self, plane: Plane) -> int:
@@ -542,7 +541,6 @@ class DiskReader:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory of the lane."""
         return self._lane.nbytes
 
     def bring(self, tile: Tile, to: Buffer) -> Any:

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatrain.device.base import COMPUTE, Buffer, Buffers, Work
-from megatrain.device.trace import CALLER, MetaDevice
+from megatrain.device.base import CALLER, COMPUTE, Buffer, Buffers, MetaDevice, Work
 
 # Of each stream how many operations are certain to have happened.
 Clock = dict[str, int]
