@@ -68,11 +68,9 @@ class Assembly(Shared):
         return lambda layout, *memory, **only: layout.unpack(*memory, fast, **only)
 
     def inference(self) -> Parts:
-        """Parts of a forward-only pass."""
         return self._parts(None, ScratchArena(self.device, 0, 0, self.dtype))
 
     def training(self, optimizer: StreamedOptimizer, max_grad_norm: float | None) -> TrainingParts:
-        """Parts of a training step."""
         device, placement, tiles = self.device, self.placement, self.tiles
         visited = self.visited
         update = Update(self, optimizer, max_grad_norm, self.staging(device, tiles))
@@ -102,13 +100,6 @@ class Assembly(Shared):
 
     def _parts(self, sink: Sink | None, work: ScratchArena) -> Parts:
         embedding = Embedding(self, sink, work)
-        trunk, head = self._units(embedding)
-        encoded = self._encoded(trunk, embedding)
-        _end_backward(trunk)
-        stream = Stream(self, self.unpacking or self._unpack())
-        return Parts(trunk, head, embedding, stream, encoded)
-
-    def _units(self, embedding: Embedding) -> tuple[list[Unit], Head]:
         trunk: list[Unit] = [Prologue(self, self.prologue, embedding)]
         for visit, policy in enumerate(self.policies()):
             trunk.append(Layer(self, visit, policy, self._offload))
@@ -119,7 +110,10 @@ class Assembly(Shared):
 
         tokens, collectives = self.placement.head_tokens, self.collectives
         head = Head(self.device, self.program, self.head, tokens, summed, collectives)
-        return trunk, head
+        encoded = self._encoded(trunk, embedding)
+        _end_backward(trunk)
+        stream = Stream(self, self.unpacking or self._unpack())
+        return Parts(trunk, head, embedding, stream, encoded)
 
     def _encoded(self, trunk: Sequence[Unit], embedding: Embedding) -> list[Unit]:
         """The trunk of a step in which images or sounds are encoded first; empty: none can be.

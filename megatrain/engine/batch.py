@@ -6,17 +6,16 @@ from math import inf, isfinite
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatrain.base.changed import changed
 from megatrain.base.seeds import derived_seed
 from megatrain.compat.torch import one_thread
 from megatrain.device import available_bytes
 from megatrain.errors import InputError
 from megatrain.loss import CROSS_ENTROPY, IGNORED, JointLoss, Loss, TokenScore, targets_of
+from megatrain.model import documents
 from megatrain.model.capture import Call, Rows
-from megatrain.model.document_check import DocumentCheck, check_masks
-from megatrain.model.documents import is_packed, length_arguments, packed_positions, starts_anew
-from megatrain.model.float8 import in_own_type
 from megatrain.model.media import as_computed
 from megatrain.model.micro_batch import Batch, MicroBatch
 from megatrain.model.program import ModelProgram
@@ -56,7 +55,7 @@ class Intake:
         self._labels = min(self._vocab_size, program.spec.num_logits)
         self._max_tokens = most_tokens(config)
         self.share = SequenceShare(setup.sequence_ranks)
-        self._documents = DocumentCheck(program, self._run_trial, self._check_masks)
+        self._documents = documents.DocumentCheck(program, self._run_trial, self._check_masks)
         shares = isinstance(setup.sequence_ranks, ProcessGroups)  # those of a forecast only count
         self._row_trial = RowTrial(self.share, program, self._run_trial) if shares else None
 
@@ -152,7 +151,7 @@ class Intake:
         mask = micro.get("attention_mask", torch.ones(1))
         all_count, none_counts = bool(mask.all()), not bool(mask.any())
         drops_mask = self.share.cuts_rows or none_counts
-        drops_mask = drops_mask or (all_count and not starts_anew(micro))
+        drops_mask = drops_mask or (all_count and not documents.starts_anew(micro))
         inputs, media = {}, {}
         for key, value in micro.items():
             is_input = key == "input_ids" or capture.accepts(key)
@@ -166,17 +165,18 @@ class Intake:
         counted_N = None if all_count else mask.flatten().float().to(device)
         index_BT = torch.searchsorted(unique_U.to(device), inputs["input_ids"].contiguous())
         rows = Rows(inputs["input_ids"], index_BT, {}, unique_U)
-        documents, packed = {}, is_packed(micro)
+        lengths, packed = {}, documents.is_packed(micro)
         if packed:
             on_cpu = {key: micro[key] for key in [*inputs, *media]}
-            inputs["position_ids"] = packed_positions(capture.model, on_cpu).to(device)
+            positions = documents.packed_positions(capture.model, on_cpu)
+            inputs["position_ids"] = positions.to(device)
             if self._program.may_attend_by_lengths:
-                documents = length_arguments(micro["position_ids"], device)
+                lengths = documents.length_arguments(micro["position_ids"], device)
         return MicroBatch(
             inputs,
             None,
             rows,
-            documents=documents,
+            documents=lengths,
             counted_N=counted_N,
             media=media,
             is_packed=packed if "position_ids" in inputs else None,
@@ -229,7 +229,7 @@ class Intake:
         if device.can.counts_memory:
             text = self._config.get_text_config(decoder=True)
             itemsize = self._program.dtype.itemsize
-            check_masks(micro_batches, text, itemsize, available_bytes(device))
+            documents.check_masks(micro_batches, text, itemsize, available_bytes(device))
 
     def _run_trial(self, micro_batches: MicroBatches) -> tuple[list[Sequence[Call]], list[Tensor]]:
         self._program.train(False)
@@ -237,7 +237,9 @@ class Intake:
         last = self._labels - 1  # of classes, for which token ids stand here
         micro_batches = [{**m, "labels": m["labels"].clamp(max=last)} for m in micro_batches]
         batch = self.prepared(micro_batches, loss)
-        with self._program.eager(), in_own_type(self._program.scaled_together):
+        # In float8 tokens that are computed together share a scale, and change with each other.
+        unscaled = changed(self._program.scaled_together, __class__=nn.Linear)
+        with self._program.eager(), unscaled:
             losses = [loss.cpu() for loss in self._losses(batch)]
         by_rank = self._setup.ranks.all_gather_object(losses)
         return [micro.calls for micro in batch.micro], by_rank[0]  # so that all ranks decide alike

@@ -12,6 +12,7 @@ Legend: U distinct tokens of the step, V rows of a table, D width of a table.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -114,7 +115,6 @@ class Embedding:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of pinned host memory for rows in transit."""
         return sum(table.staging.data.nbytes for table in self._tables)
 
     def fetch(self, batch: Batch) -> None:
@@ -223,7 +223,12 @@ class Embedding:
             self._collectives.reduce_scatter(sums, table.entry.name)
             if table.tied:
                 host_grad, landed = self.sink.landed[index]
-                self._bring_dense(table, host_grad, landed, batch)
+                if table.tile.rests.local:
+                    self._take(table, host_grad.buffer, batch)
+                else:
+                    self._gather(table, host_grad.buffer, landed, batch)
+                    self._copy_staged(table, batch)
+                    self._device.wait(COMPUTE, table.free, "rows arrived")
             else:
                 host_grad = ready[index][1] if index in ready else self._cleared(table)
             self._add_up(table, batch)
@@ -232,12 +237,9 @@ class Embedding:
             self.sink.updates.ready(*arguments)
 
     def _gather(self, table: _Table, plane: Buffer, event: Any, batch: Batch) -> None:
-        ids_U = table.local_ids(batch)
+        source_VD, ids_U = table.rows_of(plane), table.local_ids(batch)
         out_UD = table.as_rows(table.staging, ids_U)
-
-        def work() -> None:
-            kernels.gather_rows(table.rows_of(plane), ids_U, out_UD, threads=self._threads)
-
+        work = partial(kernels.gather_rows, source_VD, ids_U, out_UD, threads=self._threads)
         self._device.wait(ROWS, event, "rows due")
         self._device.wait(ROWS, table.free, "staging free")
         self._device.run(ROWS, f"gather {table.entry.name}", work, [plane], [table.staging])
@@ -264,15 +266,6 @@ class Embedding:
 
         self._device.run(stream, f"clear {plane.name}", clear, writes=[plane])
         return host_grad
-
-    def _bring_dense(self, table: _Table, host_grad: Lane, landed: Any, batch: Batch) -> None:
-        """Bring the head's gradient of these rows to the device."""
-        if table.tile.rests.local:
-            self._take(table, host_grad.buffer, batch)
-            return
-        self._gather(table, host_grad.buffer, landed, batch)
-        self._copy_staged(table, batch)
-        self._device.wait(COMPUTE, table.free, "rows arrived")
 
     def _add_up(self, table: _Table, batch: Batch) -> None:
         """Measure the sums and round them into `rows`, which are added first if the table is tied.
@@ -306,12 +299,8 @@ class Embedding:
 
             device.run(COMPUTE, name, put, [table.rows], [gradient])
             return device.record(COMPUTE)
-        rows_UD = table.as_rows(table.staging, ids_U)
-
-        def work() -> None:
-            plane = table.rows_of(host_grad.buffer)
-            kernels.scatter_rows(plane, ids_U, rows_UD, threads=self._threads)
-
+        plane, rows_UD = table.rows_of(host_grad.buffer), table.as_rows(table.staging, ids_U)
+        work = partial(kernels.scatter_rows, plane, ids_U, rows_UD, threads=self._threads)
         device.wait(COPY_OUT, device.record(COMPUTE), "row gradients ready")
         device.copy(COPY_OUT, table.staging, rows, rows_UD.numel())
         device.wait(ROWS, device.record(COPY_OUT), "row gradients landed")

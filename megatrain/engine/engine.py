@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from megatrain.base.changed import changed
 from megatrain.checkpoint import Contents, Saver, Saving, as_json, require_replaceable
 from megatrain.compat.torch import has_saved_tensor_hooks
-from megatrain.device import Buffer
 from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.batch import Intake, MicroBatches, halved
 from megatrain.engine.expert_loads import ExpertLoads
 from megatrain.engine.head import Head
-from megatrain.engine.modules import State
-from megatrain.engine.step import Parts, Result, TrainingParts, forward_only, train_step
+from megatrain.engine.step import Finish, Parts, Result, TrainingParts, forward_only, train_step
 from megatrain.engine.undisturbed import plain_tensors, undisturbed
 from megatrain.engine.update import StepResult
 from megatrain.engine.whole_model import whole_model
@@ -36,7 +35,7 @@ from megatrain.model.owned_experts import ExpertOwners
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer, is_number
 from megatrain.parallel.distributed import ALONE, Ranks, exchanging
-from megatrain.placement import RECOMPUTE, Placement, Planned
+from megatrain.placement import RECOMPUTE, Placement, Planned, Verify
 from megatrain.source.load_weights import load_weights
 from megatrain.source.sharing import NO_LABELS, check_call, check_shared, require_alone
 from megatrain.source.source import EngineSetup
@@ -144,14 +143,9 @@ class PlacedEngine:
         if placement.own_experts and self.ranks.size > 1:
             exchanges = exchanging(self.ranks, self.device.torch_device)
             self._program.set_owners(ExpertOwners(exchanges))
+        verify: Verify = opened.verify if self.optimizer is not None else "off"
         assembly = Assembly(
-            self.device,
-            self._program,
-            self._store,
-            self._dtype,
-            placement,
-            self.ranks,
-            opened.verify if self.optimizer is not None else "off",
+            self.device, self._program, self._store, self._dtype, placement, self.ranks, verify
         )
         self._checks = assembly.checks
         self._checks.seal()
@@ -315,12 +309,7 @@ class PlacedEngine:
         losses = self.run_forward(micro_batches, loss, Head.losses)
         return self._intake.share.joined(losses[: len(micro_batches)], micro_batches)
 
-    def run_forward(
-        self,
-        micro_batches: MicroBatches,
-        loss: Any,
-        finish: Callable[[Head, Buffer, Batch, State], Result],
-    ) -> Result:
+    def run_forward(self, micro_batches: MicroBatches, loss: Any, finish: Finish[Result]) -> Result:
         """The forward alone, ended by `finish(head, its weights, batch, last activations)`."""
         with self._alone():
             return self._forward_only(self._prepare(micro_batches, loss), finish)
@@ -332,11 +321,8 @@ class PlacedEngine:
             raise InputError(
                 "another call of this engine is running, in a thread or around this one; let it end"
             )
-        try:
-            self._running = True
+        with changed([self], _running=True):
             yield
-        finally:
-            self._running = False
 
     @contextmanager
     def whole_model(
@@ -403,9 +389,7 @@ class PlacedEngine:
         """True if a step counts the choices of its routers, over all tokens except padding."""
         return bool(self._spec.routed)
 
-    def _forward_only(
-        self, batch: Batch, finish: Callable[[Head, Buffer, Batch, State], Result]
-    ) -> Result:
+    def _forward_only(self, batch: Batch, finish: Finish[Result]) -> Result:
         with self._undisturbed():
             return forward_only(self._parts.of(batch), batch, finish)
 

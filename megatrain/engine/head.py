@@ -188,7 +188,6 @@ class Head(StreamedModule):
 
     @torch.no_grad()
     def token_losses(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Tensor:
-        """`losses` of one micro-batch."""
         tokens = -(-self._tokens // 4)  # this code is not compiled, so it takes more memory a token
         losses = torch.cat([*self._of_chunks(slot, micro, values, tokens, micro.loss.each_of)])
         losses = losses.view(*micro.rows.ids.shape, *losses.shape[1:])

@@ -20,7 +20,6 @@ from megatrain.engine.saved_tensors import (
     OffloadPlan,
     ReplayAttention,
     SavedTensors,
-    from_host,
     packed_bytes,
 )
 from megatrain.engine.shared import Shared
@@ -104,12 +103,6 @@ class Layer(StreamedModule):
         return out
 
     def forward(self, turn: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:
-        """The activations after this layer, of one micro-batch."""
-        produced = self._forward(turn, leaving, train=train)
-        passed_on = {ref: value for ref, value in turn.values.items() if ref in self.live_out}
-        return {**passed_on, **produced}
-
-    def _forward(self, turn: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:
         saves = self.saves(turn) if train else None
         if saves is not None:
             inputs = {ref: value for ref, value in turn.values.items() if ref in self.inputs}
@@ -120,17 +113,19 @@ class Layer(StreamedModule):
             saved.let_go()
             graph.let_go()
             graph.saved, self.waiting[turn.index] = saved, graph
-            return produced
-        if train and self.policy.saves == "attention":
+        elif train and self.policy.saves == "attention":
             with KeepAttention() as attention:
                 _, produced = self._graph(turn)
             results = attention.results
             if leaving is not None:
                 results = pytree.tree_map_only(Tensor, leaving.view, results)
             self.waiting[turn.index] = results
-            return produced
-        with torch.no_grad():
-            return self.program.layer(self.visit, self.weights(turn.slot), turn.micro, turn.values)
+        else:
+            weights = self.weights(turn.slot)
+            with torch.no_grad():
+                produced = self.program.layer(self.visit, weights, turn.micro, turn.values)
+        passed_on = {ref: value for ref, value in turn.values.items() if ref in self.live_out}
+        return {**passed_on, **produced}
 
     def saves(self, turn: Turn) -> Saves | None:
         """The part of a graph that waits for the backward; None: no graph waits."""
@@ -165,7 +160,7 @@ class Layer(StreamedModule):
         if isinstance(waiting, Graph):
             waiting.saved.give_back(turn.slot.data, turn.values, returned)
             return waiting.backward(dh, accumulator)
-        with nullcontext() if waiting is None else ReplayAttention(from_host(waiting, returned)):
+        with nullcontext() if waiting is None else ReplayAttention(waiting, returned):
             graph = self._graph(turn)[0]  # not the outputs, which would live through the backward
         return graph.backward(dh, accumulator)
 

@@ -170,7 +170,6 @@ class Media(StreamedModule):
         return self.each(name, batch, work, reads=[slot, *self.embedding.rows])
 
     def forward(self, slot: Buffer, micro: MicroBatch, *, train: bool) -> Activations:
-        """The features of one micro-batch."""
         if not micro.media:
             return {FEATURES: torch.empty(0, device=self.program.device)}
         frozen = self.frozen if train and self.trained else None
@@ -189,7 +188,6 @@ class Media(StreamedModule):
     def backward(
         self, slot: Buffer, accumulator: GradAccumulator, micro: MicroBatch, dh: Activations
     ) -> None:
-        """`vjp` of one micro-batch."""
         if FEATURES in dh:
             weights = self.leaves(slot)
             with torch.enable_grad():
@@ -216,7 +214,6 @@ class Prologue(StreamedModule):
         return self.each(name, batch, work, h, reads=[slot, *self.embedding.rows])
 
     def forward(self, slot: Buffer, micro: MicroBatch, h: Activations) -> Activations:
-        """The first activations of one micro-batch."""
         tables = micro.rows.tables
         tables.update({n: table.detach().requires_grad_() for n, table in tables.items()})
         # The program tells activations by `requires_grad`.

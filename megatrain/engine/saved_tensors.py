@@ -82,11 +82,7 @@ class SavedTensors:
     """The tensors saved by a graph that is made within `saving()` and waits for its backward."""
 
     def __init__(
-        self,
-        weights: Tensor,
-        inputs: Activations,
-        outside: Iterable[Any],
-        leaving: OffloadPlan | None,
+        self, weights: Tensor, inputs: Activations, outside: Iterable, leaving: OffloadPlan | None
     ) -> None:
         """Args: `outside`: other arguments, which stay on the device; `leaving` None: all stay."""
         self._memory: dict[Any, Tensor] = {_WEIGHTS: weights, **inputs}  # by `_View.source`
@@ -127,11 +123,6 @@ class SavedTensors:
         return packed if isinstance(packed, Tensor) else packed.on(self._memory[packed.source])
 
 
-def from_host(results: list[Any], returned: list[Tensor]) -> list[Any]:
-    """Results of attention, of which `OffloadPlan.view` has sent some to the host, back again."""
-    return pytree.tree_map_only(_View, lambda view: view.on(returned[view.source]), results)
-
-
 @dataclass
 class _Item:
     room: Buffer
@@ -164,7 +155,6 @@ class HostOffload:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of pinned host memory held."""
         return sum(r.data.nbytes for group in self._rooms.values() for r in group.buffers)
 
     def begin(self) -> None:
@@ -341,7 +331,7 @@ class DeviceBoundaries:
 
 
 class HostBoundaries:
-    """Keeps layer inputs in pinned host memory, fetched again ahead of their backward."""
+    """`DeviceBoundaries` in pinned host memory, fetched again ahead of their backward."""
 
     def __init__(self, device: Device, lanes: int) -> None:
         self._device = device
@@ -350,11 +340,9 @@ class HostBoundaries:
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory held."""
         return self._offload.host_bytes
 
     def begin(self, num_micro: int) -> None:
-        """Forget everything; a step of `num_micro` micro-batches begins."""
         self._num_micro = num_micro
         self._offload.begin()
 
@@ -372,7 +360,6 @@ class HostBoundaries:
         )
 
     def take(self, unit: StreamedModule) -> Iterator[Activations]:
-        """The unit's inputs, one micro-batch after the other; each holds until the next."""
         for _ in range(self._num_micro):
             for items, buffers in self._offload.take(len(unit.inputs)):
                 pairs = zip(unit.inputs, items, strict=True)
@@ -382,15 +369,12 @@ class HostBoundaries:
                 yield self._device.run(COMPUTE, _GIVE, give, reads=buffers)
 
 
+_KERNELS = "flash", "efficient", "cudnn"
 _OPERATIONS = {
-    "aten::_scaled_dot_product_flash_attention",
+    *(f"aten::_scaled_dot_product_{kernel}_attention" for kernel in _KERNELS),
+    *(f"aten::_{kernel}_attention_forward" for kernel in _KERNELS),
     "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_fused_attention_overrideable",
-    "aten::_flash_attention_forward",
-    "aten::_efficient_attention_forward",
-    "aten::_cudnn_attention_forward",
     "megatrain::causal_attention",
 }
 
@@ -421,9 +405,11 @@ class KeepAttention(TorchDispatchMode):
 class ReplayAttention(TorchDispatchMode):
     """Gives results kept instead of computing attention, in the same order."""
 
-    def __init__(self, results: list[Any]) -> None:
+    def __init__(self, results: list[Any], returned: list[Tensor]) -> None:
+        """Args: `returned`: what `OffloadPlan.view` has sent to the host, back from there."""
         super().__init__()
-        self._results = iter(results)
+        kept = pytree.tree_map_only(_View, lambda view: view.on(returned[view.source]), results)
+        self._results = iter(kept)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _is_attention(func, args, kwargs or {}):

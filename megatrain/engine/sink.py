@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
 from itertools import cycle
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,25 +124,13 @@ def summed_in_place(waiting: Iterable[Tile], dtype: torch.dtype) -> list[Tile]:
     return [tile for tile in waiting if tile.rests.shared and dtype == torch.float32]
 
 
-class Updates(Protocol):
-    """The calls that the sink makes for each gradient (see engine/update.py)."""
-
-    def expect(self, tile: Tile) -> None:
-        """Called ahead: a tile's gradient will be complete soon."""
-
-    def direct(self, tile: Tile, sums: Buffer) -> None:
-        """Called with a complete, measured gradient; may change `sums` before they are sent."""
-
-    def ready(self, tile: Tile, host_grad: Lane, landed: Any) -> None:
-        """Called when a gradient has been sent; `landed` is the event of its arrival."""
-
-
 class Sink:
     """Takes each tile's gradient once per step.
 
     Attributes:
+        updates: an `Update` (engine/update.py): it is told of each gradient.
         with_rows: indices of tiles to which engine/embedding.py adds row gradients; it then calls
-            `Updates.ready`.
+            `updates.ready`.
         landed: by tile index, host gradients and arrival events of tiles with embedding rows, whose
             gradients are added later.
         squares: on the device, the squared norm of each tile's gradient (fp32); the last element
@@ -150,7 +138,7 @@ class Sink:
     """
 
     def __init__(
-        self, shared: Shared, waiting: Sequence[Tile], updates: Updates, work: ScratchArena
+        self, shared: Shared, waiting: Sequence[Tile], updates: Any, work: ScratchArena
     ) -> None:
         """Tiles in `waiting` have a host gradient each; the others share a few."""
         device, placement, dtype = shared.device, shared.placement, shared.dtype

@@ -27,6 +27,7 @@ from megatrain.placement import ActivationPolicy
 
 Unit = Media | Prologue | Layer
 Result = TypeVar("Result")
+Finish = Callable[[Head, Buffer, Batch, State], Result]  # of the last activations
 
 
 @dataclass
@@ -114,9 +115,7 @@ def forward(
     return h
 
 
-def forward_only(
-    parts: Parts, batch: Batch, finish: Callable[[Head, Buffer, Batch, State], Result]
-) -> Result:
+def forward_only(parts: Parts, batch: Batch, finish: Finish[Result]) -> Result:
     """The forward sweep alone, ended by `finish(head, weights, batch, h)`: loss, logits, ..."""
     parts.embedding.fetch(batch)
     parts.stream.begin([*parts.trunk, parts.head])

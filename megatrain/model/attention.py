@@ -228,6 +228,12 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
     return out.view(rows, tokens, heads, width)[..., : width - short]
 
 
+def document_starts(position_ids: Tensor) -> Tensor:
+    """True for tokens `[B, T]` that begin a document: their positions do not count on."""
+    goes_on = position_ids.diff(dim=-1) == 1
+    return F.pad(~goes_on, (1, 0), value=True)
+
+
 def row_edges(rows: int, tokens: int, device: torch.device) -> Tensor:
     """`document_edges` of rows that are one document each."""
     return torch.arange(rows + 1, device=device, dtype=torch.int32) * tokens
@@ -362,7 +368,7 @@ def causal_attention(
         q, k, v = (_laid_out(x, edges) for x in (query, key, value))
         plain, sums = flash_attention(q, k, v, edges, longest, window, scale)
     else:
-        seen = _seen(query, edges, longest, window, scale, cap, lengths)
+        seen = Seen(*_sight(query, edges, longest, window, lengths), scale, cap)
         plain, sums_BTH = attend_in_chunks(query, key, value, seen)
         plain = _laid_out(plain, edges)
         sums = _laid_out(sums_BTH, edges).transpose(-2, -1).contiguous()
@@ -403,7 +409,7 @@ def _backward(
             *flash_attention_backward(g, q, k, v, result, whole, edges, longest, window, scale)
         ]
     else:
-        seen = _seen(query, edges, longest, window, scale, cap, lengths)
+        seen = Seen(*_sight(query, edges, longest, window, lengths), scale, cap)
         sums_BTH = _by_token(whole, query)
         gradients = gradients_in_chunks(gradient, query, key, value, out, sums_BTH, seen)
     if sinks is not None:
@@ -446,15 +452,10 @@ def _by_token(sums: Tensor, query: Tensor) -> Tensor:
     return sums.transpose(-2, -1).reshape(rows, tokens, heads)
 
 
-def _seen(
-    query: Tensor,
-    edges: Tensor | None,
-    longest: int,
-    window: int,
-    scale: float,
-    cap: float,
-    lengths: Tensor | None,
-) -> Seen:
+def _sight(
+    query: Tensor, edges: Tensor | None, longest: int, window: int, lengths: Tensor | None
+) -> tuple[Tensor, Tensor, int]:
+    """The first fields of `Seen`."""
     rows, tokens = query.shape[:2]
     if edges is None:
         edges, longest = row_edges(rows, tokens, query.device), tokens
@@ -465,4 +466,4 @@ def _seen(
     first_BT = (edges[document_BT] - at_BT + place_T).maximum(place_T + 1 - reach)
     last_BT = place_T.expand(rows, tokens)
     last_BT = last_BT if lengths is None else last_BT.minimum(lengths[:, None] - 1)
-    return Seen(first_BT, last_BT, reach, scale, cap)
+    return first_BT, last_BT, reach

@@ -28,18 +28,8 @@ from transformers import (
 )
 
 from megatrain.base.json_yaml import read_json
+from megatrain.compat import transformers as hf
 from megatrain.compat.gguf import is_gguf, read_gguf
-from megatrain.compat.transformers import (
-    BASE_CLASSES,
-    MULTIMODAL_CLASSES,
-    TEXT_CLASSES,
-    attention_of,
-    auto,
-    configs,
-    in_fp32,
-    model_of,
-    set_attention,
-)
 from megatrain.errors import InputError, explained, in_one_line
 from megatrain.loss import ClassHead
 from megatrain.model.adapters import adapted
@@ -112,9 +102,9 @@ def empty_model(
     if attn_implementation is not None:
         chosen["attn_implementation"] = attn_implementation
     config = copy.deepcopy(config)
-    for _, part in configs(config):  # transformers 5.17 would take sdpa, which has no caps
-        if getattr(part, "attn_logit_softcapping", None) and attention_of(part) is None:
-            set_attention(part, "eager")
+    for _, part in hf.configs(config):  # transformers 5.17 would take sdpa, which has no caps
+        if getattr(part, "attn_logit_softcapping", None) and hf.attention_of(part) is None:
+            hf.set_attention(part, "eager")
     return build(config, model_class(config, trust_remote_code=trust_remote_code), **chosen)
 
 
@@ -127,18 +117,18 @@ def model_class(
     """
     names = config.architectures or []
     if not names and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        names = [name for kind, name in MULTIMODAL_CLASSES.items() if kind == config.model_type]
+        names = [name for kind, name in hf.MULTIMODAL_CLASSES.items() if kind == config.model_type]
     for name in names:  # the text model of a larger one has no mapping
-        if name in TEXT_CLASSES:
+        if name in hf.TEXT_CLASSES:
             named = getattr(transformers, name)
             if (
                 type(config) is named.config_class
-                or MULTIMODAL_CLASSES.get(config.model_type) == name
+                or hf.MULTIMODAL_CLASSES.get(config.model_type) == name
             ):
-                return partial(model_of, named)
+                return partial(hf.model_of, named)
     if AutoModelForCausalLM.__name__ not in getattr(config, "auto_map", ()):
         usable = [name for name in names if hasattr(transformers, name)]
-        if usable and TEXT_CLASSES.isdisjoint(names):
+        if usable and hf.TEXT_CLASSES.isdisjoint(names):
             raise InputError(
                 f"the model's configuration names {usable[0]} (architectures); give a language "
                 "model (...ForCausalLM, ...ForConditionalGeneration without an encoder of text) or "
@@ -160,13 +150,13 @@ def with_head(config: PreTrainedConfig, head: ClassHead) -> PreTrainedConfig:
     nothing tells where rows end.
     """
     labels, example = head.labels, "Gemma 3"
-    kind, by_type = "token classification", auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+    kind, by_type = "token classification", hf.auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
     if not labels:
         example, kind = "Qwen3", "embeddings"
-        by_type = {} if config.is_encoder_decoder else BASE_CLASSES
+        by_type = {} if config.is_encoder_decoder else hf.BASE_CLASSES
     elif not head.of_tokens:
         kind = "sequence classification"
-        by_type = auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+        by_type = hf.auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     if labels and (config.architectures or [""])[0] in by_type.values():
         old_labels = tuple(config.id2label.values())
         unnamed = tuple(f"LABEL_{number}" for number in range(len(old_labels)))
@@ -231,7 +221,7 @@ def _refuse_code_of_others(config: PreTrainedConfig, *, chosen: bool) -> None:
     brought = {"deepgemm", "sonicmoe"} if importlib.util.find_spec("kernels") else set()
     flash = bool(brought) and importlib.util.find_spec("flash_attn") is None
     attention = () if chosen else ("attn_implementation",)
-    for _, part in configs(config):
+    for _, part in hf.configs(config):
         for name in (*attention, "experts_implementation"):
             value = getattr(part, f"_{name}", None)
             is_fetched = "/" in str(value) or str(value) in brought
@@ -264,8 +254,8 @@ def loaded_types(
         return by_dtype[dtype]
     if built is None:
         with weightless():
-            built = model_of(type(model), copy.deepcopy(model.config), dtype=dtype)
-    plan = [re.compile(pattern.replace("*", ".*")) for pattern in in_fp32(model, dtype)]
+            built = hf.model_of(type(model), copy.deepcopy(model.config), dtype=dtype)
+    plan = [re.compile(pattern.replace("*", ".*")) for pattern in hf.in_fp32(model, dtype)]
     stored = built.state_dict().keys()
     tensors = chain(built.named_parameters(remove_duplicate=False), built.named_buffers())
     by_dtype[dtype] = {

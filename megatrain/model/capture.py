@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
+from megatrain.base.changed import changed
 from megatrain.compat.torch import memory_of, pytree
-from megatrain.errors import InputError
+from megatrain.errors import InputError, Unsupported
 from megatrain.model.layer_template import containers
 from megatrain.model.media import NO_IDS, of_media
-from megatrain.model.unsupported import refuse_lookup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -201,7 +201,7 @@ class Lookups(TorchFunctionMode):
         self, ids: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
         if self.uses is not None:
-            refuse_lookup(ids, weight, padding_idx, *args, **kwargs)
+            _refuse_settings(ids, weight, padding_idx, *args, **kwargs)
             self.uses.lookups.append((weight, ids))
         name = self.names.get(id(weight))
         if name is None or self.rows is None:
@@ -221,6 +221,14 @@ class Lookups(TorchFunctionMode):
         return self.rows.tables[name][(position, *columns)]
 
 
+def _refuse_settings(*args: Any, **kwargs: Any) -> None:
+    """Refuse a call of `F.embedding`, as a table's module makes it, with settings not followed."""
+    arguments = inspect.signature(F.embedding).bind(*args, **kwargs).arguments
+    for name, usual in {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}.items():
+        if arguments.get(name, usual) != usual:
+            raise Unsupported(f"its forward looks up a table with {name}={arguments[name]}")
+
+
 class Capture:
     """Runs a model's forward without its layers.
 
@@ -237,23 +245,17 @@ class Capture:
     """
 
     def __init__(self, model: "PreTrainedModel", stack: nn.ModuleList) -> None:
-        from megatrain.compat.transformers import (
-            classifies,
-            demands_types,
-            embeds,
-            encodes,
-            scores_rows,
-        )
+        from megatrain.compat import transformers as hf
 
         self.model = model
         self.trunk: nn.Module = model
         self._handler: Callable[[nn.Module, tuple, dict], Any] | None = None
-        self.scores_rows, self.classifies = scores_rows(model), classifies(model)
-        self.embeds = embeds(model)
+        self.scores_rows, self.classifies = hf.scores_rows(model), hf.classifies(model)
+        self.embeds = hf.embeds(model)
         self._signature = inspect.signature(model.forward).parameters
         kinds = [parameter.kind for parameter in self._signature.values()]
         self.takes_any = inspect.Parameter.VAR_KEYWORD in kinds
-        self.encodes, self._demands_types = encodes(model), demands_types(model)
+        self.encodes, self._demands_types = hf.encodes(model), hf.demands_types(model)
         self._stack = stack
         self.runner = next(m for m in model.modules() if stack in m.children())
         for layer in stack:
@@ -337,14 +339,11 @@ class Capture:
         Returns the value of a raised `Reached`, else the model's own output.
         """
         names = {id(weights[name]): name for name in rows.tables} if rows is not None else {}
-        self._handler = handler
         try:
-            with Lookups(names, rows, uses):
+            with changed([self], _handler=handler), Lookups(names, rows, uses):
                 return self._call(weights, inputs)
         except Reached as reached:
             return reached.args[0]
-        finally:
-            self._handler = None
 
     def head(self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Logits `[B, T, V]` from a trunk output, by the model's own code after the trunk.
@@ -427,8 +426,3 @@ def with_hidden(output: Any, hidden: Tensor) -> Any:
     copied = type(output)(**dict(output))
     copied[next(iter(output.keys()))] = hidden
     return copied
-
-
-def stand_in(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Zeros of a parameter's shape that take no memory, for weights a run does not use."""
-    return torch.zeros((), device=device, dtype=dtype).expand(parameter.shape)

@@ -1,26 +1,70 @@
-"""Documents of packed rows: positions that start anew, and where documents begin and end.
+"""Packed rows: documents one after the other in a row, told apart by positions that start anew.
+
+transformers hides one document from the next by the attention mask that it makes of the positions.
+Where attention can be told the documents' lengths instead, no mask is made (model/attention.py).
+Not every model has such a mask: states, convolutions and some attention run on across documents,
+and some only in rows longer than a window, or in micro-batches of several rows. So it is tried on
+rows like those that come: if what comes out for a document changes with the document before it,
+packing is refused.
 
 Legend: B rows, T tokens of a row.
 """
 
 import inspect
-from collections.abc import Mapping
+import json
+import logging
+import re
+from bisect import bisect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedConfig
 
+from megatrain.base.units import gib
 from megatrain.compat.torch import mark_dynamic
-from megatrain.errors import explained
+from megatrain.compat.transformers import attention_of
+from megatrain.errors import DoesNotFit, InputError, explained
 from megatrain.loss import IGNORED
+from megatrain.model.attention import BY_EAGER, BY_LENGTHS, BY_MASKS, BY_WINDOWS, document_starts
+from megatrain.model.capture import Rows
 from megatrain.model.media import of_media
+from megatrain.model.micro_batch import MicroBatch
+from megatrain.model.program import ModelProgram
+from megatrain.model.spec import ModelSpec
+from megatrain.parallel.distributed import ALONE, Ranks
 
+_log = logging.getLogger(__name__)
+
+# As shares of the losses' spread: where documents are apart the difference is 0, or some
+# 1e-6 where experts take tokens in another order; in all families that mix documents it was above
+# 1e-2.
+TOLERANCE = 1e-4
+NOISES = 10  # times the noise of such other orders, which is measured
+# A document that changes more than this with its neighbour is mixed with it.
+MOST_NOISE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+# A document whose losses change less than this with its own beginning says nothing about others.
+LEAST_CONTEXT = 1e-3
+
+_WITH_MASKS = ("sdpa", "eager", BY_EAGER, BY_LENGTHS, BY_WINDOWS)  # the others read lengths
+_COMPARED = 4096  # tokens of a row that is tried with masks, too
+_SHORT = 5  # tokens of the short documents that are tried; fewer give no context
 _LEAST_LONGEST = 4096  # tokens; blocks of shorter documents that have no token cost next to nothing
+_MIXED = (
+    "{} does not keep the documents of a packed row (position_ids that start anew) apart; train it "
+    "without packing (data.packing: false)"
+)
+Micro = Mapping[str, Tensor]
+# Several rows, length, names of media, and whether media touch where a document begins.
+RowKind = tuple[bool, int, frozenset[str], bool]
 
 
-def is_packed(micro: Mapping[str, Tensor]) -> bool:
+def is_packed(micro: Micro) -> bool:
     """True if documents are kept apart: positions `[B, T]` start anew, and there is no mask.
 
     Where an attention mask is given, even one of ones, transformers heeds that alone.
@@ -28,15 +72,9 @@ def is_packed(micro: Mapping[str, Tensor]) -> bool:
     return "attention_mask" not in micro and starts_anew(micro)
 
 
-def starts_anew(micro: Mapping[str, Tensor]) -> bool:
+def starts_anew(micro: Micro) -> bool:
     """True if positions `[B, T]` start anew within a row."""
     return "position_ids" in micro and bool(document_starts(micro["position_ids"])[:, 1:].any())
-
-
-def document_starts(position_ids: Tensor) -> Tensor:
-    """True for tokens `[B, T]` that begin a document: their positions do not count on."""
-    goes_on = position_ids.diff(dim=-1) == 1
-    return F.pad(~goes_on, (1, 0), value=True)
 
 
 def document_edges(position_ids: Tensor) -> Tensor:
@@ -45,7 +83,7 @@ def document_edges(position_ids: Tensor) -> Tensor:
     return F.pad(starts, (0, 1), value=position_ids.numel())
 
 
-def unpacked(micro: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def unpacked(micro: Micro) -> dict[str, Tensor]:
     """Documents of packed rows `[B, T]` as padded rows of their own `[N, L]`; media as it is."""
     lengths = document_edges(micro["position_ids"]).diff().tolist()
 
@@ -60,7 +98,7 @@ def unpacked(micro: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return alone | {"attention_mask": rows(torch.ones_like(micro["input_ids"]), 0)}
 
 
-def packed_positions(model: nn.Module, micro: Mapping[str, Tensor]) -> Tensor:
+def packed_positions(model: nn.Module, micro: Micro) -> Tensor:
     """The positions of packed rows that a model's forward takes: `[B, T]`, or `[4, B, T]`.
 
     Models that place images in time, height and width (M-RoPE) take the positions of text, which
@@ -100,3 +138,319 @@ def length_arguments(position_ids: Tensor, device: torch.device) -> dict[str, An
         "max_length_q": longest,
         "max_length_k": longest,
     }
+
+
+class DocumentCheck:
+    """Lets packed rows pass to a model only if it keeps their documents apart."""
+
+    def __init__(
+        self,
+        program: ModelProgram,
+        tried: Callable[[list[Micro]], tuple[Any, list[Tensor]]],
+        check_masks: Callable[[Sequence[Micro]], None],
+    ) -> None:
+        """Args: `tried` computes calls and losses `[B, T]` of micro-batches;
+        `check_masks` raises DoesNotFit if the attention in use needs masks that do not fit.
+        """
+        config = program.spec.capture.model.config
+        self._model_type, self._dtype, self._tried = config.model_type, program.dtype, tried
+        self._program, self._check_masks = program, check_masks
+        self._limits = limits_of(config)
+        ids = re.findall(r"_token_(?:id|index)'?: (\d+)", str(config.to_dict()))
+        self._placeholders = torch.tensor([*map(int, ids)], dtype=torch.long)
+        self._apart: set[RowKind] = set()  # kinds of rows that have passed
+
+    def check(self, micro_batches: Sequence[Micro], ranks: Ranks = ALONE) -> None:
+        """Try packed rows of a kind that is new to some rank, on all ranks.
+
+        Rows are of one kind if their lengths lie between the same two whole numbers of the config
+        (windows, kernel sizes...) or powers of two; single rows and several are two kinds, and
+        rows with other media are others.
+
+        Raises:
+            InputError: the model's documents see each other.
+            DoesNotFit: they need masks, for which there is no memory.
+        """
+        untried = self._untried(micro_batches, ranks)
+        new = {self._kind(micro): micro for micro in reversed(untried)}
+        if self._program.may_attend_by_lengths and not all(map(self._settle, new.values())):
+            self._program.may_attend_by_lengths = False
+            self._apart.clear()  # those trials attended by lengths
+            untried = self._untried(micro_batches, ranks)
+
+        def room() -> int:
+            self._check_masks(micro_batches)
+            return len(micro_batches)
+
+        at_once = max(ranks.agree(room))
+        for micro in untried:
+            kind = self._kind(micro)
+            if kind not in self._apart and self._keeps_apart(micro, at_once):
+                self._apart.add(kind)
+
+    def _untried(self, micro_batches: Sequence[Micro], ranks: Ranks) -> list[Micro]:
+        """The packed micro-batches of new kinds of all ranks."""
+
+        def of_rank() -> list[Micro]:
+            packed = filter(is_packed, micro_batches)
+            return [m for m in packed if self._kind(m) not in self._apart and self._trials(m)]
+
+        return [micro for micros in ranks.agree(of_rank) for micro in micros]
+
+    def _kind(self, micro: Micro) -> RowKind:
+        rows, tokens = micro["position_ids"].shape
+        media = frozenset(filter(self._program.spec.capture.is_media, micro))
+        if not media:
+            return rows > 1, bisect(self._limits, tokens), media, False
+        placed_BT = torch.isin(micro["input_ids"], self._placeholders)
+        begins_BT = document_starts(micro["position_ids"])[:, 1:]
+        touch = bool((begins_BT & placed_BT[:, 1:] & placed_BT[:, :-1]).any())
+        return rows > 1, bisect(self._limits, tokens), media, touch
+
+    def _trials(self, micro: Micro, seed: int = 0) -> list["Comparison"]:
+        _, _, media, _ = self._kind(micro)
+        if not media:
+            return comparisons(micro, seed)
+        accepts = self._program.spec.capture.accepts
+        inputs = {name: micro[name] for name in micro if name == "labels" or accepts(name)}
+        return [with_media(inputs, self._placeholders)]
+
+    def _settle(self, micro: Micro) -> bool:
+        """Attend by the documents' lengths from now on; False: by masks, as the losses differ."""
+        [*_, last] = self._trials(micro)
+        trial = last.micro_batches[0]
+        if not any(map(of_media, trial)):
+            trial = {name: value[:1, :_COMPARED] for name, value in trial.items()}
+        try:
+            by_lengths = self._losses(trial, BY_LENGTHS)
+        except DoesNotFit:
+            raise
+        except Exception as error:  # the model's own code may not take lengths
+            _log.info("documents are kept apart by masks, not by their lengths: %s", error)
+            equal = False
+        else:
+            by_masks = self._losses(trial, BY_MASKS)
+            equal = change_of(by_masks, by_lengths) <= MOST_NOISE[self._dtype]
+            equal = equal or self._is_as_alone(trial, by_lengths)
+        self._program.attend(BY_LENGTHS if equal else BY_MASKS)
+        return equal
+
+    def _losses(self, trial: Micro, attention: str) -> Tensor:
+        self._program.attend(attention)
+        _, [losses_BT] = self._tried([trial])
+        return losses_BT.cpu()
+
+    def _keeps_apart(self, micro: Micro, at_once: int) -> bool:
+        """False if earlier tokens hardly change a token's loss: then the trial proves nothing."""
+        for seed in range(2):  # rounding may change the choice of experts, hardly twice
+            compared = self._trials(micro, seed)
+            rows = [row for comparison in compared for row in comparison.micro_batches]
+            groups = [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
+            losses = [loss.cpu() for group in groups for loss in self._tried(group)[1]]
+            if not all(bool(loss.isfinite().all()) for loss in losses):
+                return False  # the step itself reports the error
+            pairs = zip(compared, losses[::2], losses[1::2], strict=True)
+            changes = [comparison.differences(*pair) for comparison, *pair in pairs]
+            noise, leak, context = (max(values) for values in zip(*changes, strict=True))
+            if noise > MOST_NOISE[self._dtype] or leak > TOLERANCE + NOISES * noise:
+                continue
+            if any(map(of_media, rows[0])) and not self._is_as_alone(rows[0], losses[0]):
+                continue
+            return context > LEAST_CONTEXT or micro["position_ids"].shape[1] < _SHORT
+        raise InputError(_MIXED.format(self._model_type))
+
+    def _is_as_alone(self, micro: Micro, losses_BT: Tensor) -> bool:
+        """True if documents with media have the losses that they have in rows of their own."""
+        alone = unpacked(micro)
+        _, [alone_NL] = self._tried([alone])
+        alone_N = alone_NL.cpu()[alone["attention_mask"].bool()]
+        limit = TOLERANCE if self._dtype == torch.float32 else MOST_NOISE[self._dtype]
+        return change_of(losses_BT.flatten(), alone_N) <= limit
+
+
+def check_documents(spec: ModelSpec) -> None:
+    """Refuse a model whose own masks let a document see the one before it.
+
+    This needs no data. `DocumentCheck` still tries models that pass, in their steps.
+    """
+    program = ModelProgram(spec, torch.device("cpu"), torch.float32)
+    if program.may_attend_by_lengths or not spec.capture.accepts("position_ids"):
+        return
+    first, size = 6, 13  # tokens; numbers that are no usual width of a head
+    ids = torch.zeros(1, size, dtype=torch.long)
+    positions = torch.cat([torch.arange(first), torch.arange(size - first)])[None]
+    rows = Rows(ids, ids, {}, ids[0, :1])
+    inputs = {"input_ids": ids, "position_ids": positions}
+    positions = packed_positions(spec.capture.model, inputs)
+    micro = MicroBatch(inputs | {"position_ids": positions}, ids, rows)
+    program.prologue({}, micro)  # with zeros for weights
+    leaves = [leaf for call in micro.calls for leaf in call.leaves if isinstance(leaf, Tensor)]
+    # Masks are bool, or added to logits.
+    masks = [leaf for leaf in leaves if leaf.ndim > 2 and leaf.shape[-2:] == (size, size)]
+    across = [mask[..., first:, :first] for mask in masks]
+    if any(bool((part if part.dtype == torch.bool else part > -1).any()) for part in across):
+        raise InputError(_MIXED.format(spec.capture.model.config.model_type))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows of documents of these lengths, once with some tokens changed.
+
+    Attributes:
+        lengths: of the documents in each row, or in all rows end to end.
+        changed_T: which tokens of these are changed.
+        micro_batches: the rows as they are, and with these tokens changed.
+    """
+
+    lengths: list[int]
+    changed_T: Tensor
+    micro_batches: list[Micro]
+
+    def differences(self, one_BT: Tensor, other_BT: Tensor) -> tuple[float, float, float]:
+        """Root mean square change of a document's losses, divided by the losses' spread.
+
+        Of the most changed document before the changed tokens, of the most changed one after
+        them, and of the tokens that follow them in their own document.
+        """
+        change_BT = ((one_BT - other_BT) / spread_of(one_BT)).reshape(-1, len(self.changed_T))
+        parts = (x.split(self.lengths, -1) for x in (change_BT, ~self.changed_T))
+        before = after = within = 0.0
+        is_after = False
+        for change, kept_T in zip(*parts, strict=True):
+            size = float(change[:, kept_T].square().mean().sqrt())
+            if not kept_T.all():  # the document of the changed tokens
+                is_after = True
+                within = size if kept_T.any() else within
+            elif is_after:
+                after = max(after, size)
+            else:
+                before = max(before, size)
+        return before, after, within
+
+
+def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
+    """The documents of a row as they are, and short ones between long ones in a row as long."""
+    shape = min(micro["position_ids"].shape[0], 2), micro["position_ids"].shape[1]
+    pool, tokens = at_least_two(torch.unique(micro["input_ids"])), shape[1]
+    compared: list[Comparison] = []
+
+    def add(lengths: list[int], changed: list[int]) -> None:
+        """Change the first `changed[n]` tokens of document n."""
+        generator = torch.Generator().manual_seed(seed)
+        index_BT = torch.randint(len(pool), shape, generator=generator)
+        other_BT = index_BT + torch.randint(1, len(pool), shape, generator=generator)
+        places = [torch.arange(n) for n in lengths]
+        changed_T = torch.cat([place < m for place, m in zip(places, changed, strict=True)])
+        positions_BT = torch.cat(places).expand(shape).contiguous()
+        rows: list[Micro] = []
+        for chosen_BT in (index_BT, torch.where(changed_T, other_BT % len(pool), index_BT)):
+            ids_BT = pool[chosen_BT]
+            labels_BT = ids_BT.masked_fill(positions_BT == 0, IGNORED)  # nothing predicts these
+            rows.append({"input_ids": ids_BT, "labels": labels_BT, "position_ids": positions_BT})
+        compared.append(Comparison(lengths, changed_T, rows))
+
+    def every_second(lengths: list[int]) -> None:
+        first = 1 if len(lengths) > 2 else 0
+        add(lengths, [n if number % 2 == first else 0 for number, n in enumerate(lengths)])
+
+    if max(lengths := _lengths(micro)) > 1:  # else no token is predicted
+        every_second(lengths)
+    short = min(_SHORT, tokens // 4)
+    if short:
+        every_second([short, short, tokens - 2 * short])
+        half = tokens // 2
+        add([half, tokens - half], [0, (tokens - half) // 2])
+    if 0 < 4 * short < tokens // 2:
+        every_second([short, tokens // 2, short + 1, short, tokens - tokens // 2 - 3 * short - 1])
+    return compared
+
+
+def with_media(micro: Micro, placeholders: Tensor) -> Comparison:
+    """Documents as they are, and with half of the learnt tokens of every second one changed.
+
+    Args: `placeholders`: ids of tokens that stand for media, which stay.
+    """
+    places_BT, ids_BT = micro["position_ids"], micro["input_ids"]
+    labels_BT = micro["labels"].masked_fill(document_starts(places_BT), IGNORED)
+    number_BT = document_starts(places_BT).flatten().cumsum(0).view_as(places_BT)
+    learnt_BT = (labels_BT != IGNORED) & ~torch.isin(ids_BT, placeholders)
+    second_BT = learnt_BT & (number_BT % 2 == 0)
+    changed_BT = (second_BT if second_BT.any() else learnt_BT) & (places_BT % 2 == 0)
+    pool = at_least_two(torch.unique(ids_BT[learnt_BT]))
+    next_BT = (torch.searchsorted(pool, ids_BT) + 1) % len(pool)
+    rows: list[Micro] = []
+    for chosen_BT in (ids_BT, torch.where(changed_BT, pool[next_BT], ids_BT)):
+        labelled_BT = torch.where(labels_BT == IGNORED, IGNORED, chosen_BT)
+        rows.append({**micro, "input_ids": chosen_BT, "labels": labelled_BT})
+    lengths = document_edges(places_BT).diff().tolist()
+    return Comparison(lengths, changed_BT.flatten(), rows)
+
+
+def _lengths(micro: Micro) -> list[int]:
+    """Lengths of the documents in the row with most documents, one of at least two tokens."""
+    begins_BT = document_starts(micro["position_ids"])[:, 1:]
+    count_B = begins_BT.sum(1).where(~begins_BT.all(1), -1)
+    begins_T = begins_BT[int(count_B.argmax())].nonzero()[:, 0] + 1
+    edges = [0, *begins_T.tolist(), micro["position_ids"].shape[1]]
+    return [end - begin for begin, end in pairwise(edges)]
+
+
+def at_least_two(pool: Tensor) -> Tensor:
+    """The tokens of `pool`; if there is only one, some other token is added."""
+    return pool if len(pool) > 1 else torch.cat([pool, pool - 1 if int(pool) else pool + 1])
+
+
+def spread_of(losses: Tensor) -> float:
+    """The standard deviation of the losses that are not 0, which tokens without a label have."""
+    counted = losses[losses != 0]
+    return (float(counted.std(correction=0)) if len(counted) > 1 else 0.0) or 1.0
+
+
+def change_of(losses: Tensor, others: Tensor) -> float:
+    """The root mean square change of losses, divided by their spread."""
+    return float((losses - others).square().mean().sqrt()) / spread_of(losses)
+
+
+def limits_of(config: PreTrainedConfig) -> list[int]:
+    """Row lengths at which a model may act differently: its config's whole numbers, powers of 2."""
+    limits = {1 << exponent for exponent in range(1, 31)}
+    text = config.to_json_string(use_diff=False)
+    json.loads(text, parse_int=lambda number: limits.add(int(number)))
+    return sorted(limits)
+
+
+def check_masks(
+    micro_batches: Sequence[Micro], config: Any, itemsize: int, free_bytes: int
+) -> None:
+    """Refuse rows whose mask `[B, 1, T, T]` is larger than the device.
+
+    A row of one document without padding needs none: attention is plainly causal, and its
+    memory grows with T.
+
+    Args:
+        itemsize: bytes of a number in the compute dtype; torch turns a mask of bools into numbers.
+
+    Raises DoesNotFit: the message says why the mask is needed.
+    """
+    if attention_of(config) not in _WITH_MASKS:
+        return
+    for index, micro in enumerate(micro_batches):
+        rows, tokens = micro["input_ids"].shape
+        needed = rows * tokens**2 * (1 + itemsize)
+        if needed <= free_bytes:
+            continue
+        # As transformers decides it (masking_utils, `_ignore_causal_mask_sdpa`).
+        window = getattr(config, "sliding_window", None)
+        reason = None
+        if "attention_mask" in micro and not bool(micro["attention_mask"].all()):
+            reason = "padding"
+        elif is_packed(micro):
+            by_lengths = attention_of(config) in (BY_EAGER, BY_LENGTHS)
+            reason = None if by_lengths else "several documents"
+        elif isinstance(window, int) and tokens >= window and attention_of(config) != BY_WINDOWS:
+            reason = f"a sliding window of {window}"
+        if reason is not None:
+            raise DoesNotFit(
+                f"micro-batch {index} has rows of {tokens} tokens with {reason}: their mask takes "
+                f"{gib(needed)}, {gib(free_bytes)} are free; use shorter rows, or one document each"
+            )

@@ -20,12 +20,7 @@ from megatrain.base.json_yaml import read_json
 from megatrain.base.units import GIB, gib
 from megatrain.base.whole_files import link_file, whole_folder
 from megatrain.compat import peft
-from megatrain.compat.transformers import (
-    conversions_of,
-    get_model_conversion_mapping,
-    loading,
-    not_saved,
-)
+from megatrain.compat import transformers as hf
 from megatrain.errors import InputError, RunFailed, explained
 from megatrain.model.adapters import Values, adapted
 from megatrain.model.build import loaded_types
@@ -247,7 +242,7 @@ def _saved_names(model: PreTrainedModel, tensors: Values) -> dict[str, str]:
         raise ValueError(f"names do not match: {sorted(needed ^ (tensors.keys() - firsts))[:3]}")
     # The name that transformers expects is the one that others are tied to.
     tied = model.all_tied_weights_keys
-    ignored = not_saved(model)
+    ignored = hf.not_saved(model)
     saved = {
         next((n for n in names if n not in tied), names[0]): names[0] for names in aliases.values()
     }
@@ -321,12 +316,10 @@ def _pieces(model: PreTrainedModel, metas: Tensors, value: Callable[[str], Tenso
         # Parameters that are merged share a dtype; the widest loses nothing.
         dtype = max((metas[name].dtype for name in group), key=lambda dtype: dtype.itemsize)
         values = {name: _cast(name, get(name), dtype) for name in group}
-        return {
-            n: _one(tensors)
-            for n, tensors in loading.revert_weight_conversion(model, values).items()
-        }
+        made = hf.loading.revert_weight_conversion(model, values)
+        return {name: _one(tensors) for name, tensors in made.items()}
 
-    on_hub = loading.revert_weight_conversion(model, dict(metas))
+    on_hub = hf.loading.revert_weight_conversion(model, dict(metas))
     name_of = {id(meta): name for name, meta in metas.items()}
     pieces: dict[str, Piece] = {}  # by the first of the names that they are made of
     for name, meta in on_hub.items():
@@ -356,16 +349,16 @@ def _cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _groups(model: PreTrainedModel, names: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
     """Groups of names; one converter takes each group together."""
-    conversions = conversions_of(model)
+    conversions = hf.conversions_of(model)
     if conversions is None:  # as transformers does for a model that was never loaded
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = hf.get_model_conversion_mapping(model, add_legacy=False)
     converters = [
         conversion.reverse_transform()
         for conversion in reversed(conversions)
-        if isinstance(conversion, loading.WeightConverter)
+        if isinstance(conversion, hf.loading.WeightConverter)
     ]
     groups: defaultdict[str, list[str]] = defaultdict(list)
-    for name in sorted(names, key=loading.dot_natural_key):
+    for name in sorted(names, key=hf.loading.dot_natural_key):
         matches = (converter.rename_source_key(name) for converter in converters)
         groups[next((to for to, pattern in matches if pattern is not None), name)].append(name)
     return [tuple(group) for group in groups.values()]

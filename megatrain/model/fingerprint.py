@@ -61,7 +61,10 @@ class Reader:
             left_out: names of modules' attributes to ignore.
             by_identity: also an equal object in another's place counts as a difference.
         """
-        self._left_out, self._by_identity = _of_every_module().union(left_out), by_identity
+        from megatrain.compat.transformers import MODULE_MARKS
+
+        self._left_out = {*vars(nn.Module()), *MODULE_MARKS, *left_out}  # of every module, and more
+        self._by_identity = by_identity
         self._own = {id(parameter) for parameter in root.parameters()}
         self._seen: dict[int, tuple[int, Any]] = {}
         self.strays: list[Tensor] = []
@@ -166,13 +169,6 @@ class Reader:
                 and (_may_be_state(value) or isinstance(value, FunctionType))
             }
             yield cls.__qualname__, self._named(of_class)
-
-
-@functools.cache
-def _of_every_module() -> frozenset[str]:
-    from megatrain.compat.transformers import MODULE_MARKS
-
-    return frozenset([*vars(nn.Module()), *MODULE_MARKS])
 
 
 def value_of(tensor: Tensor) -> Any:

@@ -16,13 +16,11 @@ Heads, embeddings, routers, adapters and experts that are no `nn.Linear` are com
 
 import logging
 from collections.abc import Collection, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatrain.base.changed import changed
 from megatrain.compat.torch import scaled_product
 from megatrain.device import compute_capability
 from megatrain.errors import InputError
@@ -67,7 +65,6 @@ class FrozenLinear(nn.Linear):
     turned: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., O]` of `x [..., I]`."""
         if self.codes is None:
             return super().forward(x)
         y = FrozenProduct.apply(x, self.codes, self.scales, self.turned)
@@ -135,15 +132,6 @@ def require_torchao() -> None:
         ) from error
     finally:
         logging.disable(logging.NOTSET)
-
-
-def in_own_type(converted: list[nn.Module]) -> AbstractContextManager[None]:
-    """Within this context modules that were converted compute in the type of their inputs.
-
-    One scale serves all tokens that are computed together, so in float8 the output for one of them
-    changes with the others, and a comparison of single tokens would prove nothing.
-    """
-    return changed(converted, __class__=nn.Linear)
 
 
 def _takes(module: nn.Module, name: str) -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -72,7 +71,9 @@ def initialise(
         earlier, made_of = made_of, [(type(m), name, p.shape) for m, name, p, _ in shells]
         if not alike or made_of != earlier:
             values.clear()
-            with _seeded(seed, index, threads):
+            torch.default_generator.manual_seed(derived_seed(seed, index))
+            first = derived_seed(seed) + index * _PART_SEEDS
+            with ThreadPoolExecutor(threads) as pool, _InPieces(pool, first):
                 _draw(part, owners)
             values += (_taken(module, name, p, full, kept) for module, name, p, full in shells)
         for full, drawn in zip((full for *_, full in shells), values, strict=True):
@@ -103,15 +104,6 @@ def most_drawn_at_once(spec: ModelSpec) -> int:
         sum(p.numel() for module in part for p in module.parameters(recurse=False))
         for part in _parts(spec.capture.model, spec)
     )
-
-
-@contextmanager
-def _seeded(seed: int, index: int, threads: int) -> Iterator[None]:
-    """Within this context random numbers are seeded for part `index`."""
-    torch.default_generator.manual_seed(derived_seed(seed, index))
-    first = derived_seed(seed) + index * _PART_SEEDS
-    with ThreadPoolExecutor(threads) as pool, _InPieces(pool, first):
-        yield
 
 
 class _InPieces(TorchDispatchMode):

@@ -57,7 +57,6 @@ class Encoded:
 
     @property
     def numel(self) -> int:
-        """The number of features."""
         return sum(prod(leaf.shape) for leaf in self.leaves if isinstance(leaf, _Feature))
 
     def result(self, features_N: Tensor) -> Any:

@@ -38,7 +38,6 @@ from megatrain.model.head_checks import label_shift, refuse_mixing
 from megatrain.model.layer_template import LayerTemplate, NumberRead, without_index
 from megatrain.model.routers import RouterLoss, router_loss, tap
 from megatrain.model.spec import PROBE_IDS, PROBE_SHAPE, Layer, ModelSpec
-from megatrain.model.state import OtherRandomness, refuse_state, settle, try_kind
 from megatrain.model.zeros import ZeroProducts, zero_pages
 
 _MORE_STATES = "its head computes logits from more than the last hidden states"
@@ -169,7 +168,7 @@ class _Probe:
         return signature
 
     def run(self) -> ModelSpec:
-        randomness = OtherRandomness()
+        randomness = unsupported.OtherRandomness()
         self._find_trunk()
         watch = unsupported.Watch(self.model, "", [*self.stack])
         with torch.enable_grad():
@@ -184,7 +183,7 @@ class _Probe:
                 )
             structure = self._finish(rows, constants, output)
         refuse_mixing(structure)
-        refuse_state(watch, lambda: self._again(output, rows))
+        unsupported.refuse_state(watch, lambda: self._again(output, rows))
         if self.without_gradients:  # other reasons first, which say more
             raise Unsupported(
                 f"{self.without_gradients[0]} is called under torch.no_grad(), and would be "
@@ -230,7 +229,7 @@ class _Probe:
                 )
                 hooks.enter_context(note)
             shapes = {name: p.shape for name, p in self.outer.items()}
-            if not settle(self.capture, self.stack, shapes):
+            if not unsupported.settle(self.capture, self.stack, shapes):
                 raise NotCalled
         if self.capture.embeds:  # some pool after their layers, which is no part of it
             called.insert(0, self.model)
@@ -321,13 +320,13 @@ class _Probe:
                 return self.kinds[key]
             kind, reads = self._template(module, path, numbered=False), NumberRead.count
             with suppress(Exception):  # a forward may fail in any way without the number
-                try_kind(kind, path, module, args, kwargs)
+                unsupported.try_kind(kind, path, module, args, kwargs)
                 if NumberRead.count == reads:
                     self.kinds[key] = kind
                     return kind
         # This forward reads its number, or fails in any case: the layer becomes a separate kind.
         kind = self._template(module, path)
-        try_kind(kind, path, module, args, kwargs)
+        unsupported.try_kind(kind, path, module, args, kwargs)
         return kind
 
     def _template(self, module: nn.Module, path: str, *, numbered: bool = True) -> LayerTemplate:

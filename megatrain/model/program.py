@@ -16,15 +16,8 @@ from megatrain.base.changed import changed
 from megatrain.compat.torch import pytree, without_torch_function
 from megatrain.compat.transformers import finding_once, set_owners
 from megatrain.errors import InputError, RunFailed
+from megatrain.model import attention
 from megatrain.model.adapters import adapted
-from megatrain.model.attention import (
-    BY_LENGTHS,
-    TOLD,
-    attend,
-    attend_by_images,
-    set_to,
-    takes_lengths,
-)
 from megatrain.model.build import loaded_types
 from megatrain.model.capture import (
     ADDED,
@@ -36,10 +29,8 @@ from megatrain.model.capture import (
     Uses,
     identity,
     last_hidden,
-    stand_in,
     stop,
 )
-from megatrain.model.documents import document_starts
 from megatrain.model.float8 import convert, multiplied, multiply, require_float8
 from megatrain.model.layer_template import move_buffers
 from megatrain.model.media import FrozenParts, Recorder, calls_of, in_one_row, replaced, replayed
@@ -72,18 +63,19 @@ class ModelProgram:
         self.scaled_together = self._in_float8() if float8 else list[nn.Module]()
         self.buffers = [_own_buffers(layer, types, spec.router_biases) for layer in spec.layers]
         fp32 = device.type != "cpu" and dtype == torch.float32
-        self.may_attend_by_lengths = self.capture.takes_any and takes_lengths(model, fp32=fp32)
+        takes_lengths = attention.takes_lengths(model, fp32=fp32)
+        self.may_attend_by_lengths = self.capture.takes_any and takes_lengths
         self.attends_by_lengths = self.exchanges = False
         self._followed = set[frozenset[str]]()  # kinds of media that layers are followed with
         self._undivided: dict[torch.Size, set[int]] = {}  # see `_document_indices`
         self._encoder_calls = calls_of(model, spec.media)
         if self._encoder_calls:
-            attend_by_images(model)
+            attention.attend_by_images(model)
         self._modules = [layer.module for layer in spec.layers]
         numbered = (part.isdigit() for name in spec.epilogue for part in name.split("."))
         self._epilogue_has_layers = any(numbered)
-        self._outer = {
-            name: stand_in(p, device, types.get(name, dtype))
+        self._outer = {  # zeros without memory, for weights that a run does not use
+            name: torch.zeros((), device=device, dtype=self.type_of(name)).expand(p.shape)
             for name, p in model.named_parameters()
             if name in {*spec.prologue, *spec.epilogue, *spec.gathered, *spec.media}
         }
@@ -129,8 +121,8 @@ class ModelProgram:
 
     def attend(self, name: str) -> None:
         """Choose the implementation of attention: with masks, or one that replaces them."""
-        attend([self.capture.model, *(kind.module for kind in self.kinds)], name)
-        self.attends_by_lengths = name == BY_LENGTHS
+        attention.attend([self.capture.model, *(kind.module for kind in self.kinds)], name)
+        self.attends_by_lengths = name == attention.BY_LENGTHS
 
     def set_owners(self, owners: ExpertOwners | None) -> None:
         """Let tokens go to the ranks that own their experts; None: each rank has all experts."""
@@ -412,7 +404,8 @@ class ModelProgram:
             self._undivided[shape] = set()
             uses = Uses(derived={id(v): v for v in arguments.values() if isinstance(v, Tensor)})
         find = partial(self._document_indices, batch, uses)
-        with set_to(bool(documents), TOLD), finding_once(batch.document_indices, find):
+        told = attention.set_to(bool(documents), attention.TOLD)
+        with told, finding_once(batch.document_indices, find):
             return self.capture.forward(unwatched, outer, arguments, batch.rows, uses)
 
     def _document_indices(
@@ -431,7 +424,7 @@ class ModelProgram:
         if given is not None and batch.is_packed is not None:
             given = given if given.ndim == 2 else given[0]
             if identity(given) == identity(position_ids):
-                return document_starts(given).cumsum(-1) - 1 if batch.is_packed else None
+                return attention.document_starts(given).cumsum(-1) - 1 if batch.is_packed else None
         undivided = self._undivided.get(batch.inputs["input_ids"].shape, set())
         if number in undivided and _gives_ids_alone(batch):
             return None

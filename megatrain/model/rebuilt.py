@@ -18,15 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from megatrain.compat.transformers import (
-    attention_of,
-    configs,
-    experts_of,
-    model_of,
-    set_attention,
-    set_experts,
-    without_checkpointing,
-)
+from megatrain.compat import transformers as hf
 from megatrain.errors import InputError, explained, in_one_line
 from megatrain.model.adapters import adapted, with_adapter
 from megatrain.model.build import build, loaded_types, model_class
@@ -102,7 +94,7 @@ def _again(model: PreTrainedModel, dtype: torch.dtype, with_code: bool) -> PreTr
         config_class,
         model_class,
         saved_config(model, dtype).to_json_string(use_diff=True),
-        tuple((attention_of(part), experts_of(part)) for _, part in configs(model.config)),
+        tuple((hf.attention_of(part), hf.experts_of(part)) for _, part in hf.configs(model.config)),
         frozenset((kind, kind.__init__, str(vars(kind).get(wide))) for kind in kinds),
     )
 
@@ -119,10 +111,10 @@ def _built(
         path = Path(folder) / "config.json"
         path.write_text(text, encoding="utf-8")
         config = config_class.from_json_file(path)
-    for (_, part), (attention, experts) in zip(configs(config), chosen, strict=True):
-        set_attention(part, attention)
-        set_experts(part, experts)
-    make = model_class(config) if own_class is None else partial(model_of, own_class)
+    for (_, part), (attention, experts) in zip(hf.configs(config), chosen, strict=True):
+        hf.set_attention(part, attention)
+        hf.set_experts(part, experts)
+    make = model_class(config) if own_class is None else partial(hf.model_of, own_class)
     return build(config, make, dtype=_BUILT_IN)
 
 
@@ -203,7 +195,6 @@ class _Compared(Reader):
         self._configs: dict[int, Any] = {}  # most modules have the model's
 
     def of(self, value: Any) -> Any:
-        """The value to compare for an attribute."""
         if isinstance(value, PreTrainedConfig):
             if id(value) not in self._configs:
                 self._configs[id(value)] = _as_json(value)
@@ -231,7 +222,7 @@ def _as_json(config: PreTrainedConfig) -> Any:
         return {key: value for key, value in fields.items() if key not in _OF_CONFIG_LEFT_OUT}
 
     tree = json.loads(config.to_json_string(use_diff=False), object_hook=kept)
-    return tree, [(attention_of(part), experts_of(part)) for _, part in configs(config)]
+    return tree, [(hf.attention_of(part), hf.experts_of(part)) for _, part in hf.configs(config)]
 
 
 def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -> PreTrainedModel:
@@ -262,7 +253,7 @@ def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -
             memo[id(value)] = value.detach().clone()
     with explained("the model given cannot be copied"):  # a user's attributes may fail
         copied = copy.deepcopy(model, memo)
-    without_checkpointing(copied)
+    hf.without_checkpointing(copied)
     if attn_implementation is not None:
         with explained("attn_implementation", of=(ValueError, ImportError, KeyError)):
             copied.set_attn_implementation(attn_implementation)

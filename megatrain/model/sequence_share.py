@@ -36,7 +36,7 @@ from megatrain.errors import InputError
 from megatrain.loss import IGNORED, JointLoss, Loss
 from megatrain.model.attention import OURS, set_to
 from megatrain.model.capture import Call
-from megatrain.model.document_check import TOLERANCE, at_least_two, change_of, limits_of
+from megatrain.model.documents import TOLERANCE, at_least_two, change_of, limits_of
 from megatrain.model.program import ModelProgram
 from megatrain.parallel.distributed import ALONE, ProcessGroups, Ranks, numbered
 
@@ -78,6 +78,8 @@ class SequenceShare:
         """A checksum of the inputs that must be equal on all ranks.
 
         Args: `losses`: targets `[B, T]` of each micro-batch, and what the loss takes beside them.
+
+        Raises InputError: ranks cannot share these rows.
         """
         if self._size == 1:
             return 0
@@ -88,42 +90,32 @@ class SequenceShare:
         usable = (*_TAKEN, *(() if loss is None else (*loss.inputs, *loss.choices)))
         checksum = 0
         for index, micro in enumerate(micro_batches):
-            targets = losses[index][0] if losses else None
-            self._check_micro(f"micro-batch {index}", micro, usable, targets, max_tokens)
+            tokens = micro["input_ids"].shape[1]
+            filled = self.tokens(tokens) * self._size
+            if max_tokens is not None and filled > max_tokens:
+                raise InputError(
+                    f"micro-batch {index} has rows of {tokens} tokens, which {self._size} ranks "
+                    f"fill up to {filled}, and the model has {max_tokens} positions; cut the rows"
+                )
+            unlike = [repr(name) for name in micro if name not in usable]
+            places = micro.get("position_ids", torch.arange(tokens))
+            if bool((places != torch.arange(tokens)).any()):
+                unlike.append("position_ids other than 0, 1, 2, ... (as packed rows have)")
+            mask = micro.get("attention_mask", torch.ones_like(micro["input_ids"]))
+            predicts = losses and bool(((mask == 0) & (losses[index][0] != IGNORED)).any())
+            if predicts or bool((mask[:, 1:] > mask[:, :-1]).any()):
+                unlike.append(
+                    "an attention_mask that hides more than the end of rows, without labels"
+                )
+            if unlike:
+                raise InputError(
+                    f"micro-batch {index} has {unlike[0]}, which ranks that share rows do not take "
+                    "yet; leave that out, or data.packing, or sequence_parallel"
+                )
             for name in sorted(micro):
                 data = micro[name].contiguous().view(torch.uint8).numpy().data
                 checksum = zlib.crc32(data, checksum)
         return checksum
-
-    def _check_micro(
-        self,
-        where: str,
-        micro: Micro,
-        taken: Sequence[str],
-        targets: Tensor | None,
-        max_tokens: int | None,
-    ) -> None:
-        """Raises InputError: ranks cannot share the rows of this micro-batch."""
-        tokens = micro["input_ids"].shape[1]
-        filled = self.tokens(tokens) * self._size
-        if max_tokens is not None and filled > max_tokens:
-            raise InputError(
-                f"{where} has rows of {tokens} tokens, which {self._size} ranks fill up to "
-                f"{filled}, and the model has {max_tokens} positions; cut the rows"
-            )
-        unlike = [repr(name) for name in micro if name not in taken]
-        places = micro.get("position_ids", torch.arange(tokens))
-        if bool((places != torch.arange(tokens)).any()):
-            unlike.append("position_ids other than 0, 1, 2, ... (as packed rows have)")
-        mask = micro.get("attention_mask", torch.ones_like(micro["input_ids"]))
-        predicts = targets is not None and bool(((mask == 0) & (targets != IGNORED)).any())
-        if predicts or bool((mask[:, 1:] > mask[:, :-1]).any()):
-            unlike.append("an attention_mask that hides more than the end of rows, without labels")
-        if unlike:
-            raise InputError(
-                f"{where} has {unlike[0]}, which ranks that share rows do not take yet; leave "
-                "that out, or data.packing, or sequence_parallel"
-            )
 
     def micro(self, micro: Micro) -> Micro:
         """The share of a micro-batch, without labels; the mask says which tokens count."""

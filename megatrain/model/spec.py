@@ -48,6 +48,7 @@ class Structure:
         unused: parameters that no training touches; they stay as they are.
         media: parameters that text alone never touches, of a model that encodes images or sounds.
         wide: parameters whose source has bits that bf16 does not hold.
+        wide_in_bf16: `in_fp32` of bf16, of a structure without code; None: the model's code says.
         router_loss: what the configuration asks of the routers; None: nothing is trained.
     """
 
@@ -63,6 +64,7 @@ class Structure:
     media: list[str] = field(default_factory=list)
     label_shift: int = 1
     wide: set[str] = field(default_factory=set)
+    wide_in_bf16: set[str] | None = None
     stacks: list[str] = field(default_factory=list)
     router_loss: RouterLoss | None = None
 
@@ -128,10 +130,12 @@ class ModelSpec(Structure):
 
     def in_fp32(self, dtype: torch.dtype) -> set[str]:
         """Parameters that transformers computes with in fp32 in a model of another `dtype`."""
-        from megatrain.model.build import loaded_types
-
         if dtype == torch.float32:
             return set()
+        if self.wide_in_bf16 is not None:
+            return self.wide_in_bf16
+        from megatrain.model.build import loaded_types
+
         types, outside = loaded_types(self.capture.model, dtype), {*self.gathered, *self.unused}
         names = {name for name, _ in self.capture.model.named_parameters()} - outside
         return {name for name in names if types.get(name, dtype) == torch.float32}

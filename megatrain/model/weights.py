@@ -10,7 +10,7 @@ import copy
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,16 +30,8 @@ from transformers import PreTrainedModel
 from megatrain.base.json_yaml import read_json
 from megatrain.base.units import IN_FLIGHT_BYTES, MIB
 from megatrain.base.whole_files import forget_pages
+from megatrain.compat import transformers as hf
 from megatrain.compat.gguf import is_gguf, unpacked
-from megatrain.compat.transformers import (
-    CLASSIFIERS,
-    classifies,
-    drop_ignorable,
-    get_model_conversion_mapping,
-    loading,
-    not_saved,
-    set_conversions,
-)
 from megatrain.errors import InputError, explained
 from megatrain.model.quantised import Packed, gathered, joined, unpacked_format
 from megatrain.model.safetensors_io import Stored, has_pickle_weights, has_weights, stored_tensors
@@ -49,7 +41,7 @@ log = logging.getLogger(__name__)
 
 Write = Callable[[str, Tensor], None]
 
-_JOINS = {loading.Concatenate, loading.MergeModulelist}
+_JOINS = {hf.loading.Concatenate, hf.loading.MergeModulelist}
 _SIDES = {BLOCKS: SIDE, FP8: 1, NF4: 64, NF4_WIDE: 64}  # values of a block, that rows can be joined
 COMPARED_BYTES = 16 * MIB
 
@@ -124,7 +116,7 @@ class Recipe:
     """How one target, or several of one converter, are made from stored tensors."""
 
     target: str  # with a converter: the name its outputs are derived from
-    converter: loading.WeightConverter | None
+    converter: hf.loading.WeightConverter | None
     sources: list[tuple[str, Stored]]  # (the converter's pattern, tensor)
 
     @property
@@ -273,7 +265,7 @@ def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
     for path in sorted({*folder.glob("*.safetensors")} - plan.files):
         if not path.name.startswith(("consolidated", "adapter_model")):
             log.warning("%s: is named by no index, so neither read nor exported", path)
-    scores, unsaved = classifies(model), not_saved(model)
+    scores, unsaved = hf.classifies(model), hf.not_saved(model)
     carried = [s for to, s in plan.unexpected if not (scores and to.startswith(_HEADS))]
     carried += [s for recipe in plan.recipes if recipe.target in unsaved for _, s in recipe.sources]
     opened = cache(lambda path: path.open("rb", buffering=0))
@@ -345,19 +337,19 @@ def _plan_load(
     Leaves the conversions that were used in `model._weight_conversions`, where transformers keeps
     them to give the checkpoint its own layout back when it is saved.
     """
-    conversions = get_model_conversion_mapping(model)
-    renamings = [x for x in conversions if isinstance(x, loading.WeightRenaming)]
-    converters = [x for x in conversions if isinstance(x, loading.WeightConverter)]
+    conversions = hf.get_model_conversion_mapping(model)
+    renamings = [x for x in conversions if isinstance(x, hf.loading.WeightRenaming)]
+    converters = [x for x in conversions if isinstance(x, hf.loading.WeightConverter)]
     by_pattern = {pattern: x for x in converters for pattern in x.source_patterns}
     names = model.state_dict()
     prefix = model.base_model_prefix
 
     recipes: dict[str, Recipe] = {}
     unexpected: list[tuple[str, Stored]] = []
-    for name in sorted(stored, key=loading.dot_natural_key):
-        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, names)
+    for name in sorted(stored, key=hf.loading.dot_natural_key):
+        target, pattern = hf.loading.rename_source_key(name, renamings, converters, prefix, names)
         if target not in names and name in names:
-            target, pattern = loading.rename_source_key(name, [], [], prefix, names)
+            target, pattern = hf.loading.rename_source_key(name, [], [], prefix, names)
         if target not in names:
             unexpected.append((target, stored[name]))
         else:
@@ -368,7 +360,7 @@ def _plan_load(
                     f"{stored[name].file}: {name!r} is stored again under another name"
                 )
             recipe.sources.append((pattern or "", stored[name]))
-    set_conversions(model, [conversion for conversion in conversions if conversion.was_used()])
+    hf.set_conversions(model, [conversion for conversion in conversions if conversion.was_used()])
     return list(recipes.values()), unexpected
 
 
@@ -442,15 +434,12 @@ def _same_values(one: Recipe, other: Recipe) -> bool:
 
 
 def _check_complete(
-    folder: Path,
-    model: PreTrainedModel,
-    missing: set[str],
-    unexpected: Sequence[tuple[str, Stored]],
+    folder: Path, model: PreTrainedModel, missing: set[str], unexpected: list[tuple[str, Stored]]
 ) -> tuple[str, ...]:
     """Refuse missing or unknown names unless the class permits them; returns those missing."""
     names = {name for name, _ in unexpected}
     report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=names)
-    drop_ignorable(model, report)
+    hf.drop_ignorable(model, report)
     # transformers knows how many further layers published models predict tokens with: here it is
     # what the configuration says.
     text = model.config.get_text_config(decoder=True)
@@ -461,7 +450,7 @@ def _check_complete(
         n for n in report.unexpected_keys if not any(layer in f".{n}" for layer in further)
     }
     named = (read_json(folder / "config.json").get("architectures") or [""])[0]
-    if classifies(model) and named not in CLASSIFIERS:
+    if hf.classifies(model) and named not in hf.CLASSIFIERS:
         head = "score.", "classifier.", "pooler."
         report.missing_keys = {n for n in report.missing_keys if not n.startswith(head)}
         report.unexpected_keys = {n for n in report.unexpected_keys if not n.startswith(_HEADS)}

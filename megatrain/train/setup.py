@@ -27,7 +27,7 @@ from megatrain.errors import DoesNotFit, InputError, explained
 from megatrain.forecast.workload import Workload, usual_micro_batch
 from megatrain.model.adapters import adapted
 from megatrain.model.companions import add_ends, tokenizer_files
-from megatrain.model.document_check import check_documents
+from megatrain.model.documents import check_documents
 from megatrain.model.float8 import require_float8
 from megatrain.model.sizes import check_sequence_length
 from megatrain.model.trained import Trained

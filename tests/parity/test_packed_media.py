@@ -104,7 +104,7 @@ def test_other_positions_than_the_model_gives_a_document_alone_are_refused(preci
         engine.step([micro])
 
     of_text = micro["position_ids"].expand(4, -1, -1)
-    monkeypatch.setattr("megatrain.engine.batch.packed_positions", lambda *_: of_text)
+    monkeypatch.setattr("megatrain.model.documents.packed_positions", lambda *_: of_text)
     mixed = pytest.raises(InputError, match="train it without packing")
     with engine_of(model, precision=precision) as engine, mixed:
         engine.step([micro])

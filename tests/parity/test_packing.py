@@ -9,8 +9,7 @@ from transformers.masking_utils import sdpa_mask
 from megatrain import Engine, InputError
 from megatrain.checkpoint.manifest import read_checkpoint
 from megatrain.compat.transformers import attention_of
-from megatrain.model.document_check import check_documents
-from megatrain.model.documents import is_packed
+from megatrain.model.documents import check_documents, is_packed
 from megatrain.model.probe import spec
 from megatrain.source import state_io
 from tests.families.tiny import tiny_model

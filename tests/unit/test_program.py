@@ -20,7 +20,7 @@ from megatrain.cli.models import qwen2_config
 from megatrain.loss import cross_entropy_sum
 from megatrain.model import init
 from megatrain.model.capture import Capture
-from megatrain.model.document_check import check_masks
+from megatrain.model.documents import check_masks
 from megatrain.model.layer_template import compile_and_tell
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
