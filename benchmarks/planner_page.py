@@ -40,7 +40,7 @@ from megatrain.machine import Machine, machine_for
 from megatrain.model.attention import attend_by_kernel
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import AdamW
-from megatrain.plan.remedies import Planner
+from megatrain.plan.planner import Planner
 from megatrain.source.source import Base
 from megatrain.telemetry.gpu import named_gpu
 from megatrain.telemetry.host import commit

@@ -26,8 +26,7 @@ from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import LIMITS, SEQUENCE_LENGTH, MediaRow, Second, Workload
 from megatrain.machine import Machine, machine_for, present_machine, update_gbps
 from megatrain.model.sizes import check_sequence_length, experts_of_a_token
-from megatrain.plan.planner import PLANES, Plan, by_tier, make_plan
-from megatrain.plan.remedies import compute_bound_tokens
+from megatrain.plan.planner import PLANES, Plan, by_tier, compute_bound_tokens, make_plan
 from megatrain.telemetry.console import end_passing, passing, say
 from megatrain.telemetry.gpu import by_driver_name, find_gpu, named_gpu
 from megatrain.telemetry.host import host_limit_bytes, usable_cores

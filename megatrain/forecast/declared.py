@@ -45,15 +45,6 @@ class _Graph(NamedTuple):
     memory: Held | None
 
 
-def _works_of_graph(work: LayerWork, saves: Saves) -> tuple[Work, Work, str]:
-    """Forward and backward of a layer whose graph waits, and the place of the graph's memory."""
-    if saves == "graph":
-        return work.keeping, work.kept_backward, Place.KEPT_GRAPHS
-    if saves == "all":
-        return work.again, work.backward, Place.KEPT_GRAPHS
-    return work.forward, work.repeating or work.backward, Place.WORKING_SET
-
-
 class _Visit:
     """The cost of a layer, for one micro-batch."""
 
@@ -168,8 +159,12 @@ class Declared:
         self, layer: Layer, turn: Turn, visit: _Visit, saves: Saves, leaving: OffloadPlan | None
     ) -> Work:
         """A forward whose graph waits on the device, or leaves for the host one by one."""
-        ledger, count = self.ledger, grouped(turn.micro)
-        forward, backward, place = _works_of_graph(visit.work, saves)
+        ledger, count, work = self.ledger, grouped(turn.micro), visit.work
+        forward, backward, place = {
+            "graph": (work.keeping, work.kept_backward, Place.KEPT_GRAPHS),
+            "all": (work.again, work.backward, Place.KEPT_GRAPHS),
+            "nothing": (work.forward, work.repeating or work.backward, Place.WORKING_SET),
+        }[saves]
         graph_bytes = forward.kept_bytes
         all_bytes = count * graph_bytes
         stays = leaving is None
@@ -267,13 +262,7 @@ class Declared:
         return work, self._results(sizes, count)
 
     def _prologue_backward(
-        self,
-        prologue: Prologue,
-        slot: Any,
-        accumulator: Any,
-        micro: MicroBatch,
-        h: Values,
-        dh: Values,
+        self, prologue: Prologue, slot: Any, sums: Any, micro: MicroBatch, h: Values, dh: Values
     ) -> tuple[Work, Values]:
         work, values = self._prologue(prologue, slot, micro, h)
         rows = sum(micro.rows.tables[name].nbytes for name in prologue.embedding.trained)
@@ -291,13 +280,7 @@ class Declared:
         return added(work, summing), slopes
 
     def _gradients(
-        self,
-        head: Head,
-        slot: Any,
-        count: float,
-        accumulator: Any,
-        micro: MicroBatch,
-        values: Values,
+        self, head: Head, slot: Any, count: float, sums: Any, micro: MicroBatch, values: Values
     ) -> tuple[Work, tuple[Tensor, Values]]:
         number, rows, ledger = grouped(micro), len(micro.inputs["input_ids"]), self.ledger
         loss = torch.empty((), device="meta")

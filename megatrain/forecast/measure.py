@@ -3,6 +3,9 @@
 Each kind of layer, and the head, runs once on the meta device (shapes without data) under a counter
 of its operations: FLOPs, bytes touched, and bytes alive. Of parts that run in tiles
 (model/token_chunks.py, with its legend of shapes) one tile is measured, and none is run.
+
+Of images and sounds, sizes and places of tokens decide what is computed: these are known, all else
+has no data.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,20 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers import AttentionInterface
 
-from megatrain.compat.torch import TorchDispatchMode, buffers_of, current_mode, without_modes
-from megatrain.compat.transformers import takes_grouped_products, unpacked
+from megatrain.base.units import on_line
+from megatrain.compat.torch import (
+    TorchDispatchMode,
+    buffers_of,
+    current_mode,
+    pytree,
+    without_modes,
+)
+from megatrain.compat.transformers import (
+    sdpa_attention_forward,
+    takes_grouped_products,
+    unpacked,
+)
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.head import Head, Summed
 from megatrain.engine.sink import GradAccumulator
-from megatrain.forecast.encoders import (
-    ENCODER_LAYERS,
-    Known,
-    calls_of_rows,
-    give_media,
-    in_one_call,
-    media_work,
-)
 from megatrain.forecast.inductor_model import Trace, compiled_work, eager_work, traced
 from megatrain.forecast.notes import Once
 from megatrain.forecast.op_counter import (
@@ -43,10 +50,13 @@ from megatrain.forecast.op_counter import (
     counted,
     cross_entropy,
     foreseeing,
+    tensors,
 )
 from megatrain.forecast.workload import Workload
 from megatrain.loss import Loss, Sloped
+from megatrain.model.attention import BY_IMAGES, attention_within_images
 from megatrain.model.capture import Call, Ref, Rows, last_hidden
+from megatrain.model.media import FrozenParts, as_computed
 from megatrain.model.micro_batch import Activations, Batch, MicroBatch
 from megatrain.model.owned_experts import ExpertOwners
 from megatrain.model.program import ModelProgram
@@ -59,6 +69,7 @@ from megatrain.source.tiles import Model
 from megatrain.store.store import Tile
 from megatrain.tile import TileKind, TileLayout
 
+ENCODER_LAYERS = 20  # whose number of operations is no recurrence yet
 _SIZE = 4  # of the greatest common divisor of a part's sizes, in a trial
 _MOST = 1 << 24  # parameters of a part that is tried in its own size
 
@@ -66,9 +77,9 @@ _MOST = 1 << 24  # parameters of a part that is tried in its own size
 class _MeasuredTiles(ChunkedOverTokens):
     without_data = True
 
-    def __init__(self, part: nn.Module, tokens: int, measure: Callable[..., LayerWork]) -> None:
+    def __init__(self, part: nn.Module, tokens: int, compiled: bool) -> None:
         super().__init__(part, tokens, lambda function, what: function)
-        self._measure = measure
+        self._compiled = compiled
         self._works: dict[tuple[int, torch.dtype], LayerWork] = {}
 
     def _trial(self, bound: dict[str, Tensor], x: Tensor) -> bool:
@@ -78,9 +89,20 @@ class _MeasuredTiles(ChunkedOverTokens):
         key = x.shape[-1], x.dtype
         count = -(-x.shape[:-1].numel() // self._tokens)
         if key not in self._works:
-            sizes = (1, self._tokens, x.shape[-1])
-            self._works[key] = self._measure(self._alone, bound, sizes, x.dtype)
+            self._works[key] = self._work_of_one(bound, x)
         return _AllTiles.apply(self._works[key], count, x, *bound.values())
+
+    def _work_of_one(self, bound: dict[str, Tensor], like: Tensor) -> LayerWork:
+        trained = {name for name, _ in self._alone.named_parameters()}
+        with fakes(), torch.enable_grad():
+            x = torch.empty(1, self._tokens, like.shape[-1], dtype=like.dtype).requires_grad_()
+            weights = {n: _anew(v).requires_grad_(n in trained) for n, v in bound.items()}
+
+            def run() -> Activations:
+                return {Ref(0, 0): functional_call(self._alone, weights, (x,))}
+
+            inputs = [x, *weights.values()]
+            return compiled_work(traced(run, inputs)) if self._compiled else eager_work(run, inputs)
 
 
 def acts_alone(part: nn.Module, bound: dict[str, Tensor], width: int) -> bool:
@@ -149,6 +171,90 @@ def _count(work: Work, times: int, peak_bytes: int) -> None:
     counter.add(work.times(times)._replace(attention_bytes=0, calls=0, peak_bytes=peak_bytes))
 
 
+class Known(TorchDispatchMode):
+    """Computes with tensors that have data; operations with others have only shapes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        read = tensors((args, kwargs), real=True)
+        floating = (kwargs.get("dtype") or torch.int64).is_floating_point
+        if not tensors(read) and (read or not floating):
+            kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+            with without_modes():  # masks keep their data beside tensors that have none
+                return func(*args, **kwargs)
+        if func is torch.ops.aten.index.Tensor:  # its shape follows from the values of masks
+            args = args[0], [place for index in args[1] for place in _places(index)]
+        return func(*args, **kwargs)
+
+
+def _places(index: Tensor | None) -> Sequence[Tensor | None]:
+    if index is None or index.dtype != torch.bool or index.is_meta:
+        return [index]
+    with without_modes():
+        return index.nonzero(as_tuple=True)
+
+
+@contextmanager
+def in_one_call() -> Iterator[None]:
+    """Within this context encoders attend to all images in one call, as they do on a GPU."""
+    AttentionInterface.register(BY_IMAGES, _to_some_keys)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(BY_IMAGES, attention_within_images)
+
+
+def _to_some_keys(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of each patch to as many as it sees on average, which takes as much."""
+    if cu_seq_lens_q is not None:
+        mean = int(cu_seq_lens_q.diff().square().sum()) // query.shape[2]
+        key, value = key[:, :, :mean], value[:, :, :mean]
+    lengths = ("cu_seq_lens_k", "max_length_q", "max_length_k")
+    options = {name: option for name, option in options.items() if name not in lengths}
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0], None
+
+
+def calls_of_rows(of_one: Sequence[Call], of_two: Sequence[Call], rows: int) -> list[Call]:
+    """The layers' calls for so many rows, by those for one and for two; leaves have no data."""
+    tensors_of_rows: dict[int, Tensor] = {}
+    for call, call_of_two in zip(of_one, of_two, strict=True):
+        for leaf, leaf_of_two in zip(call.leaves, call_of_two.leaves, strict=True):
+            if isinstance(leaf, Tensor) and id(leaf) not in tensors_of_rows:
+                shape = on_line(leaf.shape, leaf_of_two.shape, rows - 1, 1)
+                tensors_of_rows[id(leaf)] = torch.empty(shape, dtype=leaf.dtype, device="meta")
+    return [
+        Call([tensors_of_rows.get(id(leaf), leaf) for leaf in call.leaves], call.spec)
+        for call in of_one
+    ]
+
+
+def give_media(micro: MicroBatch, inputs: Mapping[str, Tensor], program: ModelProgram) -> None:
+    """Give a micro-batch the tensors of rows with images or sounds."""
+    micro.inputs, micro.media = {"input_ids": inputs["input_ids"]}, {}
+    for name, value in inputs.items():
+        if program.capture.is_media(name):
+            micro.media[name] = as_computed(value, program.dtype)
+        elif program.capture.accepts(name) and name not in ("attention_mask", "labels"):
+            micro.inputs[name] = value
+    micro.rows = replace(micro.rows, ids=inputs["input_ids"])
+
+
+def _with_gradients(run: Callable[[], Any], sources: Sequence[Tensor]) -> None:
+    with torch.enable_grad():
+        results = [leaf for leaf in pytree.tree_leaves(run()) if leaf.is_floating_point()]
+    gradients = [torch.empty_like(result) for result in results]
+    torch.autograd.grad(results, sources, gradients, allow_unused=True)
+
+
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 Shapes = Mapping[Ref, Shape]
@@ -189,11 +295,38 @@ class Measurer:
         with foreseeing("an encoder"), self._fakes(ENCODER_LAYERS), Known(), in_one_call():
             micro = self.micro_batch(rows)
             give_media(micro, self._media.of(rows, self.tokens), self.program)
-            encoders = self._weights(self.spec.media)
-            prologue = self._weights(self.spec.prologue, all_trained=True)
-            work = media_work(self.program, micro, encoders, prologue, trains=rows == 1)
+            work = self._media_work(micro, trains=rows == 1)
         self._calls[rows] = micro.calls
         return work
+
+    def _media_work(self, micro: MicroBatch, *, trains: bool) -> MediaWork:
+        """The work of a micro-batch's media; `trains`: also of the encoders' own backward."""
+        encoders = self._weights(self.spec.media)
+        prologue = self._weights(self.spec.prologue, all_trained=True)
+        trained = [weight for weight in encoders.values() if weight.requires_grad and trains]
+        frozen = {name for name, weight in encoders.items() if not weight.requires_grad}
+        parts = FrozenParts(self.program.capture.model, frozen) if trained and frozen else None
+        encode = partial(self.program.encode, encoders, micro, parts)
+        ignored = encoders, prologue, micro.inputs, micro.media, micro.rows.tables
+        if parts is not None:  # as the first backward, which finds the parts whose results are kept
+            with torch.enable_grad():
+                encode()
+        with torch.no_grad():
+            encoding, features_N = counted(encode, ignored, real=True)
+        kept_bytes = sum(row.nbytes for _, row in micro.kept)
+        again = Work()
+        if trained:
+            backward = partial(_with_gradients, encode, trained)
+            again, _ = counted(backward, (*ignored, micro.kept), real=True)
+        self.program.follow_media(micro)
+        leaf_N = torch.empty_like(features_N).requires_grad_()
+        enter = partial(self.program.prologue, prologue, micro, leaf_N)
+        with torch.enable_grad():
+            entering, values = counted(enter, (ignored, leaf_N), real=True)
+        sources = [*micro.rows.tables.values(), *prologue.values(), leaf_N]
+        leaving, _ = counted(partial(_with_gradients, enter, sources), (ignored, leaf_N), real=True)
+        before_layers, size = Prologue.of(micro.calls, values), features_N.nbytes
+        return MediaWork(encoding, again, entering, leaving, kept_bytes, size, before_layers)
 
     def prologue(self, rows: int) -> Prologue:
         with foreseeing("what comes before the layers"), self._fakes():
@@ -224,7 +357,6 @@ class Measurer:
                 return eager_work(run, inputs)
 
     def trace(self, visit: int, rows: int, entering: Shapes) -> Trace:
-        """The operations of a layer, as it would be compiled."""
         with self._running(visit):
             return traced(*self._call(visit, rows, entering))
 
@@ -337,11 +469,10 @@ class Measurer:
     @contextmanager
     def _tiles(self, modules: list[nn.Module], tokens: int, compiled: bool) -> Iterator[None]:
         """Within this context these modules are measured as if they ran in tiles of `tokens`."""
-        measure = partial(self._tile, compiled)
         replaced = [(part, part.__dict__.pop("forward", None)) for part in modules]
         try:
             for part in modules:
-                make = partial(_MeasuredTiles, part, tokens, measure)
+                make = partial(_MeasuredTiles, part, tokens, compiled)
                 part.forward = self._parts.once((id(part), tokens), make)
             yield
         finally:
@@ -349,25 +480,6 @@ class Measurer:
                 del part.forward
                 if forward is not None:
                     part.forward = forward
-
-    def _tile(
-        self,
-        compiled: bool,
-        part: nn.Module,
-        bound: dict[str, Tensor],
-        sizes: tuple[int, ...],
-        dtype: torch.dtype,
-    ) -> LayerWork:
-        trained = {name for name, _ in part.named_parameters()}
-        with fakes(), torch.enable_grad():
-            x = torch.empty(sizes, dtype=dtype).requires_grad_()
-            weights = {n: _anew(v).requires_grad_(n in trained) for n, v in bound.items()}
-
-            def run() -> Activations:
-                return {Ref(0, 0): functional_call(part, weights, (x,))}
-
-            inputs = [x, *weights.values()]
-            return compiled_work(traced(run, inputs)) if compiled else eager_work(run, inputs)
 
     @contextmanager
     def _measuring_head(self, tokens: int) -> Iterator[None]:

@@ -55,14 +55,12 @@ class Outline:
 
     Attributes:
         parameters: name, sizes, and whether it requires gradients.
-        wide_in_bf16: parameters that a model in bf16 computes with in fp32.
         kinds: the outputs of a layer of each kind in the structure run, and whether it routes.
         layers: name, kind, inputs, names of parameters.
     """
 
     parameters: list[tuple[str, tuple[int, ...], bool]]
     norms: list[str]
-    wide_in_bf16: list[str]
     kinds: list[tuple[list[Shape | None], bool]]
     layers: list[tuple[str, int, list[Ref], list[str]]]
     packed: dict[str, str]
@@ -73,20 +71,20 @@ class Outline:
         model = spec.capture.model
         kinds = list({id(layer.kind): layer.kind for layer in spec.layers}.values())
         numbers = {id(kind): number for number, kind in enumerate(kinds)}
+        wide = {"wide_in_bf16": spec.in_fp32(torch.bfloat16)}
         examples = [
             [Shape.of(x) if torch.is_tensor(x) else None for x in kind.example] for kind in kinds
         ]
         return cls(
             [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()],
             [name for name, m in model.named_modules() if isinstance(m, nn.LayerNorm)],
-            sorted(spec.in_fp32(torch.bfloat16)),
             [(example, kind.routes) for example, kind in zip(examples, kinds, strict=True)],
             [
                 (v.name, numbers[id(v.kind)], v.inputs, [n for n, _ in v.module.named_parameters()])
                 for v in spec.layers
             ],
             {name: packing.name for name, packing in spec.packed.items()},
-            Structure(**{field.name: getattr(spec, field.name) for field in fields(Structure)}),
+            Structure(**{f.name: getattr(spec, f.name) for f in fields(Structure)} | wide),
         )
 
     def spec(self, config: Any) -> ModelSpec:
@@ -109,22 +107,13 @@ class Outline:
             Layer(name, _holding({n: parameters[f"{name}.{n}"] for n in names}), kinds[kind], refs)
             for name, kind, refs, names in self.layers
         ]
-        spec = _Outlined(
+        return ModelSpec(
             capture=cast(Capture, capture),
             layers=layers,
             trunk=None,
             packed={name: PACKINGS[packing] for name, packing in self.packed.items()},
             **vars(self.structure),
         )
-        spec.wide_in_bf16 = {*self.wide_in_bf16}
-        return spec
-
-
-class _Outlined(ModelSpec):
-    wide_in_bf16: set[str]
-
-    def in_fp32(self, dtype: torch.dtype) -> set[str]:
-        return set() if dtype == torch.float32 else self.wide_in_bf16
 
 
 def _holding(parameters: Mapping[str, nn.Parameter]) -> nn.Module:

@@ -252,8 +252,6 @@ class CostModel:
 
     def _exchanging(self, work: Work) -> float:
         """Seconds of exchanges; the host waits for counts of rows before it launches the rest."""
-        if not work.exchanged_bytes:
-            return 0.0
         launches = work.kernels * _PER_KERNEL / 2 * self._machine.launch_seconds
         sent = work.exchanged_bytes * (1 - 1 / self._ranks[base.GATHER])
         return sent / self._link[base.GATHER] + launches

@@ -214,7 +214,6 @@ class Profile(Once):
         return {ref: self.shape(ref, rows) for ref in refs}
 
     def shape(self, ref: Ref, rows: int) -> Shape:
-        """The shape of an activation."""
         entering = dict(self.prologue(rows).results)
         if ref in entering:
             return entering[ref]

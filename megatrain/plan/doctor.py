@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatrain import machine as machine_rates
+from megatrain import optim
 from megatrain.base.units import GIB, MIB, gib
 from megatrain.compat.torch import can_compile
 from megatrain.device import Device, open_device
@@ -34,25 +35,9 @@ from megatrain.driver.base import Gpu
 from megatrain.errors import DoesNotFit, InputError, MegatrainError, RunFailed, in_one_line
 from megatrain.kernels import implementation, is_native
 from megatrain.machine import CONTEXT_BYTES, Machine
-from megatrain.optim import (
-    AdamW,
-    TileRange,
-    UpdateOptions,
-    gradient_plane,
-    moved_bytes,
-    parameter_bytes,
-    tile_planes,
-)
 from megatrain.placement import Precision
+from megatrain.telemetry import host
 from megatrain.telemetry.gpu import by_driver_name, find_gpu, pcie_gbps
-from megatrain.telemetry.host import (
-    cgroup_files,
-    cpu_name,
-    host_available_bytes,
-    host_limit_bytes,
-    update_threads,
-    usable_cores,
-)
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +51,8 @@ _ROUNDS = 3
 _ROUND_SECONDS = 0.15
 _LONG_SECONDS = 0.4  # a call of this length need not be repeated
 _MOST_CALLS = 100
-_RULE, _DTYPE = AdamW(), torch.bfloat16
-UPDATE_BYTES = moved_bytes(_RULE, _DTYPE)  # of a parameter
+_RULE, _DTYPE = optim.AdamW(), torch.bfloat16
+UPDATE_BYTES = optim.moved_bytes(_RULE, _DTYPE)  # of a parameter
 _CHUNK = 64 * MIB
 _DISK_SECONDS = 2.0  # for each of filling, writing, reading, and both at once
 
@@ -246,22 +231,24 @@ def device_seconds(device: Device, stream: str, work: Callable[[], Any]) -> floa
 
 def host_measurements(folder: Path) -> list[Measurement]:
     """The optimizer's update, in a tenth of the free memory, and the disk of a folder."""
-    threads = update_threads()
+    threads = host.update_threads()
     label = f"AdamW on the host, {threads} thread{'s' if threads > 1 else ''}"
-    num_bytes = min(4 * GIB, host_available_bytes() // 10)
+    num_bytes = min(4 * GIB, host.host_available_bytes() // 10)
     update = partial(update_gparams, threads, num_bytes)
     return [attempt("update_gparams", label, "Gparam/s", update), *disk_measurements(folder)]
 
 
 def update_gparams(threads: int, room_bytes: int) -> float:
     """Billions of parameters a second through the update, split master and bf16 gradient."""
-    numel = min(int(room_bytes / parameter_bytes(_RULE, _DTYPE)), 256 << 20)
+    numel = min(int(room_bytes / optim.parameter_bytes(_RULE, _DTYPE)), 256 << 20)
     if numel < 1 << 20:
         raise DoesNotFit("too little host memory is free")
-    types = [plane.dtype for plane in (*tile_planes(_RULE, _DTYPE), gradient_plane(_DTYPE))]
+    planes = *optim.tile_planes(_RULE, _DTYPE), optim.gradient_plane(_DTYPE)
+    types = [plane.dtype for plane in planes]
     weights, remainder, *states, grad = (host_range("update", numel, dtype) for dtype in types)
     grad.fill_(0.01)
-    tile, options = TileRange(weights, remainder, states, grad), UpdateOptions(0, 10, 1.0, threads)
+    tile = optim.TileRange(weights, remainder, states, grad)
+    options = optim.UpdateOptions(0, 10, 1.0, threads)
     times = []
     for _ in range(_ROUNDS + 1):
         started = time.perf_counter()
@@ -332,11 +319,11 @@ class Facts:
     huge_pages: str | None
     gpu: Gpu | None
     untested: str | None = None
-    cpu: str = field(default_factory=cpu_name)
-    cores: int = field(default_factory=usable_cores)
+    cpu: str = field(default_factory=host.cpu_name)
+    cores: int = field(default_factory=host.usable_cores)
     memory_bytes: int = field(default_factory=lambda: int(psutil.virtual_memory().total))
-    allowed_bytes: int = field(default_factory=host_limit_bytes)
-    free_bytes: int = field(default_factory=host_available_bytes)
+    allowed_bytes: int = field(default_factory=host.host_limit_bytes)
+    free_bytes: int = field(default_factory=host.host_available_bytes)
     kernels: str = implementation
     native_kernels: bool = is_native
     compiles: bool = field(default_factory=can_compile)
@@ -346,7 +333,7 @@ class Facts:
 def collect(device: str, folder: Path) -> Facts:
     """The facts about this machine and `folder`, where runs are written, or its existing parent."""
     # A cgroup (version 2) allows `max 100000`, or microseconds in a period.
-    limits = [text.split() for text in cgroup_files("cpu.max")]
+    limits = [text.split() for text in host.cgroup_files("cpu.max")]
     cores = [int(cpu[0]) / int(cpu[1]) for cpu in limits if len(cpu) == 2 and cpu[0].isdigit()]
     huge_pages = ""
     with suppress(OSError):  # no Linux

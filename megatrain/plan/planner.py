@@ -1,21 +1,35 @@
-"""The plan of a run: if it fits, its memory and time, its bottleneck, and remedies."""
+"""The plan of a run: if it fits, its memory and time, its bottleneck, and remedies.
+
+A remedy is another workload than the one asked for, or another machine, with a forecast that fits:
+changes alone and together, each planned anew, the cheapest first.
+"""
 
 import logging
-from collections.abc import Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
+from megatrain.autoplace.search import could_fit, fastest, least
+from megatrain.base.units import GIB, align, size
+from megatrain.device.base import COMPUTE
+from megatrain.errors import DoesNotFit
+from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.notes import Notes
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
-from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, Machine
+from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, Machine, machine_for
 from megatrain.model.spec import ModelSpec
-from megatrain.optim import PlaneKind, gradient_plane, tile_planes
+from megatrain.optim import AdamW, PlaneKind, gradient_plane, tile_planes
 from megatrain.placement import Placement
-from megatrain.plan.remedies import Planner, Remedy, compute_bound_tokens, remedies
 from megatrain.source.tiles import Model
 from megatrain.store.store import Tier, resting
 from megatrain.telemetry.console import PASSING
+from megatrain.telemetry.gpu import KnownGpu, by_driver_name, known_gpus
 from megatrain.tile import TileKind
 
 PLANES = tuple(kind.value for kind in PlaneKind)
@@ -30,6 +44,287 @@ _A_DISK_WOULD_DO = (
     "it likely fits with planes on a disk, which is far slower (--disk-space 2TiB here tells by "
     "how much; engine.disk: FOLDER in a run file)"
 )
+SHOWN = 3
+_TRIED = 2  # full plans of likely remedies; one that does not fit takes long
+_SHORTEST = 256  # tokens of a row
+
+# Changes by which a workload needs less, from the cheapest to the dearest.
+_CHANGES = (
+    *("one row", "auto", "bf16", "fewer tokens", "int8 moments", "no clipping", "shorter rows"),
+)
+Fitting = Iterator[tuple[Workload, Forecast]]  # workloads that fit, on the forecast's machine
+
+
+class Planner:
+    """Forecasts of one model, for chosen or given placements; none is computed twice."""
+
+    def __init__(self, spec: ModelSpec, notes: Notes | None = None) -> None:
+        self._forecasts = ForecastCache(spec, notes)
+
+    def fitting(
+        self, machine: Machine, workload: Workload, *, thorough: bool = True
+    ) -> Forecast | None:
+        """The fastest forecast that fits; None: none does. If not `thorough`, it stops early."""
+        if not self.could_fit(machine, workload):
+            return None
+        if workload.placement is not None:
+            return self._placed(machine, workload)
+        with suppress(DoesNotFit):
+            best = fastest(self._forecasts, machine, workload.computed, thorough=thorough)
+            return replace(best, machine=machine) if machine.one_memory else best
+        return None
+
+    def least(self, machine: Machine, workload: Workload) -> Forecast:
+        """The forecast that lacks least memory, on a machine with that memory added."""
+        if workload.placement is None:
+            return least(self._forecasts, machine, workload.computed)
+        forecast = self._placed(machine, workload)
+        enlarged = replace(
+            machine,
+            device_memory_bytes=max(forecast.device_peak_bytes, machine.device_memory_bytes),
+            host_memory_bytes=max(forecast.host_peak_bytes, machine.host_memory_bytes),
+        )
+        return replace(forecast, machine=enlarged)
+
+    def could_fit(self, machine: Machine, workload: Workload) -> bool:
+        """True if a placement likely fits; far quicker than to find the fastest one."""
+        if workload.placement is None:
+            return could_fit(self._forecasts, machine, workload.computed)
+        return fits(self._placed(machine, workload), machine)
+
+    def _placed(self, machine: Machine, workload: Workload) -> Forecast:
+        assert workload.placement is not None
+        rows = workload.usual_micro_batch
+        return self._forecasts.of(machine, workload.placement, workload.computed, rows)
+
+
+def fits(forecast: Forecast, machine: Machine) -> bool:
+    """True if a step takes no more memory than the machine has."""
+    on_device = forecast.device_peak_bytes - machine.device_memory_bytes
+    on_host = forecast.host_peak_bytes - machine.host_memory_bytes
+    return (on_device + on_host if machine.one_memory else max(on_device, on_host)) <= 0
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """The workload `new` instead of `asked` on `machine`; the forecast has the machine it needs."""
+
+    asked: Workload
+    machine: Machine
+    new: Workload
+    forecast: Forecast
+
+    @property
+    def text(self) -> str:
+        """The changes in words."""
+        *words, last = [words for words, _ in self._changes()]
+        return f"{', '.join(words)} and {last}" if words else last
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The changes as keys and values of a run file; empty for another GPU."""
+        return {key: v for _, settings in self._changes() for key, v in settings.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        names = ("seconds", "tokens_per_second", "device_peak_bytes", "host_peak_bytes")
+        figures = {name: getattr(self.forecast, name) for name in names}
+        return {"text": self.text, "settings": self.settings, **figures}
+
+    def _changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Each change in words and in keys of a run file, cheapest first."""
+        old, new = self.asked, self.new
+        lines = getattr(new.loss, "lines", 1)  # rows of tokens for one row of the data
+        batch = {"training.batch_size": new.rows // lines}
+        if old.micro_batch != new.micro_batch:
+            rows = "one row" if new.micro_batch == 1 else f"{new.micro_batch} rows"
+            free = new.micro_batch is None
+            words = "leave micro-batches to MegaTrain" if free else f"take micro-batches of {rows}"
+            size_of_run = new.micro_batch and new.micro_batch // lines
+            yield words, {"training.micro_batch_size": size_of_run}
+        if old.placement != new.placement:
+            yield "leave the placement to MegaTrain", {"engine.placement": "auto"}
+        if old.precision != new.precision:
+            words = "compute in bf16 (masters and moments stay fp32)"
+            yield words, {"engine.precision": new.precision}
+        if old.tokens_per_step != new.tokens_per_step:
+            yield f"take {new.tokens_per_step:,} tokens a step", batch
+        if old.rule != new.rule:
+            yield "keep AdamW's moments as 8-bit codes", {"optimizer.states": "int8"}
+        if old.clip != new.clip:
+            yield "do not clip gradients", {"training.max_grad_norm": None}
+        if (length := new.sequence_length) != old.sequence_length:
+            yield f"take sequences of {length:,} tokens", {"data.sequence_length": length} | batch
+        present, needed = self.machine, self.forecast.machine
+        if present.one_memory and needed.name == present.name:
+            if needed.both_bytes > present.both_bytes:
+                yield f"take a machine with {_whole(needed)} GiB of memory", {}
+            return
+        device, host = size(needed.device_memory_bytes), size(needed.host_memory_bytes)
+        use = "let it use "
+        if needed.name != present.name:
+            gpu = needed.name.partition(",")[0]
+            yield f"take a larger GPU, {gpu} ({_sold(needed) / GIB:.0f} GiB)", {}
+        elif needed.device_memory_bytes != present.device_memory_bytes:
+            yield f"{use}{device} of device memory", {"engine.device_memory": device}
+            use = ""
+        if needed.host_memory_bytes != present.host_memory_bytes:
+            yield f"{use}{host} of host memory", {"engine.host_memory": host}
+
+
+def remedies(
+    plans: Planner, machine: Machine, asked: Workload, least: Forecast, *, must_clip: bool = False
+) -> list[Remedy]:
+    """At most three remedies that fit, those with the least hardware first.
+
+    Args: `least`: the forecast that lacks least memory, with that memory added; with `must_clip`
+        clipping stays on, as the run refuses steps by their gradient norm.
+    """
+    changes = [change for change in _CHANGES if not (must_clip and change == "no clipping")]
+    fitting = islice(_fitting(plans, machine, asked, least, changes), SHOWN)
+    listed = [Remedy(asked, machine, new, forecast) for new, forecast in fitting]
+
+    def hardware(remedy: Remedy) -> tuple[bool, int, int]:
+        needed = remedy.forecast.machine  # another GPU is dearest, then its memory
+        size = needed.both_bytes if machine.one_memory else needed.device_memory_bytes
+        return needed.name != machine.name, size, needed.host_memory_bytes
+
+    return sorted(listed, key=hardware)
+
+
+def compute_bound_tokens(bounds: Mapping[str, float], tokens: int, sequence_length: int) -> int:
+    """Tokens a step, in whole rows, from which on arithmetic takes longest."""
+    longest = max((seconds for name, seconds in bounds.items() if name != COMPUTE), default=0.0)
+    needed = tokens * longest / bounds[COMPUTE]
+    return max(1, math.ceil(needed / sequence_length)) * sequence_length
+
+
+def _fitting(
+    plans: Planner, machine: Machine, asked: Workload, least: Forecast, changes: Sequence[str]
+) -> Fitting:
+    """Workloads that fit: by one change, several together, more memory, or another GPU."""
+    helpless = []
+    for change in changes:
+        alone = [*_changed(plans, machine, asked, [change])]
+        helpless += [] if alone else [change]
+        yield from alone
+    yield from _changed(plans, machine, asked, helpless)
+    device, host = _room(machine, least.machine)
+    if machine.one_memory:
+        if _whole(least.machine) * GIB <= _sold(machine):
+            yield asked, least
+    elif device <= max(machine.device_memory_bytes, _sold(machine)):  # such a card has so much
+        larger = replace(machine, device_memory_bytes=device, host_memory_bytes=host)
+        yield asked, replace(least, machine=larger)
+    yield from _on_a_larger_gpu(plans, machine, asked, least)
+
+
+def _changed(plans: Planner, machine: Machine, asked: Workload, changes: Sequence[str]) -> Fitting:
+    """The workload with the least of some changes that fits."""
+    failed = [asked]
+
+    def could(new: Workload) -> bool:
+        return new not in failed and plans.could_fit(machine, new)
+
+    while len(failed) <= _TRIED and (new := _mildest(could, asked, changes)) is not None:
+        if (forecast := plans.fitting(machine, new, thorough=False)) is not None:
+            yield new, forecast
+            return
+        failed.append(new)
+
+
+def _mildest(
+    could: Callable[[Workload], bool], asked: Workload, changes: Sequence[str]
+) -> Workload | None:
+    """The workload with the least of some changes that fits; cheap changes go first."""
+
+    def could_with(level: Workload, cheaper: Sequence[str]) -> bool:
+        for change in cheaper:
+            level = [level, *_levels(change, level)][-1]
+        return could(level)
+
+    if not changes or not could_with(asked, changes):
+        return None
+    for number in reversed(range(len(changes))):
+        # The last fits, as do all after one that fits.
+        levels = [asked, *_levels(changes[number], asked)]
+        key = partial(could_with, cheaper=changes[:number])
+        asked = levels[bisect_left(levels, True, hi=len(levels) - 1, key=key)]
+    return asked
+
+
+def _room(machine: Machine, needed: Machine) -> tuple[int, int]:
+    """Bytes of device and host: as they are, or a little more than the forecast needs."""
+    device, host = needed.device_memory_bytes, needed.host_memory_bytes
+    return (
+        device if device == machine.device_memory_bytes else align(10 * device, GIB) // 10,
+        host if host == machine.host_memory_bytes else align(host, GIB),
+    )
+
+
+def _whole(machine: Machine) -> int:
+    """GiB of one memory of which work may take so much as this machine has."""
+    gpu = _listed(machine)
+    return math.ceil(machine.both_bytes / GIB / (1 if gpu is None else gpu.shared))
+
+
+def _listed(machine: Machine) -> KnownGpu | None:
+    name = machine.name.partition(",")[0]  # a driver's, or M4 Max, say, which no driver tells
+    return next((gpu for gpu in known_gpus() if gpu.name == name), by_driver_name(name))
+
+
+def _sold(machine: Machine) -> float:
+    """Most bytes with which this GPU is sold; an unknown one may have any number."""
+    gpu = _listed(machine)
+    return math.inf if gpu is None else gpu.memory_gib * GIB
+
+
+def _on_a_larger_gpu(plans: Planner, machine: Machine, asked: Workload, least: Forecast) -> Fitting:
+    """The smallest GPU with which the run fits; planes may rest there instead of on the host."""
+    device, host = _room(machine, least.machine)
+    if device == machine.device_memory_bytes:
+        lacking = least.machine.host_memory_bytes - machine.host_memory_bytes
+        device, host = device + lacking, machine.host_memory_bytes
+    sold = (gpu for gpu in known_gpus() if not gpu.shared)
+    fastest = {gpu.memory_gib: gpu for gpu in sorted(sold, key=lambda gpu: gpu.bf16_tflops)}
+    for _, gpu in sorted(fastest.items()):
+        larger = machine_for(gpu.name, host, machine.cores, precision=asked.precision)
+        if larger.device_memory_bytes < device:
+            continue
+        if (forecast := plans.fitting(larger, asked, thorough=False)) is not None:
+            yield asked, forecast
+            return
+
+
+def _levels(change: str, asked: Workload) -> list[Workload]:
+    """Workloads that need less by a change, from the mildest on."""
+    placement, lines = asked.placement, getattr(asked.loss, "lines", 1)
+    changed: list[Workload] = []
+    if change == "one row" and placement is not None and asked.micro_batch not in (None, lines):
+        changed = [replace(asked, micro_batch=lines)]
+    elif change == "auto":
+        free = replace(asked, placement=None)
+        changed = [free, replace(free, micro_batch=None)]
+    elif change == "bf16" and asked.precision == "fp32":
+        changed = [replace(asked, precision="bf16")]
+    elif change == "fewer tokens":
+        for rows in (n * lines for n in _halves(asked.rows // lines, 1)):
+            micro_batch = None if asked.micro_batch is None else min(asked.micro_batch, rows)
+            tokens = rows * asked.sequence_length
+            changed.append(replace(asked, tokens_per_step=tokens, micro_batch=micro_batch))
+    elif change == "int8 moments" and isinstance(asked.rule, AdamW):
+        changed = [replace(asked, rule=replace(asked.rule, states="int8"))]
+    elif change == "no clipping":
+        changed = [replace(asked, clip=False)]
+    elif change == "shorter rows":
+        shortest = max(_SHORTEST, 0 if asked.media is None else asked.media.length)
+        lengths = _halves(asked.sequence_length, shortest)
+        changed = [replace(asked, sequence_length=length) for length in lengths]
+    return [workload for workload in changed if workload != asked]
+
+
+def _halves(most: int, least: int) -> Iterator[int]:
+    while (most := most // 2) >= least:
+        yield most
 
 
 @dataclass(frozen=True)
@@ -57,7 +352,6 @@ class TileBytes:
         return self.count * sum(self.planes.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for `--json`."""
         values = {name: value for name, value in vars(self).items() if name != "written"}
         return values | {"total_bytes": self.total_bytes}
 
@@ -110,7 +404,6 @@ class Plan:
         return self.total_tokens and self.total_tokens / self.tokens_per_second
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for `--json`."""
         names = (
             *("fits", "missing_device_bytes", "missing_host_bytes", "compute_bound_tokens"),
             *("total_tokens", "run_seconds", "warnings", "disk"),

@@ -17,8 +17,7 @@ from megatrain.model.probe import spec
 from megatrain.optim import AdamW, Lion
 from megatrain.placement import Placement
 from megatrain.plan import planner
-from megatrain.plan.planner import by_tier, tile_bytes
-from megatrain.plan.remedies import Planner, fits, remedies
+from megatrain.plan.planner import Planner, by_tier, fits, remedies, tile_bytes
 from megatrain.source.source import open_source
 from megatrain.source.tiles import Model
 from megatrain.telemetry.timeline import Span

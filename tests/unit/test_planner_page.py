@@ -11,7 +11,7 @@ import pytest
 from benchmarks import planner_page
 from benchmarks.planner_page import FIELDS, HOST_GIB, METHODS, MODELS, TOKENS
 from megatrain.config import load
-from megatrain.plan.remedies import Planner
+from megatrain.plan.planner import Planner
 from tests.sweeps import few
 from tests.unit.test_report import Page
 
