@@ -21,18 +21,8 @@ from torch.func import functional_call
 from transformers import AttentionInterface
 
 from megatrain.base.units import on_line
-from megatrain.compat.torch import (
-    TorchDispatchMode,
-    buffers_of,
-    current_mode,
-    pytree,
-    without_modes,
-)
-from megatrain.compat.transformers import (
-    sdpa_attention_forward,
-    takes_grouped_products,
-    unpacked,
-)
+from megatrain.compat import torch as compat
+from megatrain.compat import transformers as hf
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.head import Head, Summed
 from megatrain.engine.sink import GradAccumulator
@@ -166,12 +156,12 @@ class _AllTiles(torch.autograd.Function):
 
 
 def _count(work: Work, times: int, peak_bytes: int) -> None:
-    counter = current_mode()
+    counter = compat.current_mode()
     assert isinstance(counter, OpCounter), "parts in tiles are measured under a counter"
     counter.add(work.times(times)._replace(attention_bytes=0, calls=0, peak_bytes=peak_bytes))
 
 
-class Known(TorchDispatchMode):
+class Known(compat.TorchDispatchMode):
     """Computes with tensors that have data; operations with others have only shapes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -180,7 +170,7 @@ class Known(TorchDispatchMode):
         floating = (kwargs.get("dtype") or torch.int64).is_floating_point
         if not tensors(read) and (read or not floating):
             kwargs = {name: value for name, value in kwargs.items() if name != "device"}
-            with without_modes():  # masks keep their data beside tensors that have none
+            with compat.without_modes():  # masks keep their data beside tensors that have none
                 return func(*args, **kwargs)
         if func is torch.ops.aten.index.Tensor:  # its shape follows from the values of masks
             args = args[0], [place for index in args[1] for place in _places(index)]
@@ -190,7 +180,7 @@ class Known(TorchDispatchMode):
 def _places(index: Tensor | None) -> Sequence[Tensor | None]:
     if index is None or index.dtype != torch.bool or index.is_meta:
         return [index]
-    with without_modes():
+    with compat.without_modes():
         return index.nonzero(as_tuple=True)
 
 
@@ -220,7 +210,7 @@ def _to_some_keys(
         key, value = key[:, :, :mean], value[:, :, :mean]
     lengths = ("cu_seq_lens_k", "max_length_q", "max_length_k")
     options = {name: option for name, option in options.items() if name not in lengths}
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0], None
+    return hf.sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0], None
 
 
 def calls_of_rows(of_one: Sequence[Call], of_two: Sequence[Call], rows: int) -> list[Call]:
@@ -250,7 +240,7 @@ def give_media(micro: MicroBatch, inputs: Mapping[str, Tensor], program: ModelPr
 
 def _with_gradients(run: Callable[[], Any], sources: Sequence[Tensor]) -> None:
     with torch.enable_grad():
-        results = [leaf for leaf in pytree.tree_leaves(run()) if leaf.is_floating_point()]
+        results = [leaf for leaf in compat.pytree.tree_leaves(run()) if leaf.is_floating_point()]
     gradients = [torch.empty_like(result) for result in results]
     torch.autograd.grad(results, sources, gradients, allow_unused=True)
 
@@ -281,7 +271,9 @@ class Measurer:
         self._calls: dict[int, list[Call]] = {}  # of the layers, by rows
         self._parts = Once()  # as they run in tiles
         parts = nn.ModuleList([spec.capture.model, *(kind.module for kind in self.program.kinds)])
-        self._fakes = partial(fakes, buffers=[*filter(None, map(buffers_of, parts.modules()))])
+        self._fakes = partial(
+            fakes, buffers=[*filter(None, map(compat.buffers_of, parts.modules()))]
+        )
         self._num_owners = owners
         self._owners = ExpertOwners(Ranks(0, owners)) if owners > 1 else None
 
@@ -364,7 +356,7 @@ class Measurer:
     def _running(self, visit: int) -> Iterator[None]:
         named = foreseeing(self.spec.layers[visit].name)
         modules = self.spec.layers[visit].kind.module.modules()
-        experts = [part for part in modules if takes_grouped_products(part, [])]
+        experts = [part for part in modules if hf.takes_grouped_products(part, [])]
         for part in experts:
             vars(part)["owners"] = self._owners
         try:
@@ -507,7 +499,7 @@ def _anew(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
-class _WithoutData(TorchDispatchMode):
+class _WithoutData(compat.TorchDispatchMode):
     """Within this context every operation runs on the meta device, whatever device it asks for."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -531,7 +523,7 @@ def fakes(layers: int = 1, buffers: Iterable[dict[str, Tensor | None]] = ()) -> 
     """
     old = [(each, each.copy()) for each in buffers]
     try:  # a forecast may be in the middle of its own counting
-        with without_modes(), unpacked(), _WithoutData(), OneAttention(layers):
+        with compat.without_modes(), hf.unpacked(), _WithoutData(), OneAttention(layers):
             yield
     finally:
         for each, values in old:

@@ -17,16 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from megatrain.base.units import align, on_line
-from megatrain.compat.torch import (
-    GROUPED_PRODUCT,
-    SOFTMAX_BACKWARD,
-    UNSAFE_VIEW,
-    FakeTensor,
-    TorchDispatchMode,
-    memory_of,
-    packet_of,
-    schema_of,
-)
+from megatrain.compat import torch as compat
 from megatrain.errors import MegatrainError, in_one_line
 from megatrain.model.attention_chunks import cost_of_chunks
 from megatrain.model.capture import Call, Ref
@@ -270,7 +261,7 @@ class Ledger:
 
     def count(self, tensor: Tensor, place: str, num_bytes: int | None = None) -> Tensor:
         """Count a tensor while its storage lives: as `num_bytes`, or all bytes of the storage."""
-        storage, key = tensor.untyped_storage(), memory_of(tensor)
+        storage, key = tensor.untyped_storage(), compat.memory_of(tensor)
         if key not in self._known:
             size = align(storage.nbytes() if num_bytes is None else num_bytes, _STEP)
             self.add_bytes(place, size)
@@ -423,7 +414,7 @@ class OneAttention(TorchFunctionMode):
             )
         if func is F.scaled_dot_product_attention:
             return _one_attention(*args, **(kwargs or {}))
-        if func is GROUPED_PRODUCT:
+        if func is compat.GROUPED_PRODUCT:
             return _experts_product(*args)
         return func(*args, **(kwargs or {}))
 
@@ -466,14 +457,15 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
     if func.name() in EXCHANGES:
         rows = tensors(out)[0].nbytes  # as they are received, and then in order
         return Work(exchanged_bytes=rows, touched_bytes=4 * rows, kernels=_SORTING), rows
-    if (count := flop_registry.get(packet_of(func))) is not None:
+    if (count := flop_registry.get(compat.packet_of(func))) is not None:
         return Work(product_flops=int(count(*args, **kwargs, out_val=out)), kernels=1), 0
-    scratch = out.nbytes if func is SOFTMAX_BACKWARD else 0  # kernels write a product out
+    scratch = out.nbytes if func is compat.SOFTMAX_BACKWARD else 0  # kernels write a product out
     read = tensors((args[1:] if func in _OVERWRITES else args, kwargs))
     if not read and func not in _OVERWRITES:
         return Work(), 0  # an allocation
     touched = sum(tensor.nbytes for tensor in (*read, *tensors(out)))
-    return Work(touched_bytes=touched, kernels=_LAUNCHES.get(schema_of(func).name, 1)), scratch
+    kernels = _LAUNCHES.get(compat.schema_of(func).name, 1)
+    return Work(touched_bytes=touched, kernels=kernels), scratch
 
 
 def _grouped_product(a: Tensor, b: Tensor, out: Tensor) -> Work:
@@ -493,7 +485,7 @@ def _grouped_product(a: Tensor, b: Tensor, out: Tensor) -> Work:
 
 def _causal_attention(func: Any, args: tuple, results: int) -> tuple[Work, int]:
     forward = func.name() == _CAUSAL
-    names = [argument.name for argument in schema_of(func).arguments]
+    names = [argument.name for argument in compat.schema_of(func).arguments]
     named = dict(zip(names, args, strict=False))
     query, sinks, window = (named[name] for name in ("query", "sinks", "window"))
     rows, tokens, heads, width = query.shape
@@ -526,7 +518,7 @@ def _attention_flops(
 def tensors(values: Any, *, real: bool = False) -> list[Tensor]:
     """The tensors without data among some values, in containers of any depth; `real`: all."""
     if isinstance(values, Tensor):
-        return [values] if real or values.is_meta or isinstance(values, FakeTensor) else []
+        return [values] if real or values.is_meta or isinstance(values, compat.FakeTensor) else []
     if isinstance(values, dict):
         values = values.values()
     elif not isinstance(values, tuple | list):
@@ -536,10 +528,10 @@ def tensors(values: Any, *, real: bool = False) -> list[Tensor]:
 
 def is_view(func: Any) -> bool:
     """True if an operation only looks at memory in another way, or at no memory."""
-    return func.is_view or func is UNSAFE_VIEW or func.namespace == "prim"
+    return func.is_view or func is compat.UNSAFE_VIEW or func.namespace == "prim"
 
 
-class OpCounter(Ledger, TorchDispatchMode):
+class OpCounter(Ledger, compat.TorchDispatchMode):
     """Counts while it is entered; `work` is what it has counted so far, memory apart."""
 
     def __init__(self, *, real: bool = False) -> None:

@@ -19,16 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedConfig
 
-from megatrain.compat.torch import (
-    BACKWARD_HOOKS,
-    FORWARD_HOOKS,
-    buffers_of,
-    has_global_hooks,
-    has_gradient_hooks,
-    is_saved,
-    memory_of,
-    version_of,
-)
+from megatrain.compat import torch as compat
 from megatrain.compat.transformers import attention_of, configs
 from megatrain.errors import Unsupported
 from megatrain.model.capture import Capture, stop
@@ -110,7 +101,7 @@ def refuse_weights(model: nn.Module) -> None:
             problem = f"is {parameter.dtype}"
         elif type(parameter) is not nn.Parameter:
             problem = f"is a {type(parameter).__name__}"
-        elif has_gradient_hooks(parameter):
+        elif compat.has_gradient_hooks(parameter):
             problem = "has a hook of its gradient"
         if problem is not None:
             remedy = "convert it to a plain nn.Parameter of at most 32 bits, without hooks"
@@ -119,7 +110,7 @@ def refuse_weights(model: nn.Module) -> None:
     attributes = [
         (f"{path}.{name}".lstrip("."), value)
         for path, module in model.named_modules()
-        for name, value in {**vars(module), **buffers_of(module)}.items()
+        for name, value in {**vars(module), **compat.buffers_of(module)}.items()
         if isinstance(value, Tensor)
     ]
     tensors = {id(t): (n, t) for n, t in [*model.named_parameters(), *attributes]}
@@ -145,7 +136,7 @@ def _span(tensor: Tensor) -> Iterator[tuple[int, int]]:
 
 def refuse_behaviour(model: nn.Module) -> None:
     """Refuse actions of modules that would happen at other times, more than once, or never."""
-    if has_global_hooks():
+    if compat.has_global_hooks():
         raise Unsupported("a hook of every module is registered with torch; remove it")
     refuse_hooks(model)
     reader = Reader(model)
@@ -162,7 +153,9 @@ def refuse_behaviour(model: nn.Module) -> None:
 def refuse_hooks(model: nn.Module) -> None:
     """Refuse hooks of modules, and forwards that are not of their classes; ours may be there."""
     for path, module in model.named_modules():
-        of_module = (vars(module).get(name) or {} for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS))
+        of_module = (
+            vars(module).get(name) or {} for name in (*compat.FORWARD_HOOKS, *compat.BACKWARD_HOOKS)
+        )
         hooks = [hook for registered in of_module for hook in registered.values()]
         # transformers notes hidden states by some, and lets embeddings require gradients
         hooked = not all(_is_of(hook, "transformers") for hook in hooks)
@@ -222,7 +215,7 @@ class Watch:
                 continue
             for name, value in reader.attributes(module):
                 yield (path, name), value
-            for name, buffer in buffers_of(module).items():
+            for name, buffer in compat.buffers_of(module).items():
                 yield (path, name), reader.of(buffer)
 
 
@@ -236,7 +229,7 @@ def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Si
     in_stack = {id(module) for module in stack.modules()}
     outer = [module for module in capture.model.modules() if id(module) not in in_stack]
     watch = Watch(capture.model, "", [*stack])
-    states = [(vars(m).copy(), buffers_of(m).copy()) for m in outer]
+    states = [(vars(m).copy(), compat.buffers_of(m).copy()) for m in outer]
     reached, changes = _run_to_the_layers(capture, shapes, 0.0, watch)
     if not changes:
         return reached
@@ -244,13 +237,13 @@ def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Si
     for module, (attributes, buffers) in zip(outer, states, strict=True):
         vars(module).clear()
         vars(module).update(attributes)
-        buffers_of(module).clear()
-        buffers_of(module).update(buffers)
+        compat.buffers_of(module).clear()
+        compat.buffers_of(module).update(buffers)
     original = [_value(change) for change in changes]
     # Other weights and tokens must make the same values once more.
     _run_to_the_layers(capture, shapes, torch.nan, watch)
     for change, old, new in zip(changes, original, settled, strict=True):
-        is_new = old is None or change.name in buffers_of(change.module)
+        is_new = old is None or change.name in compat.buffers_of(change.module)
         if not is_new or new is None or _value(change) != new:
             raise change.refusal()
     return reached
@@ -318,7 +311,7 @@ def try_kind(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwa
 
 def _written(tensor: Tensor) -> tuple[int, int]:
     """A key that changes when a tensor is written to, or gets other memory."""
-    return memory_of(tensor), version_of(tensor)
+    return compat.memory_of(tensor), compat.version_of(tensor)
 
 
 def _reads(changes: Iterable[Change], run: Callable[[], Iterable[Any]]) -> bool:
@@ -342,8 +335,8 @@ def refuse_state(watch: Watch, again: Callable[[], Iterable[Any]]) -> None:
     """
     changes = watch.changes()
     for change in changes:
-        written = change.name in buffers_of(change.module)
-        if not written or is_saved(change.module, change.name):
+        written = change.name in compat.buffers_of(change.module)
+        if not written or compat.is_saved(change.module, change.name):
             raise change.refusal()
     if changes and _reads(changes, again):
         raise changes[0].refusal()
