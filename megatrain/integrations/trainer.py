@@ -367,14 +367,15 @@ class StreamedTrainer(_Trainer):
         self._restore(Path(resume_from_checkpoint) / _ENGINE)
         if self._parameters() != given:
             refuse(
-                f"{resume_from_checkpoint}, whose model has other parameters or trains others",
-                "make the trainer with the model, frozen parameters and adapter of the checkpoint",
+                f"{resume_from_checkpoint}, whose model has other parameters, or trains or decays "
+                "others",
+                "make the trainer with the model, adapter and frozen parameters of the checkpoint",
             )
 
-    def _parameters(self) -> tuple[int, set[str]]:
-        """The number of all parameters, and the names of the trained ones."""
+    def _parameters(self) -> tuple[int, dict[str, int]]:
+        """The number of all parameters, and the group of each trained one."""
         assert self.engine.optimizer is not None
-        return self.engine.num_parameters, {*self.engine.optimizer.group_of()}
+        return self.engine.num_parameters, self.engine.optimizer.group_of()
 
     def _restore(self, folder: Path) -> None:
         """Put the engine of a checkpoint in the place of the trainer's."""

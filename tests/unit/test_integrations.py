@@ -1,6 +1,7 @@
 """A streamed Trainer is the plain one: its log, weights, adapters, metrics, and resumes."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,8 +202,10 @@ def test_a_checkpoint_of_another_model_is_not_gone_on_with(tmp_path):
     """Its engine would take the place of the one that the trainer was given."""
     steps = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no"}
     trainer(Streamed, tmp_path, **steps).train()
-    for model in (frozen(), small(hidden_size=64), small(num_hidden_layers=2)):
-        made = trainer(Streamed, tmp_path, model=model, **steps | {"max_steps": 2})
+    others = type("Decaying", (Streamed,), {"get_decay_parameter_names": lambda *_: ["lm_head"]})
+    kinds = {frozen: Streamed, partial(small, num_hidden_layers=2): Streamed, small: others}
+    for model, kind in kinds.items():
+        made = trainer(kind, tmp_path, model=model(), **steps | {"max_steps": 2})
         with pytest.raises(InputError, match="checkpoint-1, whose model has other parameters"):
             made.train(resume_from_checkpoint=True)
 
