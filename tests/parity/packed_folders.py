@@ -60,4 +60,4 @@ def assert_trains_as(folder: Path, plain: Path, place: Path, **options: Any) -> 
 def share_of_bf16(entries: list[Any]) -> float:
     """How many bytes packed entries take, in parts of what they take in bf16."""
     kept = [entry for entry in entries if entry.needs_unpacking]
-    return sum(entry.stored for entry in kept) / (2 * sum(entry.numel for entry in kept))
+    return sum(entry.stored for entry in kept) / sum(entry.numel for entry in kept)
