@@ -363,8 +363,13 @@ class StreamedTrainer(_Trainer):
         torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        given = self._parameters()
-        self._restore(Path(resume_from_checkpoint) / _ENGINE)
+        given, folder = self._parameters(), Path(resume_from_checkpoint) / _ENGINE
+        if not folder.is_dir():
+            refuse(
+                f"{resume_from_checkpoint}, which has no folder {_ENGINE}",
+                "take a checkpoint that a StreamedTrainer has saved without save_only_model",
+            )
+        self._restore(folder)
         if self._parameters() != given:
             refuse(
                 f"{resume_from_checkpoint}, whose model has other parameters, or trains or decays "

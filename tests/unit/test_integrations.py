@@ -192,6 +192,15 @@ def test_a_new_head_is_drawn_by_the_seed(tmp_path):
     assert torch.equal(masters["score.weight"], made[0].model.score.weight)
 
 
+def test_a_checkpoint_of_weights_alone_is_refused_before_the_engine_is_closed(tmp_path):
+    few = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "save_only_model": True}
+    made = trainer(Streamed, tmp_path, **few)
+    made.train()
+    with pytest.raises(InputError, match="has no folder megatrain: .*without save_only_model"):
+        made.train(resume_from_checkpoint=True)
+    made.train()
+
+
 def frozen():
     model = small()
     model.lm_head.requires_grad_(False)
