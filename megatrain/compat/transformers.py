@@ -422,13 +422,15 @@ def unpacked() -> Iterator[None]:
 
 
 def finding_once(
-    packed: list[Tensor | None], find: Callable[..., Tensor | None]
+    packed: list[Tensor | None], find: Callable[..., Tensor | None], *, padded: bool
 ) -> AbstractContextManager[None]:
-    """Within this context a forward gets the document indices that an earlier run computed.
+    """Within this context masks are made with few looks at values, which wait for the device.
 
     Args:
-        packed: results of the same forward for the same rows; new ones are appended.
+        packed: document indices that the same forward found for the same rows; new ones are
+            appended.
         find: computes new ones, given transformers' function and the positions.
+        padded: the attention mask hides tokens, so it cannot be left out.
     """
     look, looks = masking_utils.find_packed_sequence_indices, count()
 
@@ -438,11 +440,18 @@ def finding_once(
             packed.append(find(look, position_ids))
         return packed[number]
 
-    return _finding(once)
+    needless = masking_utils._ignore_causal_mask_sdpa
+
+    def is_needless(mask: Tensor | None, *sizes: Any, **named: Any) -> bool:
+        return not (padded and mask is not None) and needless(mask, *sizes, **named)
+
+    return _finding(once, _ignore_causal_mask_sdpa=is_needless)
 
 
-def _finding(find: Callable[[Tensor], Tensor | None]) -> AbstractContextManager[None]:
-    patched: dict[str, Any] = {"find_packed_sequence_indices": find}
+def _finding(
+    find: Callable[[Tensor], Tensor | None], **patched: Any
+) -> AbstractContextManager[None]:
+    patched["find_packed_sequence_indices"] = find
     remap = getattr(masking_utils, _REMAP, None)  # older transformers have none
     if remap is not None:
         patched[_REMAP] = lambda mask, ids: mask if _has_blocks(mask) else remap(mask, ids)

@@ -405,7 +405,8 @@ class ModelProgram:
             uses = Uses(derived={id(v): v for v in arguments.values() if isinstance(v, Tensor)})
         find = partial(self._document_indices, batch, uses)
         told = attention.set_to(bool(documents), attention.TOLD)
-        with told, finding_once(batch.document_indices, find):
+        padded = batch.counted_N is not None
+        with told, finding_once(batch.document_indices, find, padded=padded):
             return self.capture.forward(unwatched, outer, arguments, batch.rows, uses)
 
     def _document_indices(

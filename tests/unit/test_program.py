@@ -27,7 +27,7 @@ from megatrain.model.program import ModelProgram
 from megatrain.source.source import open_source
 from tests.families.tiny import tiny_config, tiny_model
 from tests.inside import compiled_by, program_of, sized
-from tests.parity.cases import llama, make_batches, make_engine
+from tests.parity.cases import Counting, llama, make_batches, make_engine
 from tests.parity.test_dropout import gpt2, slope_error
 from tests.unit.forecast_cases import tiny_config as llama_config
 from tests.unit.forecast_cases import tiny_spec
@@ -117,6 +117,22 @@ def test_positions_are_looked_at_once_for_rows_of_a_length(looks):
     del looks[:]
     engine.step([{**micro, "position_ids": places % 5}])
     assert not looks
+
+
+def test_a_mask_that_hides_tokens_is_not_looked_at():
+    engine, micro = make_engine(llama()), dict(STEP[0])
+    micro["attention_mask"] = torch.ones_like(micro["input_ids"])
+    micro["attention_mask"][0, -2:] = 0
+    program, looks = program_of(engine), Counting(lambda name, _: "_local_scalar_dense" in name)
+    prologue = program.prologue
+
+    def watched(*given):
+        with looks:
+            return prologue(*given)
+
+    program.prologue = watched
+    engine.step([micro])
+    assert looks.count == 0
 
 
 class Divided(LlamaForCausalLM):
