@@ -60,7 +60,7 @@ class Engine(PlacedEngine):
             None stands for 98,304.
         sequence_length: tokens of a row, at most. With `auto`, None stands for 1,024.
         micro_batch: rows of a micro-batch. None: `auto` chooses, see `Engine.micro_batch`.
-        loss: the one that later steps will be given; `auto` leaves room for it.
+        loss: of steps and evaluations that name none; `auto` leaves room for it.
         generation: replies that the model makes between steps, for which `auto` leaves room.
         media: `input_ids` `[1, T]` and what a processor makes beside it, of a row with as many
             images or sounds as any will have; `auto` leaves room for encoding them in every row.
@@ -188,10 +188,11 @@ class Engine(PlacedEngine):
             settled = settle(setup, placement, *sizes, loss, generation, media)
             self.micro_batch = settled.micro_batch
             super().__init__(setup, settled.placement, settled.planned)
+            self.loss = loss
 
-    def evaluate(self, micro_batches: MicroBatches, loss: Loss = CROSS_ENTROPY) -> float:
+    def evaluate(self, micro_batches: MicroBatches, loss: Loss | None = None) -> float:
         """The loss of a step (for cross entropy the mean); changes no state, dropout is off."""
-        losses = self.run_forward(micro_batches, loss, Head.loss)
+        losses = self.run_forward(micro_batches, self.loss if loss is None else loss, Head.loss)
         return sum(self.ranks.all_gather_object(float(torch.stack(losses).sum())))
 
     def router_loss(

@@ -81,7 +81,7 @@ class StepLoader:
 
     def steps_of(self, epochs: float) -> int:
         """Number of steps for so many epochs; the last step may begin another epoch."""
-        return math.ceil(round(epochs * self._num_rows / self._rows_per_step, 6))
+        return max(1, math.ceil(round(epochs * self._num_rows / self._rows_per_step, 6)))
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last step returned, and the loader's settings, for JSON."""

@@ -74,6 +74,8 @@ class PlacedEngine:
     Its attributes are those of `megatrain.Engine`, but for `micro_batch`.
     """
 
+    loss: Loss = CROSS_ENTROPY
+
     def __init__(self, opened: EngineSetup, placement: Placement, planned: Planned | None) -> None:
         """Load the weights into their planes, and build the parts of a step.
 
@@ -194,7 +196,7 @@ class PlacedEngine:
     def step(
         self,
         micro_batches: MicroBatches,
-        loss: Loss = CROSS_ENTROPY,
+        loss: Loss | None = None,
         *,
         norm_limit: float = inf,
         router_shares: Sequence[float] | None = None,
@@ -209,7 +211,7 @@ class PlacedEngine:
                 of each token, and floating-point ones that the loss takes. B and T may differ.
                 Of a multimodal model also what its processor makes of images, video and sound, in
                 any shape.
-            loss: one of `megatrain.loss`.
+            loss: one of `megatrain.loss`; None: the one that the engine was made for.
             norm_limit: refuse the step if its gradient norm is above this; needs `max_grad_norm`.
             router_shares: a factor for each micro-batch; the routers' loss of each is computed
                 alone, which one rank can do. None: it is computed over all tokens of the step.
@@ -231,7 +233,7 @@ class PlacedEngine:
             )
         if norm_limit < inf and not self._parts.update.deferred:
             raise InputError("norm_limit needs max_grad_norm, and with Muon clip='all'")
-        start, measured = time.perf_counter(), None
+        start, measured, loss = time.perf_counter(), None, self.loss if loss is None else loss
         with self._alone():
             if self._lean and router_shares is None:  # halves would have other losses of routers
                 micro_batches = halved(micro_batches, self._spec.capture.is_media)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatrain import InputError, Placement
+from megatrain import Engine, InputError, Placement
 from megatrain import loss as loss_package
 from megatrain.loss import (
     DPO,
@@ -354,3 +354,15 @@ def test_one_thread_prepares_a_step_and_all_compute_it():
     with pytest.raises(InputError):
         engine.step([{**step[0], "labels": step[0]["labels"] - 9}])
     assert torch.get_num_threads() == 2
+
+
+def test_a_step_that_names_no_loss_has_the_engine_s(tmp_path):
+    model, [step] = llama(), make_batches(1)
+    named, given = make_engine(model), make_engine(model, loss=LabelSmoothing(0.3))
+    assert given.evaluate(step) == named.evaluate(step, LabelSmoothing(0.3))
+    assert given.evaluate(step, CrossEntropy()) == named.evaluate(step)
+    assert given.step(step).loss == named.step(step, LabelSmoothing(0.3)).loss
+    assert same(masters(given), masters(named))
+    given.save(tmp_path / "checkpoint")
+    with Engine.load(tmp_path / "checkpoint", loss=LabelSmoothing(0.3)) as resumed:
+        assert resumed.evaluate(step) == named.evaluate(step, LabelSmoothing(0.3))

@@ -66,6 +66,7 @@ def test_every_epoch_has_every_row_once_in_another_order(data):
     assert loader(data, rows_per_step=5).steps_of(1) == 5
     assert loader(data, rows_per_step=ROWS * 6).steps_of(3) == 1
     assert loader(data, rows_per_step=ROWS - 1).steps_of(2) == 3
+    assert loader(data, rows_per_step=5).steps_of(1e-9) == 1
 
 
 def test_the_seed_decides_the_order_and_nothing_else_does(data):
