@@ -245,6 +245,8 @@ class Compiled:
         self._producer = {n: op for op in trace.ops for n in op.writes}
         self._maker = {n: i for i, op in enumerate(self._forward) for n in op.writes}
         self._bases: dict[int, frozenset[int]] = {}
+        for storage in self._maker:  # in order: a recurrence's last one has thousands before it
+            self._base(storage)
         made_inside = self._maker.keys() - trace.inputs
         read = {n for op in self._backward for n in op.reads} & made_inside
         by_library = {n for op in self._backward if op.extern for n in op.reads} & made_inside
@@ -456,10 +458,15 @@ class Compiled:
 
     def _sources(self, storage: int, real: set[int]) -> frozenset[int]:
         """Storages in memory from which fused work computes one."""
-        op = self._producer.get(storage)
-        if storage in real or op is None:
-            return frozenset({storage})
-        return frozenset(s for n in op.reads for s in self._sources(n, real))
+        pending, sources, seen = [storage], set[int](), {storage}
+        while pending:
+            op = self._producer.get(n := pending.pop())
+            if n in real or op is None:
+                sources.add(n)
+            else:
+                pending += {*op.reads} - seen
+                seen.update(op.reads)
+        return frozenset(sources)
 
 
 def _waits_by_a_third(waits: nx.DiGraph, pair: set[int]) -> bool:

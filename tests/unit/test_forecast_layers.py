@@ -294,6 +294,19 @@ def test_what_a_backward_makes_is_counted_beside_what_was_kept_for_it():
     assert made > work.kept_backward.peak_bytes - work.again.kept_bytes > 0
 
 
+def test_the_last_of_thousands_of_operations_in_a_row_is_followed():
+    """As in linear attention of long rows, where torch has no kernel: Qwen3-Next's 16k tokens."""
+    x = torch.empty(8, 8, device="meta", requires_grad=True)
+
+    def run():
+        states = [x]
+        for _ in range(280):
+            states.append(states[-1].sin() + x)
+        return {Ref(0, 0): torch.cat([state @ x for state in states])}
+
+    assert compiled_work(traced(run, [x])).backward.product_flops
+
+
 @pytest.mark.parametrize("family", ["codegen", "ctrl", "apertus", "cpmant"])
 def test_a_model_is_trained_as_if_nothing_had_been_foretold_of_it(family):
     """Forwards of these replace buffers, read them whole, keep them in parts, and check sizes."""
