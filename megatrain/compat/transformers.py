@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count
 from operator import attrgetter
+from threading import RLock, get_ident
 from typing import Any
 
 import numpy as np
@@ -448,14 +449,28 @@ def finding_once(
     return _finding(once, _ignore_causal_mask_sdpa=is_needless)
 
 
-def _finding(
-    find: Callable[[Tensor], Tensor | None], **patched: Any
-) -> AbstractContextManager[None]:
+_changing = RLock()  # one thread at a time changes transformers' functions
+
+
+@contextmanager
+def _finding(find: Callable[[Tensor], Tensor | None], **patched: Any) -> Iterator[None]:
+    """In this thread masks are made with these; forwards of others make theirs as ever."""
     patched["find_packed_sequence_indices"] = find
     remap = getattr(masking_utils, _REMAP, None)  # older transformers have none
     if remap is not None:
         patched[_REMAP] = lambda mask, ids: mask if _has_blocks(mask) else remap(mask, ids)
-    return changed([masking_utils], **patched)
+    thread = get_ident()
+
+    def here(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        elsewhere = getattr(masking_utils, name)
+        return lambda *args, **named: (function if get_ident() == thread else elsewhere)(
+            *args, **named
+        )
+
+    with _changing:
+        functions = {name: here(name, function) for name, function in patched.items()}
+        with changed([masking_utils], **functions):
+            yield
 
 
 _REMAP = "remap_positions_for_packed_sequence"

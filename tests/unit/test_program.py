@@ -1,6 +1,7 @@
 """A program of a model: masks, what runs before layers, compiled and random layers, weights."""
 
 from itertools import pairwise
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ from megatrain.model.program import ModelProgram
 from megatrain.source.source import open_source
 from tests.families.tiny import tiny_config, tiny_model
 from tests.inside import compiled_by, program_of, sized
-from tests.parity.cases import Counting, llama, make_batches, make_engine
+from tests.parity.cases import Counting, llama, make_batches, make_engine, trained
 from tests.parity.test_dropout import gpt2, slope_error
 from tests.unit.forecast_cases import tiny_config as llama_config
 from tests.unit.forecast_cases import tiny_spec
@@ -133,6 +134,27 @@ def test_a_mask_that_hides_tokens_is_not_looked_at():
     program.prologue = watched
     engine.step([micro])
     assert looks.count == 0
+
+
+def test_a_forward_in_another_thread_beside_a_step_makes_masks_of_its_own(monkeypatch):
+    [loss], _ = trained(llama(), [STEP])
+    engine, plain, forward = make_engine(llama()), llama(), Capture.forward
+    before, beside = list[Any](), list[Tensor]()
+    row = {"input_ids": torch.arange(8)[None], "position_ids": torch.arange(8)[None] % 5}
+    wanted = plain(**row, use_cache=False).logits
+
+    def after_another(*given):
+        before.append(given)
+        if len(before) > len(STEP):  # the engine has looked at its own rows
+            thread = Thread(target=lambda: beside.append(plain(**row, use_cache=False).logits))
+            thread.start()
+            thread.join()
+        return forward(*given)
+
+    monkeypatch.setattr(Capture, "forward", after_another)
+    result = engine.step(STEP)
+    assert beside and all(torch.equal(logits, wanted) for logits in beside)
+    assert (result.loss, result.grad_norm) == loss
 
 
 class Divided(LlamaForCausalLM):
