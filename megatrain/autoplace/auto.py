@@ -225,7 +225,9 @@ def _host_refusal(needs: Counter[str], host_memory: int | None, has_gpu: bool) -
     allowed = limit if binds else available + process
     total = sum(needs.values())
     remedies = ["raise host_memory"] if binds and limit == host_memory and total <= machine else []
-    if needs["moments"]:
+    if needs["boundaries"] >= total - allowed:
+        remedies += ["take fewer tokens a step (batch_size)"]
+    elif needs["moments"]:
         remedies += ["keep fewer bits (states: int8)", "train an adapter (LoRA)"]
     remedies += ["take a smaller model", *(["let tiles rest on the GPU"] if has_gpu else [])]
     return _refusal("host", needs, 0, allowed) + "; " + ", or ".join(remedies)

@@ -81,7 +81,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     with explained(str(path), of=ValueError):
         tree = parse_yaml(read_text(path, MAX_YAML_BYTES, regular=False))
     if not isinstance(tree, dict):
-        raise InputError(f"{path}: not a mapping of sections such as model, data and training")
+        raise InputError(
+            f"{path}: not a mapping of sections such as model, data and training; `megatrain init` "
+            "writes one"
+        )
     return tree
 
 
@@ -114,9 +117,9 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
-            raise _refusal("aliases are not supported", event.start_mark)
+            raise _refusal("aliases are not supported: write the value out", event.start_mark)
         if getattr(event, "tag", None) is not None:
-            raise _refusal("tags are not supported", event.start_mark)
+            raise _refusal("tags are not supported: leave the tag out", event.start_mark)
         if isinstance(event, yaml.CollectionStartEvent) and self.depth == MAX_YAML_NESTING:
             raise _refusal("nested too deep", event.start_mark)
         self.depth += 1

@@ -176,15 +176,22 @@ def foreign() -> dict[str, str]:
     except OSError:  # the package was copied without docs
         return answers
     for theirs, ours, note in _ROW.findall(document):
-        words, note = _plain(ours), _plain(note)
-        if _PLACE.match(ours):
-            answer = f"its name here is {words}" + (f" ({note})" if note else "")
-        else:
-            words = re.sub("^nothing", "leave it out", re.sub("^always", "it is always so", words))
-            words = f"take {words}" if ours.startswith("`") else words
-            answer = f"{words}: {note}" if note else words
-        answers = dict.fromkeys(_KEY.findall(theirs), answer) | answers
+        keys, places = theirs.split(", "), ours.split(", ")
+        if len(keys) != len(places) or not all(map(_PLACE.match, places)):
+            keys, places = [theirs], [ours]  # the row's answer is for all its keys together
+        for key, place in zip(keys, places, strict=True):
+            answers = dict.fromkeys(_KEY.findall(key), _answer(place, _plain(note))) | answers
     return answers
+
+
+def _answer(ours: str, note: str) -> str:
+    """The remedy for a key of another trainer, of what the table has in the column of ours."""
+    words = _plain(ours)
+    if _PLACE.match(ours):
+        return f"its name here is {words}" + (f" ({note})" if note else "")
+    words = re.sub("^nothing", "leave it out", re.sub("^always", "it is always so", words))
+    words = f"take {words}" if ours.startswith("`") else words
+    return f"{words}: {note}" if note else words
 
 
 def _plain(text: str) -> str:

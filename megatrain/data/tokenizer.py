@@ -33,9 +33,10 @@ def load_tokenizer(
     folder = Path(path_or_id).expanduser()
     folder = unpacked(folder) if is_gguf(folder) else folder
     local = folder.exists() or str(path_or_id).startswith(("/", ".", "~"))
+    if local and not folder.is_dir():
+        raise InputError(f"{path_or_id}: no such folder; check the path")
     if local and not any((folder / name).exists() for name in _TOKENIZER_FILES):
-        raise InputError(f"{folder}: no such folder, or no tokenizer in this folder: copy its "
-                         "tokenizer.json there")  # fmt: skip
+        raise InputError(f"{folder}: no tokenizer in this folder: copy its tokenizer.json there")
     name = str(folder if local else path_or_id)
     remedy = "check the files" if local else "check the name, or fetch it once with a network"
     with tokenising(f"cannot load a tokenizer from {str(path_or_id)!r}", remedy):

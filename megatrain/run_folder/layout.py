@@ -61,7 +61,7 @@ def new_run_folder(folder: str | None, name: str) -> Path:
     """The folder of a new run, not created yet: `folder`, or a new one under `runs/`."""
     path = _free_folder(name) if folder is None else Path(folder).expanduser()
     require_folder(path)
-    require_empty(path, "output.folder: ")
+    require_empty(path, of_run=True)
     parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise InputError(f"output.folder: {parent} cannot be written into; choose another folder")
@@ -131,14 +131,19 @@ def require_folder(path: Path) -> None:
         raise InputError(f"{path}: no folder, or a link to none; mount the disk that it is on")
 
 
-def require_empty(path: Path, what: str = "") -> None:
+def require_empty(path: Path, *, of_run: bool = False) -> None:
     """Raises InputError unless `path` is a free name or an empty folder.
 
     Files of a run that was killed before it wrote its configuration do not count.
+
+    Args: `of_run`: the folder is a new run's, so a run that is there may be meant.
     """
     ours = (LOCK, hidden(Path(CONFIG)).name)
     if path.exists() and (not path.is_dir() or any(p.name not in ours for p in path.iterdir())):
-        raise InputError(f"{what}{path} is not empty; choose another folder")
+        key = "output.folder: " if of_run else ""
+        resume = of_run and (path / CONFIG).is_file()
+        more = ", or go on with the run there by --resume" if resume else ""
+        raise InputError(f"{key}{path} is not empty; choose another folder{more}")
 
 
 def model_folder(path: str) -> str:

@@ -119,7 +119,14 @@ def passing(text: str) -> None:
     with suppress(OSError, ValueError, AttributeError):  # there is no terminal, or none any more
         if can_erase and os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
             _shown[:] = [text]
-            print(f"{_ERASE}{text[: _columns() - 1]}", end="", file=sys.stderr, flush=True)
+            print(f"{_ERASE}{_cut(text, _columns() - 1)}", end="", file=sys.stderr, flush=True)
+
+
+def _cut(text: str, width: int) -> str:
+    """The parts of a line that fit, each whole: two spaces separate them."""
+    while len(text) > width and "  " in text:
+        text = text.rpartition("  ")[0]
+    return text[:width]
 
 
 def end_passing() -> None:

@@ -271,7 +271,7 @@ def _open(config: Config, name: str, stack: ExitStack, ranks: Ranks, *, resume: 
     def make_folder() -> Path:
         folder = layout.make_run_folder(config.output.folder, name)
         stack.enter_context(layout.locked(folder))
-        layout.require_empty(folder, "output.folder: ")  # another run may have taken it meanwhile
+        layout.require_empty(folder, of_run=True)  # another run may have taken it meanwhile
         return folder
 
     job.folder = ranks.from_first(make_folder)

@@ -347,8 +347,8 @@ def _engine(
             )
             stack.enter_context(engine)
     except DoesNotFit as error:
-        if config.engine.device != "cpu" and find_gpu() is None:
-            raise  # no plan for a CPU that nobody asked for
+        if config.engine.device == "cpu" or find_gpu() is None:
+            raise  # plans are for GPUs
         plan = "`megatrain plan` with this run file names what would make it fit"
         raise DoesNotFit(f"{error}; {plan}") from error
     engine.require_held()  # else the run's model could not be written at its end

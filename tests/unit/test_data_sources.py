@@ -181,10 +181,10 @@ def test_tokenizers_are_loaded_or_refused(tmp_path):
     assert load_tokenizer(tmp_path / "good")("The sea")["input_ids"]
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(InputError, match="no tokenizer in this folder"):
+    with pytest.raises(InputError, match="model: no tokenizer in this folder"):
         load_tokenizer(tmp_path / "model")
     for path in (tmp_path / "gone", "./gone", tmp_path / "good" / "tokenizer.json"):
-        with pytest.raises(InputError, match="no such folder"):
+        with pytest.raises(InputError, match=f"^{path}: no such folder; check the path$"):
             load_tokenizer(path)
     for content in ("{", '{"version": "1.0"}', "[]"):
         (tmp_path / "good" / "tokenizer.json").write_text(content)

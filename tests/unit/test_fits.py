@@ -98,6 +98,14 @@ def test_a_card_that_is_too_small_is_refused_with_nothing_allocated():
     assert device.taken == device.on_host == 0
 
 
+def test_a_step_that_is_too_large_is_told_to_be_smaller():
+    """A model whose state has room is not told to keep fewer bits."""
+    setup = setup_of(trained(MID), 8_000 * GIB)
+    with pytest.raises(DoesNotFit, match=r"boundaries .* GiB.*; take fewer tokens a step") as told:
+        check_fits(setup, Placement(slots=3, layer_inputs="host"), tokens=10**10)
+    assert "states: int8" not in str(told.value)
+
+
 def test_what_is_counted_is_what_is_taken():
     device = Card(8 * GIB)
     needed = needs(trained(MID), Placement(slots=3))

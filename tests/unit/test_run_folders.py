@@ -72,6 +72,8 @@ def test_a_tilde_is_the_users_folder(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("")
     assert run_to_resume("~/run", "demo") == tmp_path / "run"
+    with pytest.raises(InputError, match="or go on with the run there by --resume$"):
+        new_run_folder("~/run", "demo")
 
 
 def test_what_a_run_left_that_was_killed_at_its_start_is_no_run(tmp_path):
@@ -79,7 +81,7 @@ def test_what_a_run_left_that_was_killed_at_its_start_is_no_run(tmp_path):
     (tmp_path / ".config.yaml.partial").touch()
     assert new_run_folder(str(tmp_path), "a") == tmp_path
     (tmp_path / "mine").touch()
-    with pytest.raises(InputError, match="is not empty"):
+    with pytest.raises(InputError, match="is not empty; choose another folder$"):
         new_run_folder(str(tmp_path), "a")
 
 

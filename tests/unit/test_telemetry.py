@@ -80,10 +80,12 @@ def test_what_is_being_done_is_shown_on_a_terminal_until_more_is_said(where, mon
         for _ in range(3):
             share.add(100)  # soon after each other: one is said
         log.log(PASSING, "a long line of words")
+        log.log(PASSING, "loss 1  grad 23")  # a number cut short would be another one
         log.info("done")
         log.info("more")
     erase = "\r\x1b[2K"
-    passing = f"{erase}weights: 33{erase}a long line{erase}" if where == "terminal" else ""
+    lines = f"{erase}weights: 33{erase}a long line{erase}loss 1{erase}"
+    passing = lines if where == "terminal" else ""
     assert stderr.getvalue() == f"{passing}done\nmore\n"
 
 
