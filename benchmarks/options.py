@@ -3,11 +3,9 @@
 import argparse
 import json
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from megatrain.placement import Placement
 
 _HELP = {
     "device": "auto, cpu, cuda, cuda:N or mps",
@@ -25,23 +23,6 @@ _HELP = {
     "warm_to": "longer rows without warm-up",
     "warmup": "steps before the measured ones",
 }
-
-_RENAMED = {
-    "slabs": "host_grad_buffers",
-    "boundaries": "layer_inputs",
-    "boundary_lanes": "layer_input_lanes",
-    "keep_layers": "save_activations",
-    "offload_layers": "offload_activations",
-    "keep_attention": "save_attention",
-    "tile_tokens": "chunk_tokens",
-}
-"""Old names of a placement's choices, which results have, to their new names."""
-
-
-def renamed(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """The choices of a result's placement by their current names, without unused ones of old."""
-    current = {_RENAMED.get(name, name): value for name, value in choices.items()}
-    return {n: v for n, v in current.items() if v is not None or n in Placement.names()}
 
 
 def parse(

@@ -13,14 +13,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import renamed
 from megatrain.cli.models import lora_adapter, qwen2_config
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, machine_for
 from megatrain.optim import RULES, AdamW, Rule
-from megatrain.placement import Placement
+from megatrain.placement import Placement, renamed
 from megatrain.source.source import Base, open_source, structure
 
 RESULTS = Path(__file__).resolve().parent / "results"

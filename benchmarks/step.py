@@ -38,7 +38,7 @@ from megatrain.errors import InputError
 from megatrain.forecast.workload import Workload
 from megatrain.machine import present_machine
 from megatrain.optim import RULES
-from megatrain.placement import Placement, Precision, Verify
+from megatrain.placement import Placement, Precision, Verify, old_name
 from megatrain.source.source import Alike, Base
 from megatrain.telemetry.gpu import by_driver_name, find_gpu
 from megatrain.telemetry.host import commit, environment
@@ -320,6 +320,8 @@ def parse_placement(choices: Sequence[str]) -> dict[str, Any] | None:
     parsed = {}
     for choice in choices:
         name, equals, value = choice.partition("=")
+        if (reason := old_name(name)) is not None:
+            raise InputError(f"--placement {choice}: {reason}")
         if not equals or name not in Placement.names():
             valid = ", ".join(Placement.names())
             raise InputError(f"--placement {choice}: write NAME=VALUE with NAME one of {valid}")

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.long_context import attention_tflops
-from benchmarks.options import renamed
 from benchmarks.rivals import rows as rival_rows
 from benchmarks.rivals.case import MEASURED
 from benchmarks.score_tables import lines as scores
 from benchmarks.score_tables import pictures
 from benchmarks.step import StepCase
+from megatrain.placement import renamed
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -34,4 +34,8 @@ def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import; a command that prints help needs neither.
     if name in __all__:
         return getattr(import_module(f"megatrain.{_PLACES.get(name, 'optim')}"), name)
+    if name == "Adafactor":
+        from megatrain.optim import NO_ADAFACTOR
+
+        raise ImportError(NO_ADAFACTOR)
     raise AttributeError(f"module 'megatrain' has no attribute {name!r}")

@@ -4,7 +4,7 @@ They trade memory for time. With eager layers none of them changes a bit of the 
 `chunk_tokens` and `head_tokens`, which sum in another order (tests/race).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -24,6 +24,31 @@ _COUNTS = ("slots", "gradient_lanes", "host_grad_buffers", "layer_input_lanes")
 _MOST = 10_000
 
 _PLACES = ("none", "device", "host")
+
+RENAMED = {
+    "slabs": "host_grad_buffers",
+    "boundaries": "layer_inputs",
+    "boundary_lanes": "layer_input_lanes",
+    "keep_layers": "save_activations",
+    "offload_layers": "offload_activations",
+    "keep_attention": "save_attention",
+    "tile_tokens": "chunk_tokens",
+}
+"""Old names of choices, which may be in checkpoints and results, to their new names."""
+
+
+def renamed(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """The choices of a saved placement by their current names, without unused ones of old."""
+    current = {RENAMED.get(name, name): value for name, value in choices.items()}
+    return {n: v for n, v in current.items() if v is not None or n in Placement.names()}
+
+
+def old_name(name: str) -> str | None:
+    """The reason why a choice of an earlier version is none any more; None: it was none, or is."""
+    if name in ("max_stream_bytes", "split_bytes"):
+        return f"{name!r} has been given up: heads are streamed as a whole; leave it out"
+    return f"{name!r} is now called {RENAMED[name]!r}" if name in RENAMED else None
+
 
 Precision = Literal["bf16", "fp32", "fp8"]
 """The dtype that layers are computed in; fp8: bf16, but for the products of linear modules."""

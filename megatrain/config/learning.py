@@ -24,7 +24,7 @@ from megatrain.config.section import (
 )
 from megatrain.errors import InputError
 from megatrain.loss import ClassHead, Loss
-from megatrain.optim import RULES, Rule
+from megatrain.optim import NO_ADAFACTOR, RULES, Rule
 
 
 class AdapterSection(Section):
@@ -103,9 +103,11 @@ class OptimizerSection(NamedSection):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
+        if name == "adafactor":
+            raise ValueError(NO_ADAFACTOR)
         if name not in RULES:
-            eight = " with states: int8" if "8bit" in name or name == "adafactor" else ""
-            hint = f"; take adamw{eight}" if "ada" in name else nearest(name, list(RULES))
+            eight = " with states: int8" if "8bit" in name else ""
+            hint = f"; take adamw{eight}" if "adamw" in name else nearest(name, list(RULES))
             raise ValueError(f"unknown optimizer {name!r}{hint}")
         return name
 

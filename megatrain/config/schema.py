@@ -11,7 +11,7 @@ from megatrain.base.units import parse_bytes
 from megatrain.config import learning
 from megatrain.config.section import Fraction, Name, Pattern, Positive, Section, nearest, shown
 from megatrain.errors import InputError
-from megatrain.placement import Placement, Precision, Verify
+from megatrain.placement import Placement, Precision, Verify, old_name
 
 
 class ModelSection(Section):
@@ -160,6 +160,8 @@ class EngineSection(Section):
         value = {n: tuple(v) if isinstance(v, list) else v for n, v in value.items()}
         names = Placement.names()
         for name in value:
+            if (reason := old_name(str(name))) is not None:
+                raise ValueError(reason)
             if name not in names:
                 raise ValueError(f"unknown key {name!r}{nearest(str(name), names)}")
         try:

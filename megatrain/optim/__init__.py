@@ -17,3 +17,8 @@ from megatrain.optim.rule import (
 from megatrain.optim.streamed import StreamedOptimizer
 
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (AdamW, Lion, SGD, Muon)}
+
+NO_ADAFACTOR = (
+    "Adafactor has been given up: use AdamW with states: int8 (8.1 bytes a parameter), and with "
+    "master: 24 (7.1)"
+)

@@ -37,9 +37,9 @@ from megatrain.model.adapters import Values, adapted, plain, restored
 from megatrain.model.build import empty_model, load_config
 from megatrain.model.companions import read_files
 from megatrain.model.safetensors_io import Stored, read_header
-from megatrain.optim import RULES, Rule
+from megatrain.optim import NO_ADAFACTOR, RULES, Rule
 from megatrain.parallel.distributed import Ranks
-from megatrain.placement import Placement
+from megatrain.placement import Placement, renamed
 from megatrain.telemetry.host import update_threads
 from megatrain.tile import Entry
 from megatrain.tile.formats import PACKINGS, WeightFormat
@@ -187,7 +187,12 @@ def saved_optimizer(checkpoint: Checkpoint) -> Rule | None:
     if checkpoint.settings.optimizer is None:
         return None
     settings = dict(checkpoint.settings.optimizer)
-    rule = RULES.get(str(settings.pop("name", None)))
+    name = str(settings.pop("name", None))
+    if name == "adafactor":
+        raise InputError(f"{checkpoint.folder}: trained with Adafactor. {NO_ADAFACTOR}")
+    if name == "muon" and not settings.get("packed", True):
+        del settings["packed"]  # earlier versions had it
+    rule = RULES.get(name)
     keys = set() if rule is None else {setting.name for setting in fields(rule)}
     if rule is None or settings.keys() != keys:
         raise InputError(f"{checkpoint.folder}: its optimizer is none that is known")
@@ -205,8 +210,7 @@ def resumed_placement(
     saved = checkpoint.settings.placement
     problem, remedy = "its placement is of another version", "give one: placement='auto'"
     with explained(f"{checkpoint.folder}: {problem}", remedy, of=(LookupError, TypeError)):
-        known = {n: v for n, v in saved.items() if v is not None or n in Placement.names()}
-        return Placement(**known | {"resident": tuple(saved["resident"])})
+        return Placement(**renamed(saved) | {"resident": tuple(saved["resident"])})
 
 
 def check_precision(checkpoint: Checkpoint, requested: str | None) -> Any:

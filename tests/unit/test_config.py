@@ -14,6 +14,7 @@ from megatrain.base.json_yaml import parse_yaml
 from megatrain.config.load import foreign, validate
 from megatrain.config.schema import Config, EngineSection
 from megatrain.optim import RULES
+from megatrain.placement import RENAMED, renamed
 from megatrain.train.setup import make_schedule
 from tests.refusals import refused, table
 
@@ -262,3 +263,19 @@ def test_a_placement_is_shown_as_a_run_file_takes_it(placement):
     assert EngineSection(placement=yaml.safe_load(str(placement))).placement_value() == placement
     assert Placement(**placement.as_dict()) == placement
     assert "host_grad_buffers" not in str(placement)
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_run_file_with_an_earlier_name_is_told_today_s(old):
+    value = getattr(Placement(), RENAMED[old])
+    with pytest.raises(ValueError, match=f"'{old}' is now called '{RENAMED[old]}'"):
+        EngineSection(placement={old: value})
+    assert EngineSection(placement={RENAMED[old]: value}).placement_value() == Placement()
+
+
+def test_earlier_names_of_saved_choices_are_read():
+    placement = Placement(slots=3, layer_inputs="host", save_activations=2, offload_activations=1)
+    today, earlier = placement.as_dict(), {new: old for old, new in RENAMED.items()}
+    saved = {earlier.get(name, name): value for name, value in today.items()}
+    assert saved.keys() - today.keys() == RENAMED.keys()
+    assert Placement(**renamed(saved)) == Placement(**renamed(today)) == placement
