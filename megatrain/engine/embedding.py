@@ -134,23 +134,25 @@ class Embedding:
 
     def _lay_out(self, num_rows: int) -> None:
         """Allocate buffers for `num_rows` rows of each table; they grow geometrically."""
-        grows = num_rows > self._capacity
-        if grows:
-            self._capacity = max(num_rows, self._capacity * 3 // 2)
+        capacity = self._capacity
+        if grows := num_rows > capacity:
+            capacity = max(num_rows, capacity * 3 // 2)
         sizes = []
         for table in self._tables:
             table.rows = table.sums = _NOWHERE  # they would hold on to a range that is replaced
-            rows = min(self._capacity, table.rows_each * table.tile.layout.ranks)
+            rows = min(capacity, table.rows_each * table.tile.layout.ranks)
             sizes.append((table.entry.name, rows * table.width, table.entry.group is not None))
         buffers = self._work.tables(sizes, kept=self._keep_rows)
         for table, pair, (_, length, _) in zip(self._tables, buffers, sizes, strict=True):
             table.rows, table.sums = pair
             if grows and not table.tile.rests.local:
-                if table.staging is not _NOWHERE:
-                    self._device.free(table.staging)
+                staging, table.staging = table.staging, _NOWHERE
+                if staging is not _NOWHERE:
+                    self._device.free(staging)
                 name = Name(Memory.ROWS, f"{table.entry.name} staged rows")
                 table.staging = self._device.host(name, length, self._dtype, pinned=True)
                 table.free = None
+        self._capacity = capacity  # last: where memory runs out before, the next step lays out anew
 
     def _bring(self, table: _Table, batch: Batch) -> None:
         stream = COPY_IN

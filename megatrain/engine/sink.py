@@ -71,8 +71,8 @@ class ScratchArena:
         in_fp32 = [-(-numel * self._dtype.itemsize // 4) for _, numel, _ in sizes]  # rounded up
         rows, stop = _in_a_row(in_fp32, max(stop, self._numel) if kept else stop)
         if stop > len(self._memory):
-            del self._memory
-            self._take(stop)
+            self._memory = torch.empty(0)  # given back first, also where there is no more
+            self._take(max(stop, self._numel))
         buffers = [
             (
                 Buffer(f"{name} rows", self._memory[row:].view(self._dtype)[:numel]),

@@ -251,6 +251,35 @@ def test_a_step_without_memory_is_computed_again_from_less(placement, loss, capl
     assert said.startswith("step 1: the device has no memory left") and "\n" not in said
 
 
+class Full(CpuDevice):
+    """Has no memory the next time that `what` is asked for."""
+
+    what: str | None = None
+
+    def empty(self, name, *given):
+        return self._given(super().empty, name, *given)
+
+    def host(self, name, *given, **options):
+        return self._given(super().host, name, *given, **options)
+
+    def _given(self, take, name, *given, **options):
+        if self.what is not None and self.what in name:
+            self.what = None
+            raise DoesNotFit(f"no memory for {name}")
+        return take(name, *given, **options)
+
+
+@pytest.mark.parametrize("what", ["scratch arena", "staged rows"])
+def test_a_step_that_found_no_memory_for_more_rows_than_before_is_computed_again(what):
+    device = Full()
+    engine, plain = (make_engine(llama(), placement=Placement(), device=d) for d in (device, "cpu"))
+    assert engine.step(STEP[2:]).loss == plain.step(STEP[2:]).loss
+    device.what = what
+    result, wanted = engine.step(STEP), plain.step(halved(STEP))
+    assert device.what is None
+    assert (result.loss, result.grad_norm) == (wanted.loss, wanted.grad_norm)
+
+
 def test_micro_batches_whose_routers_are_weighed_one_by_one_are_not_cut():
     device = CountedDevice((peak_of(STEP) + peak_of(halved(STEP))) // 2)
     with make_engine(llama(), placement=Placement(slots=1), device=device) as engine:
