@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.func import functional_call
 from transformers import AttentionInterface
 
+from megatrain.base.changed import changed
 from megatrain.base.units import on_line
 from megatrain.compat import torch as compat
 from megatrain.compat import transformers as hf
@@ -371,7 +373,7 @@ class Measurer:
 
         Args:
             losses: it returns losses alone, as for a loss of all tokens together.
-            h: the activations that it reads, of any rows.
+            h: the activations that it reads.
         """
         tokens = prod(sizes)
         layout, dtype = self._head_layout, self.program.dtype
@@ -384,11 +386,7 @@ class Measurer:
             shape = (*sizes, self.spec.num_logits) if embeds else sizes
             loss_inputs = [torch.empty(shape) for _ in loss.inputs]
             micro = replace(self.micro_batch(*sizes), loss=loss, extras=loss_inputs)
-            values = {}
-            for ref, of_any_rows in h.items():
-                leading = (1,) if ref in self.spec.routed else sizes  # routers' sums over tokens
-                trailing = of_any_rows.sizes[len(leading) :]
-                values[ref] = torch.empty(*leading, *trailing, dtype=of_any_rows.dtype)
+            values = {ref: shape.empty() for ref, shape in h.items()}
             batch = Batch([micro], 1, tokens, torch.zeros(1), 0)
             head = Head(CpuDevice(), self.program, tile, chunk, self._summed)
             run: Callable[[], Any] = partial(head.losses, slot, batch, [values])
@@ -522,8 +520,9 @@ def fakes(layers: int = 1, buffers: Iterable[dict[str, Tensor | None]] = ()) -> 
     Args: `buffers`: those of modules, which forwards may replace; they are put back.
     """
     old = [(each, each.copy()) for each in buffers]
+    unchecked = changed([Distribution], _validate_args=False)  # arguments (Gemma 3n) have no data
     try:  # a forecast may be in the middle of its own counting
-        with compat.without_modes(), hf.unpacked(), _WithoutData(), OneAttention(layers):
+        with compat.without_modes(), hf.unpacked(), unchecked, _WithoutData(), OneAttention(layers):
             yield
     finally:
         for each, values in old:

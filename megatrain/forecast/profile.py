@@ -287,9 +287,17 @@ class Profile(Once):
         count = next(n for n in range(least, tokens + 1) if tokens % n == 0 or tokens < n + 1)
         sizes = count, tokens // count
 
+        def read(ref: Ref) -> Shape:
+            of_rows = self.shape(ref, rows)
+            if ref in self.spec.routed:  # routers' sums over tokens
+                return of_rows._replace(sizes=(1, *of_rows.sizes[1:]))
+            pairs = [*pairwise(of_rows.sizes)]  # other dimensions may come first (Gemma 3n)
+            at = pairs.index((rows, self.tokens)) if (rows, self.tokens) in pairs else 0
+            return of_rows._replace(sizes=of_rows.sizes[:at] + sizes + of_rows.sizes[at + 2 :])
+
         def measure() -> Work:
             refs = dict.fromkeys((*self.spec.epilogue_inputs, *self.spec.routed))
-            h = {ref: self.shape(ref, rows) for ref in refs}
+            h = {ref: read(ref) for ref in refs}
             return self._measurer.head(losses, loss, sizes, chunk, h)
 
         named = type(loss).__name__, *sorted(vars(loss).items())
