@@ -174,6 +174,7 @@ def read_text(path: Path, max_bytes: int, *, regular: bool = True) -> str:
 
 
 def _read(path: Path, max_bytes: int, *, regular: bool) -> bytes:
+    """The bytes of a file. Raises InputError: too many, unreadable, or `regular` and a pipe."""
     with explained(f"{path}: cannot be read", of=OSError):
         if regular and path.exists() and not path.is_file():  # a pipe would be waited for
             raise InputError(f"{path}: not a plain file")

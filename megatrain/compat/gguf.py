@@ -46,6 +46,7 @@ def unpacked(path: Path) -> Path:
 
 
 def _unpack(path: Path, folder: Path) -> None:
+    """Write the file's model, configuration and tokenizer; refuse what would lose a part of it."""
     config, tokenizer = read_gguf(path, AutoConfig), read_gguf(path, AutoTokenizer)
     from gguf import GGUFReader
 
@@ -56,17 +57,7 @@ def _unpack(path: Path, folder: Path) -> None:
             f"{path}: is one part of {int(parts.contents())}; merge them first: llama-gguf-split "
             "--merge FIRST_PART WHOLE.gguf"
         )
-    scaled = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
-    architecture = reader.fields["general.architecture"].contents()
-    scaling = reader.fields.get(f"{architecture}.rope.scaling.type")
-    kind = "none" if scaling is None else scaling.contents()
-    if kind != "none" and f'"{kind}"' not in config.to_json_string(use_diff=False):
-        scaled.append(f"positions of type {kind}")
-    for name in scaled:
-        raise InputError(
-            f"{path}: holds {name}, scaled positions that transformers does not read; take the "
-            "model's safetensors folder"
-        )
+    _refuse_scaled_positions(path, reader, config)
     for token, name in _SPECIAL.items():  # some versions of transformers take others
         number = reader.fields.get(f"tokenizer.ggml.{name}_token_id")
         if number is not None:
@@ -77,8 +68,8 @@ def _unpack(path: Path, folder: Path) -> None:
     quantisation = {} if packed is None else {"quantization_config": packed(dequantize=True)}
     options = {"config": config, "dtype": dtype, "output_loading_info": True, **quantisation}
     model, report = read_gguf(path, AutoModelForCausalLM, **options)
-    for name in sorted(map(str, report["missing_keys"])):
-        raise InputError(f"{path}: lacks the tensor of {name!r}; fetch or convert it again")
+    if missing := sorted(map(str, report["missing_keys"])):
+        raise InputError(f"{path}: lacks the tensor of {missing[0]!r}; fetch or convert it again")
     sizes = {value.data_ptr(): value.numel() for value in model.state_dict().values()}
     dropped = sum(int(tensor.n_elements) for tensor in reader.tensors) - sum(sizes.values())
     if dropped > 0:
@@ -90,6 +81,21 @@ def _unpack(path: Path, folder: Path) -> None:
     model.hf_quantizer = None
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _refuse_scaled_positions(path: Path, reader: Any, config: Any) -> None:
+    """Raises InputError if the file scales positions and its `config` does not say so."""
+    scaled = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
+    architecture = reader.fields["general.architecture"].contents()
+    scaling = reader.fields.get(f"{architecture}.rope.scaling.type")
+    kind = "none" if scaling is None else scaling.contents()
+    if kind != "none" and f'"{kind}"' not in config.to_json_string(use_diff=False):
+        scaled.append(f"positions of type {kind}")
+    if scaled:
+        raise InputError(
+            f"{path}: holds {scaled[0]}, scaled positions that transformers does not read; take "
+            "the model's safetensors folder"
+        )
 
 
 def read_gguf(path: Path, kind: Any, **options: Any) -> Any:

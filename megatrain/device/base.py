@@ -219,7 +219,7 @@ class Device:
         """Reseed the random numbers of work put on COMPUTE after this."""
 
     def limit(self, device_bytes: int | None, host_bytes: int | None) -> None:
-        """Take no more memory from now on; None: what there is.
+        """Limit the memory that this process takes from now on; None sets no limit.
 
         `device_bytes` are all that the driver shows for this process, `host_bytes` all resident
         memory of the process and its children. Raises DoesNotFit, InputError.

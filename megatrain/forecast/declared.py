@@ -291,7 +291,8 @@ class Declared:
             for ref, value in values.items()
             if self.measured.shape(ref, rows).dtype.is_floating_point
         }
-        # Of a group, each one's activations are gone when the next one's gradients are made.
+        # Micro-batches of a group follow each other: the activations of one are freed before the
+        # gradients of the next are made.
         freed = sum(sizes.values()) * (number - 1) // number
         ledger.add_bytes(Place.ACTIVATIONS, -freed)
         gradients = self._results(sizes, 1)

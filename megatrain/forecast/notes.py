@@ -88,7 +88,7 @@ class Outline:
         )
 
     def spec(self, config: Any) -> ModelSpec:
-        """The structure of the model of this configuration; it can be counted, and not be run."""
+        """The model's structure without values: its parts can be counted, but they cannot run."""
         parameters = {
             name: nn.Parameter(torch.empty(sizes, device="meta"), requires_grad=trained)
             for name, sizes, trained in self.parameters

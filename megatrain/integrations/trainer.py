@@ -135,13 +135,7 @@ class StreamedTrainer(_Trainer):
                     Engine(reference or model, **common | limits)
                 )
                 self._check_rows(self._objective.reference.vocab_size)
-            rows = getattr(self._objective.loss, "lines", 1) * self.args.per_device_train_batch_size
-            length = getattr(self.args, "max_length", None)  # of a row, as TRL makes them
-            if length is not None:  # `auto` plans for such steps
-                length = min(length, most_tokens(model.config) or length)
-                common |= {"sequence_length": length, "micro_batch": rows}
-                common["tokens_per_step"] = length * rows * self.args.gradient_accumulation_steps
-            common |= self.engine_options
+            common |= self._step_sizes(model) | self.engine_options
             weight = getattr(self, "router_aux_loss_coef", 0.0)
             if hasattr(self, "_metrics") and (weight or len(self._routers) == len(_ROUTERS)):
                 # TRL's trainers have their own setting for the routers' loss.
@@ -162,6 +156,16 @@ class StreamedTrainer(_Trainer):
             self._take(opened.enter_context(engine))
             engine.require_held()
             opened.pop_all()
+
+    def _step_sizes(self, model: Any) -> dict[str, int]:
+        """The sizes of a step, which `auto` plans for; none where rows have no `max_length`."""
+        length = getattr(self.args, "max_length", None)  # TRL's alone have it
+        if length is None:
+            return {}
+        length = min(length, most_tokens(model.config) or length)
+        rows = getattr(self._objective.loss, "lines", 1) * self.args.per_device_train_batch_size
+        tokens = length * rows * self.args.gradient_accumulation_steps
+        return {"sequence_length": length, "micro_batch": rows, "tokens_per_step": tokens}
 
     def _check_rows(self, rows: int) -> None:
         """Raises InputError: the reference's embedding table lacks tokens of the data."""

@@ -105,7 +105,7 @@ def adamw_scalars(kind: torch.dtype, step: int, group: Mapping[str, Any]) -> Sca
 
 
 def load_moments(states: Sequence[Tensor]) -> list[Tensor]:
-    """Both moments of a range as float32; where they are float32 already, those tensors.
+    """Both moments of a range as float32; the given tensors if they are float32 already.
 
     Args: `states`: both moments, of one kind, and for 8-bit codes the scales of both.
     """

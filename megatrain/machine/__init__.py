@@ -114,7 +114,7 @@ class Machine:
 
     @property
     def disk_gbps(self) -> float:
-        """Of a disk that reads as much as it writes: each way, both at once."""
+        """The rate of reading, and as much of writing, while a disk does both at once."""
         if self.disk_both_gbps:
             return self.disk_both_gbps
         read = self.disk_read_gbps or DISK_READ_GBPS

@@ -427,6 +427,7 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Any, *
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    """Keep for the backward what it reads of the forward's arguments and results."""
     *saved, ctx.longest, ctx.window, ctx.scale, ctx.cap, lengths = inputs
     ctx.save_for_backward(*saved, *output, lengths)
 

@@ -416,8 +416,9 @@ class ModelProgram:
         look: Callable[[Tensor], Tensor | None],
         position_ids: Tensor,
     ) -> Tensor | None:
-        """The documents of packed rows by `look`, which waits for the device; spared if possible.
+        """The document of each token of packed rows.
 
+        `look` finds it but waits for the device, so it is called only if nothing else tells.
         Given positions are known on the CPU. A model's own, where ids alone are given, are the same
         for all rows of a length, unless they were computed from the ids.
         """

@@ -193,10 +193,10 @@ class Watch:
     the backward, and for every micro-batch in turn, would not see what plain training sees.
     """
 
-    def __init__(self, module: nn.Module, path: str, but: Collection[nn.Module] = ()) -> None:
-        """Args: `but`: modules to ignore, which do not run."""
+    def __init__(self, module: nn.Module, path: str, idle: Collection[nn.Module] = ()) -> None:
+        """Args: `idle`: parts of the module that do not run, and are ignored."""
         self.module, self.path = module, path
-        self._but = {id(part) for left in but for part in left.modules()}
+        self._idle = {id(part) for module in idle for part in module.modules()}
         self.before = dict(self._state())
 
     def changes(self) -> list[Change]:
@@ -211,7 +211,7 @@ class Watch:
     def _state(self) -> Iterator[tuple[tuple[str, str], Any]]:
         reader = Reader(self.module, by_identity=True)
         for path, module in self.module.named_modules():
-            if id(module) in self._but:
+            if id(module) in self._idle:
                 continue
             for name, value in reader.attributes(module):
                 yield (path, name), value

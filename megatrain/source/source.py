@@ -493,8 +493,9 @@ def open_structure(
 
 
 def choose_parameters(source: Source, trained: Trained, *, pretrained: bool) -> None:
-    """Set which parameters require gradients: of a pretrained model's encoders those named alone.
+    """Set which parameters require gradients.
 
+    Encoders of a pretrained model are frozen, unless `train_only` names them or it has an adapter.
     Raises InputError: a pattern matches none, or none is trained.
     """
     if pretrained and trained.train_only is None and adapted(source.model) is None:
