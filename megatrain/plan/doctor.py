@@ -384,11 +384,16 @@ def _untested(gpu: Gpu | None) -> str | None:
 
 def _of_host(facts: Facts) -> Iterator[tuple[str, str]]:
     cores = min(facts.cores, facts.quota_cores or facts.cores)
-    if cores < _FEW_CORES or cores < facts.cores:
+    hide = "take more tokens a step, behind which updates hide"
+    if cores < facts.cores:
         yield (
             f"the optimizer's update has the time of {cores:.3g} cores; {facts.cores} are visible",
-            "allow this process more cores (taskset, docker run --cpus), or take more tokens a "
-            "step, behind which updates hide",
+            f"allow this process more cores (docker run --cpus), or {hide}",
+        )
+    elif cores < _FEW_CORES:
+        yield (
+            f"the optimizer's update has only {cores} cores",
+            f"{hide}, or if the machine has more cores, allow them to this process (taskset)",
         )
     if facts.allowed_bytes < 0.95 * facts.memory_bytes:
         yield (

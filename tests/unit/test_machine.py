@@ -160,7 +160,7 @@ OTHERS = replace(GPU, other_processes=((77, 3 * GIB),))
 # What is otherwise than on a healthy machine, its rates, and what is said of it.
 TROUBLES = {
     "quota": ({"quota_cores": 12.5}, RATES, "update has the time of 12.5 cores; 16 are"),
-    "cores": ({"cores": 4}, RATES, "update has the time of 4 cores; "),
+    "cores": ({"cores": 4}, RATES, "update has only 4 cores"),
     "cgroup": ({"allowed_bytes": 64 * GIB, "free_bytes": 64 * GIB}, RATES, "64.0 GiB of the mach"),
     "pages": ({"huge_pages": "never"}, RATES, "huge pages are off"),
     "kernels": ({"native_kernels": False}, RATES, "several times slower"),
