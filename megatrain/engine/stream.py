@@ -199,21 +199,21 @@ class Stream:
             self._loaded += 1
 
     def _load(self, tile: Tile, place: _Place) -> None:
-        place.version = tile.version
         if tile.rests.weights is Tier.DISK:
             for slot in place.slots:
                 self._device.wait(DISK_WEIGHTS, slot.free, "slot free for the disk")
             self.disk.bring(tile, place.buffer)
             place.ready = self._gather(tile, place.buffer, DISK_WEIGHTS)
-            return
-        self._device.wait(COPY_IN, tile.updated, "version due")
-        for slot in place.slots:
-            self._device.wait(COPY_IN, slot.free, "slot free")
-        for span in tile.spans_beside(self._stacks.get(tile.index, ())):
-            to = place.buffer.piece(span.slot, span.slot + span.numel)
-            source = tile.weights.piece(span.start, span.start + span.numel)
-            self._device.copy(COPY_IN, to, source)
-        place.ready = self._gather(tile, place.buffer, COPY_IN)
+        else:
+            self._device.wait(COPY_IN, tile.updated, "version due")
+            for slot in place.slots:
+                self._device.wait(COPY_IN, slot.free, "slot free")
+            for span in tile.spans_beside(self._stacks.get(tile.index, ())):
+                to = place.buffer.piece(span.slot, span.slot + span.numel)
+                source = tile.weights.piece(span.start, span.start + span.numel)
+                self._device.copy(COPY_IN, to, source)
+            place.ready = self._gather(tile, place.buffer, COPY_IN)
+        place.version = tile.version  # last: a load that was broken off is due again
 
     def _gather(self, tile: Tile, whole: Buffer, stream: str) -> Any:
         parts = [whole.piece(*part) for part in tile.layout.gathered]

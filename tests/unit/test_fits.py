@@ -17,7 +17,7 @@ from megatrain.autoplace import auto
 from megatrain.autoplace.auto import check_fits
 from megatrain.base.units import GIB, MIB
 from megatrain.device import CpuDevice
-from megatrain.device.base import Abilities
+from megatrain.device.base import COPY_IN, Abilities
 from megatrain.engine.batch import halved
 from megatrain.engine.step import TrainingParts
 from megatrain.forecast.cache import UNSUMMED, ForecastCache, needs_of
@@ -278,6 +278,31 @@ def test_a_step_that_found_no_memory_for_more_rows_than_before_is_computed_again
     result, wanted = engine.step(STEP), plain.step(halved(STEP))
     assert device.what is None
     assert (result.loss, result.grad_norm) == (wanted.loss, wanted.grad_norm)
+
+
+class BrokenOff(CpuDevice):
+    """The user ends a call, by Ctrl-C, at the copy to the device behind `left` others."""
+
+    left = -1
+
+    def copy(self, stream, *given):
+        if stream == COPY_IN:
+            self.left -= 1
+            if self.left == -1:
+                raise KeyboardInterrupt
+        super().copy(stream, *given)
+
+
+def test_weights_that_stay_are_loaded_again_where_their_load_was_broken_off():
+    device, placement = BrokenOff(), Placement(keep_weights=4)
+    engine, plain = (make_engine(llama(), placement=placement, device=d) for d in (device, "cpu"))
+    for each in (engine, plain):
+        each.step(STEP)
+    for left in range(3):
+        device.left = left
+        with pytest.raises(KeyboardInterrupt):
+            engine.evaluate(STEP)
+    assert engine.evaluate(STEP) == plain.evaluate(STEP)
 
 
 def test_micro_batches_whose_routers_are_weighed_one_by_one_are_not_cut():
