@@ -245,12 +245,13 @@ class PlacedEngine:
             try:
                 measured = self._train(self._parts, batch, loss)
                 self._steps += 1
+                self.optimizer.took_step()
+                self._parts.update.end()
             except DoesNotFit as error:
                 if router_shares is not None or not self._can_be_leaner(self._parts, batch):
                     raise
                 _log.warning(_LEANER, self._steps + 1, str(error).partition(";")[0])
         if measured is not None:
-            self.optimizer.took_step()
             seconds, measures = time.perf_counter() - start, as_numbers(batch.measured)
             experts = self._expert_loads.after_step(batch.loads)
             return StepResult(*measured, batch.all_tokens, seconds, measures, experts)

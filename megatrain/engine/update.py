@@ -367,8 +367,11 @@ class Update:
                 self.directions.replace_gradients(tile, accumulator.sums, self._settings, scale)
                 landed = sink.send(accumulator, host_grad)
             self._start(tile, host_grad, landed, scale)
-        self._started = []
         return loss, norm
+
+    def end(self) -> None:
+        """The step is counted: its updates are of one step, whatever happens from now on."""
+        self._started = []
 
     def _check(self, measured: tuple[float, float]) -> None:
         loss, norm = measured

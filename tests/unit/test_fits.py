@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from megatrain import AdamW, DoesNotFit, Engine, InputError, Placement, config
+from megatrain import AdamW, DoesNotFit, Engine, InputError, Placement, RunFailed, config
 from megatrain.autoplace import auto
 from megatrain.autoplace.auto import check_fits
 from megatrain.base.units import GIB, MIB
@@ -303,6 +303,16 @@ def test_weights_that_stay_are_loaded_again_where_their_load_was_broken_off():
         with pytest.raises(KeyboardInterrupt):
             engine.evaluate(STEP)
     assert engine.evaluate(STEP) == plain.evaluate(STEP)
+
+
+def test_a_step_that_is_broken_off_before_it_counts_is_not_saved(tmp_path):
+    """Its updates have begun; whoever goes on would count one step too few."""
+    with make_engine(llama(), clip=None, placement=Placement()) as engine:
+        engine.optimizer.took_step = mock.Mock(side_effect=KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step(STEP)
+        with pytest.raises(RunFailed, match="broken off when updates had begun"):
+            engine.save(tmp_path / "checkpoint")
 
 
 def test_micro_batches_whose_routers_are_weighed_one_by_one_are_not_cut():
