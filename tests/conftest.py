@@ -57,14 +57,13 @@ def pytest_runtest_logfinish() -> None:
 @pytest.fixture(autouse=True)
 def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     """The order of sums, and so the last bits, must not depend on the machine's cores."""
-    torch = sys.modules.get("torch")
-    if torch is None or request.node.get_closest_marker("gpu"):
+    if "torch" not in sys.modules or request.node.get_closest_marker("gpu"):
         yield
         return
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    from megatrain.compat.torch import one_thread
+
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

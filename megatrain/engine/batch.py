@@ -126,8 +126,9 @@ class Intake:
             ids = torch.full_like(shares[0]["input_ids"][:1], int(mine.unique[0]))
             uncounted = {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}
             shares.extend([uncounted] * (most_micro - mine.num))
+        on_device_U = unique_U.to(setup.device.torch_device)
         batch = Batch(
-            [self._moved(micro, unique_U) for micro in shares],
+            [self._moved(micro, unique_U, on_device_U) for micro in shares],
             normaliser,
             mine.num_tokens,
             unique_U,
@@ -144,7 +145,9 @@ class Intake:
             _give_loss(batch, loss, losses if is_joint else mine.losses)
         return batch
 
-    def _moved(self, micro: Mapping[str, Tensor], unique_U: Tensor) -> MicroBatch:
+    def _moved(
+        self, micro: Mapping[str, Tensor], unique_U: Tensor, on_device_U: Tensor
+    ) -> MicroBatch:
         # Without a mask transformers takes the fast causal path. A mask of ones says that documents
         # see each other, else nothing; of zeros (rows that stand for none) nothing can be right.
         device, capture = self._setup.device.torch_device, self._program.spec.capture
@@ -163,7 +166,7 @@ class Intake:
             else:
                 inputs[key] = moved
         counted_N = None if all_count else mask.flatten().float().to(device)
-        index_BT = torch.searchsorted(unique_U.to(device), inputs["input_ids"].contiguous())
+        index_BT = torch.searchsorted(on_device_U, inputs["input_ids"].contiguous())
         rows = Rows(inputs["input_ids"], index_BT, {}, unique_U)
         lengths, packed = {}, documents.is_packed(micro)
         if packed:

@@ -67,7 +67,8 @@ class ModelProgram:
         self.may_attend_by_lengths = self.capture.takes_any and takes_lengths
         self.attends_by_lengths = self.exchanges = False
         self._followed = set[frozenset[str]]()  # kinds of media that layers are followed with
-        self._undivided: dict[torch.Size, set[int]] = {}  # see `_document_indices`
+        # By the shape of rows: calls of `look` in a forward that need not be repeated.
+        self._undivided: dict[torch.Size, set[int]] = {}
         self._encoder_calls = calls_of(model, spec.media)
         if self._encoder_calls:
             attention.attend_by_images(model)
