@@ -14,5 +14,13 @@ def changed(objects: Iterable[Any], **values: Any) -> Iterator[None]:
             setattr(changing, name, values[name])
         yield
     finally:
-        for changing, name, value in saved:
-            setattr(changing, name, value)
+        try:
+            _put_back(saved)
+        except BaseException:  # Ctrl-C may come here, too
+            _put_back(saved)
+            raise
+
+
+def _put_back(saved: Iterable[tuple[Any, str, Any]]) -> None:
+    for changing, name, value in saved:
+        setattr(changing, name, value)

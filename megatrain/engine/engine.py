@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -324,8 +325,13 @@ class PlacedEngine:
             raise InputError(
                 "another call of this engine is running, in a thread or around this one; let it end"
             )
-        with changed([self], _running=True):
-            yield
+        try:
+            with changed([self], _running=True):
+                yield
+        except KeyboardInterrupt as error:
+            # It may have broken off `__exit__` of a context, which ends when nothing holds it.
+            traceback.clear_frames(error.__traceback__)
+            raise
 
     @contextmanager
     def whole_model(

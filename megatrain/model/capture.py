@@ -250,6 +250,7 @@ class Capture:
         self.model = model
         self.trunk: nn.Module = model
         self._handler: Callable[[nn.Module, tuple, dict], Any] | None = None
+        self._ends = False
         self.scores_rows, self.classifies = hf.scores_rows(model), hf.classifies(model)
         self.embeds = hf.embeds(model)
         self._signature = inspect.signature(model.forward).parameters
@@ -399,9 +400,10 @@ class Capture:
         """Within this context, a run ends with the trunk's output."""
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            raise Reached(output)
+            if self._ends:  # Ctrl-C may break off the hook's removal
+                raise Reached(output)
 
-        with self.trunk.register_forward_hook(end):
+        with self.trunk.register_forward_hook(end), changed([self], _ends=True):
             yield
 
 

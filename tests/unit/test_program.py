@@ -1,6 +1,8 @@
 """A program of a model: masks, what runs before layers, compiled and random layers, weights."""
 
-from itertools import pairwise
+import sys
+import traceback
+from itertools import count, pairwise
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +120,46 @@ def test_positions_are_looked_at_once_for_rows_of_a_length(looks):
     del looks[:]
     engine.step([{**micro, "position_ids": places % 5}])
     assert not looks
+
+
+def interrupting(at):
+    """A tracer that raises KeyboardInterrupt at one of the places where Ctrl-C may come.
+
+    These are the begin of each call, and each round of a loop, in contexts and of them.
+    """
+    places = count()
+
+    def trace(frame, event, _):
+        context = getattr(frame.f_locals.get("self"), "gen", None)
+        code = frame.f_code if context is None else context.gi_code
+        files = "base/changed.py", "compat/transformers.py", "torch/utils/hooks.py"
+        if not code.co_filename.endswith(files):
+            return None
+        if (event == "call" or code.co_name == "_put_back") and next(places) == at:
+            raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+def test_an_interrupt_anywhere_leaves_the_functions_of_transformers_as_they_were():
+    """Also while something holds the exception, as a notebook does."""
+    engine, functions = make_engine(llama(num_hidden_layers=1)), vars(masking_utils).copy()
+    previous, interrupts = sys.gettrace(), 0
+    while True:
+        sys.settrace(interrupting(interrupts))
+        try:
+            engine.evaluate(STEP[:1])
+            break
+        except KeyboardInterrupt as error:
+            held = error
+            interrupts += 1
+        finally:
+            sys.settrace(previous)
+        for frame, _ in traceback.walk_tb(held.__traceback__):
+            _ = frame.f_locals  # tracing has copied them
+        assert vars(masking_utils) == functions, f"while {held!r} is held"
+    assert interrupts > 20
 
 
 def test_a_mask_that_hides_tokens_is_not_looked_at():
