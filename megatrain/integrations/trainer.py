@@ -4,6 +4,7 @@ The Trainer's loop, callbacks, loggers, schedulers and evaluations stay; the eng
 micro-batches of an optimizer step together, in one layer-major step, updates, and saves.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -17,11 +18,12 @@ from torch import Tensor
 
 from megatrain.api import Engine, StepResult
 from megatrain.base.changed import changed
-from megatrain.compat.peft import is_peft_model, without_wrapper
+from megatrain.compat.peft import KEYS, is_peft_model, without_wrapper
 from megatrain.compat.transformers import num_items
 from megatrain.errors import InputError
 from megatrain.integrations import heeded, objectives, trainer_model
 from megatrain.integrations.heeded import REFUSED_OPTIONS, refuse
+from megatrain.model.adapters import adapted
 from megatrain.model.routers import ask_for
 from megatrain.model.sizes import most_tokens
 from megatrain.optim import AdamW
@@ -47,6 +49,7 @@ _NOT_THE_BASE = (
     "it as ref_model, or train get_peft_model(model, config)"
 )
 _ROUTERS = ("output_router_logits", "router_aux_loss_coef")
+_NOTES = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 _ENGINE, _SCHEDULER = "megatrain", "scheduler.pt"
 
 _Trainer: Any = object  # the class that this one is mixed into
@@ -367,24 +370,32 @@ class StreamedTrainer(_Trainer):
         torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        given, folder = self._parameters(), Path(resume_from_checkpoint) / _ENGINE
+        given, folder = self._decided(), Path(resume_from_checkpoint) / _ENGINE
         if not folder.is_dir():
             refuse(
                 f"{resume_from_checkpoint}, which has no folder {_ENGINE}",
                 "take a checkpoint that a StreamedTrainer has saved without save_only_model",
             )
         self._restore(folder)
-        if self._parameters() != given:
-            refuse(
-                f"{resume_from_checkpoint}, whose model has other parameters, or trains or decays "
-                "others",
-                "make the trainer with the model, adapter and frozen parameters of the checkpoint",
-            )
+        for name, saved in self._decided().items():
+            if given.get(name, saved) != saved:
+                refuse(
+                    f"{resume_from_checkpoint}, whose model has another {name}",
+                    "make the trainer with the model, adapter and frozen parameters of the "
+                    "checkpoint",
+                )
 
-    def _parameters(self) -> tuple[int, dict[str, int]]:
-        """The number of all parameters, and the group of each trained one."""
-        assert self.engine.optimizer is not None
-        return self.engine.num_parameters, self.engine.optimizer.group_of()
+    def _decided(self) -> dict[str, Any]:
+        """By name all but the weights that decides what a model computes and learns."""
+        optimizer, adapter = self.engine.optimizer, adapted(self.engine._opened.source.model)
+        assert optimizer is not None
+        keys = {} if adapter is None else adapter.as_json()["configs"][adapter.name]
+        return {
+            "number of parameters": self.engine.num_parameters,
+            "set of trained or decayed parameters": optimizer.group_of(),
+            **{key: keys[key] for key in keys.keys() & KEYS - {"init_lora_weights"}},
+            **_read_by_forward(json.loads(self.engine.config.to_json_string(use_diff=False))),
+        }
 
     def _restore(self, folder: Path) -> None:
         """Put the engine of a checkpoint in the place of the trainer's."""
@@ -410,6 +421,17 @@ class StreamedTrainer(_Trainer):
         assert self.lr_scheduler is not None and self.optimizer is not None
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER))
         self.optimizer.load_state_dict(self._groups)  # as callbacks may have set them
+
+
+def _read_by_forward(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The keys of a model's configuration, also of those inside, that its forward may read."""
+    keys: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            keys |= _read_by_forward(value, f"{prefix}{key}.")
+        elif key not in _NOTES:
+            keys[prefix + key] = value
+    return keys
 
 
 def _settings(args: Any) -> dict[str, Any]:

@@ -94,7 +94,10 @@ def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None
     for section, key, old, new in differences(before, config):
         name = f"{section}.{key}"
         free = section in _FREE_SECTIONS or key in FREE_KEYS.get(section, ())
-        if not free or name in ("loss.name", "loss.labels", "loss.pooling"):  # they decide the head
+        free &= name not in ("loss.name", "loss.labels", "loss.pooling")  # they decide the head
+        if name == "loss.beta" and config.loss.kind == "prompts":
+            free &= bool(old)  # else the run has kept nothing of a reference
+        if not free:
             raise InputError(
                 f"{name}: {shown(new)} now, but {where} was made with {shown(old)}, and this "
                 "cannot change on resume; set it back, or start a new run"

@@ -224,6 +224,8 @@ def test_replies_drawn_at_another_temperature_are_not_learnt_from(megatrain, rol
     megatrain.refused(told, "train", file, "--resume", *hot, *sets(training__steps=2))
     megatrain.done("train", file, "--resume", *sets(training__steps=2))
     megatrain.done("train", file, "--resume", *hot, *sets(training__steps=3))
+    told = "loss.beta: 0.1 now, but"  # the run has kept no reference
+    megatrain.refused(told, "train", file, "--resume", *sets(training__steps=4, loss__beta=0.1))
 
 
 IN_VAIN = {

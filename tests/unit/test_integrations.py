@@ -212,11 +212,31 @@ def test_a_checkpoint_of_another_model_is_not_gone_on_with(tmp_path):
     steps = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no"}
     trainer(Streamed, tmp_path, **steps).train()
     others = type("Decaying", (Streamed,), {"get_decay_parameter_names": lambda *_: ["lm_head"]})
-    kinds = {frozen: Streamed, partial(small, num_hidden_layers=2): Streamed, small: others}
-    for model, kind in kinds.items():
+    parameters = "set of trained or decayed parameters"
+    for model, kind, other in (
+        (frozen, Streamed, parameters),
+        (small, others, parameters),
+        (partial(small, num_hidden_layers=2), Streamed, "number of parameters"),
+        (partial(small, rms_norm_eps=0.1), Streamed, "rms_norm_eps"),
+    ):
         made = trainer(kind, tmp_path, model=model(), **steps | {"max_steps": 2})
-        with pytest.raises(InputError, match="checkpoint-1, whose model has other parameters"):
+        with pytest.raises(InputError, match=f"checkpoint-1, whose model has another {other}"):
             made.train(resume_from_checkpoint=True)
+
+
+def test_settings_of_an_adapter_are_those_of_the_checkpoint(tmp_path):
+    """They decide what its weights do, which are the checkpoint's."""
+
+    def with_adapter(**changes):
+        config = LoraConfig(**{"target_modules": ["q_proj"], "lora_alpha": 4} | changes)
+        few = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no"}
+        return trainer(Streamed, tmp_path, model=get_peft_model(small(), config), **few)
+
+    with_adapter().train()
+    for changes in ({"lora_alpha": 8}, {"use_rslora": True}, {"lora_dropout": 0.5}):
+        with pytest.raises(InputError, match=f"whose model has another {next(iter(changes))}"):
+            with_adapter(**changes).train(resume_from_checkpoint=True)
+    with_adapter(init_lora_weights="gaussian").train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize(
