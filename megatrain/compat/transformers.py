@@ -1,7 +1,7 @@
 """All that the package takes of transformers beneath its public names."""
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count
@@ -102,6 +102,15 @@ def scores_rows(model: object) -> bool:
 def embeds(model: object) -> bool:
     """True if a model has no head: it gives the last hidden state of each token."""
     return type(model).__name__ in BASE_CLASSES.values()
+
+
+def runs_on(model: PreTrainedModel, layers: Iterable[nn.Module]) -> bool:
+    """True if layers have states or convolutions, which know no beginning of a document."""
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    parts = (part for layer in layers for part in layer.modules())
+    convolves = (isinstance(p, nn.Conv1d) and p.kernel_size != (1,) for p in parts)
+    carries = getattr(model, "_is_stateful", False)
+    return carries or "linear_attention" in kinds or any(convolves)
 
 
 def classifies(model: object) -> bool:

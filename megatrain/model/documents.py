@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig
 
 from megatrain.base.units import gib
 from megatrain.compat.torch import mark_dynamic
-from megatrain.compat.transformers import attention_of
+from megatrain.compat.transformers import attention_of, runs_on
 from megatrain.errors import DoesNotFit, InputError, explained
 from megatrain.loss import IGNORED
 from megatrain.model.attention import BY_EAGER, BY_LENGTHS, BY_MASKS, BY_WINDOWS, document_starts
@@ -269,10 +269,13 @@ class DocumentCheck:
 
 
 def check_documents(spec: ModelSpec) -> None:
-    """Refuse a model whose own masks let a document see the one before it.
+    """Refuse a model whose states, convolutions or masks let a document see the one before it.
 
     This needs no data. `DocumentCheck` still tries models that pass, in their steps.
     """
+    model = spec.capture.model
+    if runs_on(model, (layer.module for layer in spec.layers)):
+        raise InputError(_MIXED.format(model.config.model_type))
     program = ModelProgram(spec, torch.device("cpu"), torch.float32)
     if program.may_attend_by_lengths or not spec.capture.accepts("position_ids"):
         return
@@ -281,7 +284,7 @@ def check_documents(spec: ModelSpec) -> None:
     positions = torch.cat([torch.arange(first), torch.arange(size - first)])[None]
     rows = Rows(ids, ids, {}, ids[0, :1])
     inputs = {"input_ids": ids, "position_ids": positions}
-    positions = packed_positions(spec.capture.model, inputs)
+    positions = packed_positions(model, inputs)
     micro = MicroBatch(inputs | {"position_ids": positions}, ids, rows)
     program.prologue({}, micro)  # with zeros for weights
     leaves = [leaf for call in micro.calls for leaf in call.leaves if isinstance(leaf, Tensor)]
@@ -289,7 +292,7 @@ def check_documents(spec: ModelSpec) -> None:
     masks = [leaf for leaf in leaves if leaf.ndim > 2 and leaf.shape[-2:] == (size, size)]
     across = [mask[..., first:, :first] for mask in masks]
     if any(bool((part if part.dtype == torch.bool else part > -1).any()) for part in across):
-        raise InputError(_MIXED.format(spec.capture.model.config.model_type))
+        raise InputError(_MIXED.format(model.config.model_type))
 
 
 @dataclass(frozen=True)
