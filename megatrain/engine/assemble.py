@@ -1,4 +1,4 @@
-"""From a model to the parts of a step: tiles, store, weights, units."""
+"""Builds the parts of a step for a model and its store."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -25,8 +25,8 @@ from megatrain.placement import RECOMPUTE, ActivationPolicy
 from megatrain.store.store import DiskStaging, Store, Tier
 from megatrain.tile.formats import Expand
 
-# Of a micro-batch's graph or attention on its way to the host, and as many back, at once: a graph
-# takes up to twice as long over the bus as its layer's forward.
+# Graphs (or attention results) of a micro-batch on their way to the host at once, and as many on
+# their way back: over the bus a graph takes up to twice as long as its layer's forward.
 LANES = 2
 
 
@@ -34,8 +34,8 @@ LANES = 2
 class Assembly(Shared):
     """Everything that `inference` and `training` build the parts of a step from.
 
-    A forecast (forecast/simulate.py) gives other `sinks` and `staging`, which move gradients and
-    planes in fewer pieces, and a function that stands for the unpacking of weights.
+    A forecast (forecast/simulate.py) passes other `sinks` and `staging`, which move gradients and
+    planes in fewer pieces, and `unpacking`, a stand-in for the unpacking of weights.
     """
 
     sinks: type[Sink] = Sink
@@ -52,9 +52,9 @@ class Assembly(Shared):
             self.program.compile()
 
     def policies(self, *, device: bool = True, host: bool = True) -> list[ActivationPolicy]:
-        """The policies of all layers: what each saves for its backward.
+        """The activation policies of all layers.
 
-        Args: `device`, `host`: layers may save tensors there; False: these recompute instead.
+        Args: `device`, `host`: False makes layers recompute that would save tensors there.
         """
         allowed = {"device": device, "host": host}
         policies = self.placement.policies(len(self.layers))
@@ -77,9 +77,9 @@ class Assembly(Shared):
         passes, spec = placement.passes, self.program.spec
         on_device = {tile for tile in tiles if tile.rests.gradient is Tier.DEVICE}
         waiting = {*on_device, *(tile for tile in tiles if update.waits(tile))}
-        if passes > 1 and not optimizer.rule.needs_matrices:  # sums that stay hold it
+        if passes > 1 and not optimizer.rule.needs_matrices:  # kept sums are their gradients
             waiting -= {t for t in on_device.intersection(visited) if not t.layout.owned}
-        if any(name in spec.epilogue for name in spec.gathered):  # waits for rows of a tied table
+        if any(name in spec.epilogue for name in spec.gathered):  # a tied table: rows are added
             waiting.add(self.head)
         with_own_sums = visited if passes > 1 else summed_in_place(waiting, self.dtype)
         scratch = {
@@ -116,10 +116,7 @@ class Assembly(Shared):
         return Parts(trunk, head, embedding, stream, encoded)
 
     def _encoded(self, trunk: Sequence[Unit], embedding: Embedding) -> list[Unit]:
-        """The trunk of a step in which images or sounds are encoded first; empty: none can be.
-
-        A step on text alone leaves the encoders' tile out, and does not update it.
-        """
+        """The trunk of a step with images or sounds; empty if the model has no encoders."""
         prologue, *layers = map(copy, trunk)
         if not self.media or not isinstance(prologue, Prologue):
             return []
@@ -137,7 +134,7 @@ class Assembly(Shared):
 
 
 def host_bytes(store: Store, parts: Parts) -> dict[str, int]:
-    """Bytes of host memory by use: planes, gradients, rows and boundaries in transit."""
+    """Bytes of host memory by use: planes, gradients, rows, boundaries, graphs, disk lanes."""
     sizes = {f"host_{k}_bytes": v for k, v in store.bytes_by_plane().items()}
     sizes["host_rows_bytes"] = parts.embedding.host_bytes
     sizes["host_disk_lanes_bytes"] = parts.stream.disk.host_bytes
@@ -150,10 +147,10 @@ def host_bytes(store: Store, parts: Parts) -> dict[str, int]:
 
 
 def _end_backward(trunk: Sequence[Unit]) -> None:
-    """Let the backward end at the first trained unit, which then saves all of its inputs."""
+    """Let the backward end at the first trained unit, and let this unit save all of its inputs."""
     frozen = [*takewhile(lambda unit: not unit.trained, trunk)]
     for unit in frozen:
         unit.needs_backward = False
     if frozen and (units := trunk[len(frozen) :]):
-        later = {ref for unit in units[1:] for ref in unit.new_inputs}
-        units[0].new_inputs = sorted({ref for unit in units for ref in unit.inputs} - later)
+        saved_later = {ref for unit in units[1:] for ref in unit.new_inputs}
+        units[0].new_inputs = sorted({ref for unit in units for ref in unit.inputs} - saved_later)

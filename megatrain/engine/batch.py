@@ -31,7 +31,7 @@ _NARROW = (torch.int8, torch.int16, torch.int32, torch.uint8)
 
 
 class Intake:
-    """Checks an engine's micro-batches, tests new kinds of rows on the model, moves them to device.
+    """Checks micro-batches, tries the model on new kinds of rows, and moves batches to the device.
 
     Attributes:
         share: this rank's tokens of every row.
@@ -45,22 +45,22 @@ class Intake:
         losses: Callable[[Batch], list[Tensor]],
     ) -> None:
         """Args:
-        rows_each: rows of the table that each of several ranks keeps.
-        losses: computes a batch's losses `[B, T]`.
+        rows_each: rows of the embedding table that each of several ranks keeps.
+        losses: computes the losses `[B, T]` of a batch's micro-batches.
         """
         config = setup.source.model.config
         self._setup, self._program, self._config = setup, program, config
         self._rows_each, self._losses, self._steps = rows_each, losses, 0
         self._vocab_size = config.get_text_config(decoder=True).vocab_size
-        self._labels = min(self._vocab_size, program.spec.num_logits)
+        self._num_labels = min(self._vocab_size, program.spec.num_logits)
         self._max_tokens = most_tokens(config)
         self.share = SequenceShare(setup.sequence_ranks)
         self._documents = documents.DocumentCheck(program, self._run_trial, self._check_masks)
-        shares = isinstance(setup.sequence_ranks, ProcessGroups)  # those of a forecast only count
-        self._row_trial = RowTrial(self.share, program, self._run_trial) if shares else None
+        shares_rows = isinstance(setup.sequence_ranks, ProcessGroups)  # no ranks of a forecast
+        self._row_trial = RowTrial(self.share, program, self._run_trial) if shares_rows else None
 
     def batch(self, micro_batches: MicroBatches, loss: Loss | None, steps: int) -> Batch:
-        """The batch of the step that follows `steps` steps; see `prepared`."""
+        """Return the `prepared` batch of the step after `steps` steps; try new kinds of rows."""
         self._steps, micro_batches = steps, _as_int64(micro_batches)
         batch = self.prepared(micro_batches, loss, self.share)
         self._documents.check(micro_batches, self._setup.ranks)
@@ -100,7 +100,7 @@ class Intake:
             checksum = share.check(micro_batches, losses, loss, self._max_tokens)
             shares.extend(share.micro(micro) for micro in micro_batches)
             ids = torch.cat([micro["input_ids"].reshape(-1) for micro in shares])
-            # Some forwards embed token 0 in the place of what features then overwrite.
+            # Some forwards embed token 0 where features then overwrite the embedding.
             constants = [*spec.constants, 0] if has_media else spec.constants
             unique = torch.unique(torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)]))
             return _Part(share.judged(losses), unique, len(shares), len(ids), checksum, has_media)
@@ -117,12 +117,12 @@ class Intake:
             [part.unique for part in parts], ranks.shards, self._rows_each
         )
         mine = parts[ranks.rank]
-        if share.cuts_rows:  # parts have tokens that fill them up
+        if share.cuts_rows:  # parts of rows are padded, whole rows are not
             all_tokens = sum(micro["input_ids"].numel() for micro in micro_batches)
         else:
             all_tokens = sum(part.num_tokens for part in parts)
         most_micro = max(part.num for part in parts)
-        if self._program.exchanges:  # equally often on all ranks: rows that count nothing follow
+        if self._program.exchanges:  # all ranks need equally many: add micro-batches of padding
             ids = torch.full_like(shares[0]["input_ids"][:1], int(mine.unique[0]))
             uncounted = {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}
             shares.extend([uncounted] * (most_micro - mine.num))
@@ -148,13 +148,13 @@ class Intake:
     def _moved(
         self, micro: Mapping[str, Tensor], unique_U: Tensor, on_device_U: Tensor
     ) -> MicroBatch:
-        # Without a mask transformers takes the fast causal path. A mask of ones says that documents
-        # see each other, else nothing; of zeros (rows that stand for none) nothing can be right.
+        # Without a mask transformers takes the fast causal path. A mask of ones matters only to
+        # packed rows, whose documents then see each other. Padding alone needs no right result.
         device, capture = self._setup.device.torch_device, self._program.spec.capture
         mask = micro.get("attention_mask", torch.ones(1))
-        all_count, none_counts = bool(mask.all()), not bool(mask.any())
-        drops_mask = self.share.cuts_rows or none_counts
-        drops_mask = drops_mask or (all_count and not documents.starts_anew(micro))
+        all_tokens, all_padding = bool(mask.all()), not bool(mask.any())
+        drops_mask = self.share.cuts_rows or all_padding
+        drops_mask = drops_mask or (all_tokens and not documents.starts_anew(micro))
         inputs, media = {}, {}
         for key, value in micro.items():
             is_input = key == "input_ids" or capture.accepts(key)
@@ -165,7 +165,7 @@ class Intake:
                 media[key] = as_computed(moved, self._program.dtype)
             else:
                 inputs[key] = moved
-        counted_N = None if all_count else mask.flatten().float().to(device)
+        counted_N = None if all_tokens else mask.flatten().float().to(device)
         index_BT = torch.searchsorted(on_device_U, inputs["input_ids"].contiguous())
         rows = Rows(inputs["input_ids"], index_BT, {}, unique_U)
         lengths, packed = {}, documents.is_packed(micro)
@@ -210,21 +210,21 @@ class Intake:
         for key in micro:
             _check_value(where, micro, key, loss)
         mask = micro.get("attention_mask", torch.ones(1))
-        if len(others := mask[(mask != 0) & (mask != 1)]):
+        if len(wrong := mask[(mask != 0) & (mask != 1)]):
             raise InputError(
-                f"{where}: attention_mask holds {int(others[0])}; 1 stands for a token, 0 hides it "
+                f"{where}: attention_mask holds {int(wrong[0])}; 1 stands for a token, 0 hides it "
                 "(documents of a row are kept apart by position_ids that start anew)"
             )
         _check_ids(f"{where}: input_ids", micro["input_ids"], self._vocab_size)
         if loss is not None:
             labels = micro["labels"]
-            _check_ids(f"{where}: labels", labels[labels != IGNORED], self._labels)
+            _check_ids(f"{where}: labels", labels[labels != IGNORED], self._num_labels)
             if (labels != IGNORED).any() and not mask.any():
                 raise InputError(
                     f"{where}: attention_mask hides all tokens; 1 stands for one, 0 hides"
                 )
             for name in loss.choices[:1]:
-                _check_ids(f"{where}: {name}", micro[name], self._labels)
+                _check_ids(f"{where}: {name}", micro[name], self._num_labels)
         _check_positions(where, micro, self._max_tokens)
 
     def _check_masks(self, micro_batches: MicroBatches) -> None:
@@ -237,19 +237,19 @@ class Intake:
     def _run_trial(self, micro_batches: MicroBatches) -> tuple[list[Sequence[Call]], list[Tensor]]:
         self._program.train(False)
         loss = TokenScore() if self._program.spec.capture.classifies else CROSS_ENTROPY
-        last = self._labels - 1  # of classes, for which token ids stand here
+        last = self._num_labels - 1  # a classifier's labels are classes, but here they are tokens
         micro_batches = [{**m, "labels": m["labels"].clamp(max=last)} for m in micro_batches]
         batch = self.prepared(micro_batches, loss)
-        # In float8 tokens that are computed together share a scale, and change with each other.
+        # Float8 is off: the tokens of a tensor share a scale, so each changes the others' results.
         unscaled = changed(self._program.scaled_together, __class__=nn.Linear)
         with self._program.eager(), unscaled:
             losses = [loss.cpu() for loss in self._losses(batch)]
         by_rank = self._setup.ranks.all_gather_object(losses)
-        return [micro.calls for micro in batch.micro], by_rank[0]  # so that all ranks decide alike
+        return [micro.calls for micro in batch.micro], by_rank[0]  # all ranks decide by the same
 
 
 def _as_int64(micro_batches: Any) -> Any:
-    """The micro-batches with narrow integers, and masks of truth values, as int64."""
+    """Convert tensors of narrower integers, and masks of truth values, to int64."""
     if not isinstance(micro_batches, list | tuple):
         return micro_batches
 
@@ -266,9 +266,9 @@ def _as_int64(micro_batches: Any) -> Any:
 def halved(
     micro_batches: MicroBatches, is_media: Callable[[str], bool] = lambda name: False
 ) -> list[Mapping[str, Tensor]]:
-    """Split the rows of each micro-batch into two halves; a single row stays as it is.
+    """Split the rows of each micro-batch into two halves.
 
-    So do rows with images or sounds, whose tensors do not say which row they are of.
+    A single row stays whole, and rows with images or sounds, whose tensors do not tell the rows.
     """
     parts: list[Mapping[str, Tensor]] = []
     for micro in micro_batches:
@@ -283,26 +283,26 @@ def halved(
 
 
 def _by_owner(ids: Sequence[Tensor], ranks: Ranks, rows_each: int) -> tuple[Tensor, slice]:
-    """All ranks' ids, ascending, in equal blocks by the rank that keeps them; this rank's slice."""
+    """All ranks' ids in blocks of equal length by the rank that keeps them; this rank's slice."""
     if len(ids) == 1:
         return ids[0], slice(None)
-    every_U = torch.unique(torch.cat(list(ids)))
+    unique_U = torch.unique(torch.cat(list(ids)))
     bounds = torch.arange(ranks.size + 1) * rows_each
-    spans = [*pairwise(torch.searchsorted(every_U, bounds).tolist())]
+    spans = [*pairwise(torch.searchsorted(unique_U, bounds).tolist())]
     longest = max(stop - start for start, stop in spans)
     blocks = []
     for start, stop in spans:
-        last = every_U[stop - 1] if stop else torch.tensor(-1)
-        blocks += [every_U[start:stop], last.expand(longest - (stop - start))]
+        filler = unique_U[stop - 1] if stop else torch.tensor(-1)
+        blocks += [unique_U[start:stop], filler.expand(longest - (stop - start))]
     start, stop = spans[ranks.rank]
     first = ranks.rank * longest
     return torch.cat(blocks), slice(first, first + stop - start)
 
 
 def _check_value(where: str, micro: Mapping[str, Tensor], key: str, loss: Loss | None) -> None:
-    """Check a value of every token: its shape, type and device.
+    """Check the shape, type and device of a tensor with a value for each token.
 
-    A loss's inputs `[B, T]` are numbers; of its choices `[B, T, K]` the first are ids.
+    A loss's inputs `[B, T]` hold numbers; its choices `[B, T, K]` hold token ids, then numbers.
     """
     inputs, choices = ((), ()) if loss is None else (loss.inputs, loss.choices)
     value, shape = micro[key], [*micro["input_ids"].shape]
@@ -322,7 +322,7 @@ def _check_value(where: str, micro: Mapping[str, Tensor], key: str, loss: Loss |
 
 
 def _give_loss(batch: Batch, loss: Loss, inputs: Iterable[Judged]) -> None:
-    """Give the batch a loss's targets and inputs: of all ranks if joint, else of this rank."""
+    """Put a loss's targets and inputs into the batch; `inputs` of all ranks if it is joint."""
     device = batch.micro[0].rows.ids.device
     for targets, extras in inputs:
         batch.loss_inputs.append((targets.to(device), [extra.to(device) for extra in extras]))
@@ -339,28 +339,30 @@ def _give_loss(batch: Batch, loss: Loss, inputs: Iterable[Judged]) -> None:
 
 
 class _Part(NamedTuple):
+    """One rank's part of a step: targets and inputs of the loss, distinct ids, and counts."""
+
     losses: list[Judged]
     unique: Tensor
-    num: int
+    num: int  # micro-batches
     num_tokens: int
     checksum: int
     has_media: bool
 
 
 def _loss_inputs(micro: Mapping[str, Tensor], loss: Loss, shift: int) -> Judged:
-    ids = loss.choices[:1]  # all others are numbers
+    ids = loss.choices[:1]  # all other inputs are numbers
     inputs = [(name, micro[name]) for name in (*loss.inputs, *loss.choices)]
     extras = [targets_of(t if name in ids else t.float(), shift, 0) for name, t in inputs]
     return targets_of(micro["labels"], shift), extras
 
 
 def _without_media(where: str, micro: Any, is_media: Callable[[str], bool]) -> Any:
-    """The tensors of a micro-batch that describe text; the micro-batch itself if all do."""
+    """Check tensors of images and sounds; return the others (`micro` itself if there are none)."""
     media = [key for key in micro if is_media(key)] if isinstance(micro, Mapping) else []
     for key in media:
         value = micro[key]
         fits = isinstance(value, Tensor) and value.device.type == "cpu" and value.numel()
-        # One pass over gigabytes of pixels, without a copy: the extremes of a NaN are NaN.
+        # `aminmax` makes no copy of gigabytes of pixels, and returns NaN if there is a NaN.
         if not fits or not all(map(isfinite, map(float, value.aminmax()))):
             raise InputError(
                 f"{where}: {key} must be a tensor of finite numbers on the cpu, and not empty"
@@ -375,10 +377,10 @@ def _check_positions(where: str, micro: Mapping[str, Tensor], max_tokens: int | 
             f"{where} has rows of {tokens} tokens, but the model has {max_tokens} positions "
             "(max_position_embeddings); cut the rows"
         )
-    for place in map(int, micro.get("position_ids", torch.zeros(1)).aminmax()):
-        if place < 0 or place >= (max_tokens or inf):
+    for position in map(int, micro.get("position_ids", torch.zeros(1)).aminmax()):
+        if position < 0 or position >= (max_tokens or inf):
             raise InputError(
-                f"{where}: position_ids holds {place}; positions start at 0, and the model has "
+                f"{where}: position_ids holds {position}; positions start at 0, and the model has "
                 f"{max_tokens or 'any number'} (max_position_embeddings)"
             )
 

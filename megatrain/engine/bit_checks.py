@@ -1,10 +1,10 @@
 """Checksums of the tiles' planes: a bit that changes while nobody writes it stops the run.
 
-The update makes them in its own pass over what it reads and writes (`kernels.checksum`). With
-`step`, what it reads is compared with what was written last; what rests on the device is compared
-there before the updates start; frozen planes are compared in each step, and gradients when they are
-read, with what had landed; and copies of weights on the device, when a visit has used them. With
-`save`, planes are compared when they are saved.
+An update takes the checksums in its own pass over the bytes that it reads and writes
+(`kernels.checksum`). With `verify="save"` planes are compared with their checksums when they are
+saved. With `step` they are compared in each step, too: host and disk planes as the update reads
+them, planes on the device before the updates start, gradients as they are read with those that had
+landed, copies of weights after the visit that used them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,13 +34,15 @@ _REMEDY = (
 )
 
 
-# A tile's index, its trained weights or the frozen ones, their version (-1: they never change), and
-# the rank whose block of them it is.
-_Copied = tuple[int, bool, int, int]
+# Names weights of which the device has a copy: the tile's index, trained or frozen, their version
+# (-1: they never change), and the rank that keeps them.
+_CopyKey = tuple[int, bool, int, int]
 
 
 @dataclass(frozen=True)
 class _Part:
+    """The trained or the frozen part of a plane: values `start` to `stop` of `buffer`."""
+
     tile: Tile
     plane: Plane
     buffer: Buffer
@@ -52,7 +54,7 @@ class _Part:
     def key(self) -> tuple[int, str, bool]:
         return self.tile.index, self.plane.name, self.trained
 
-    def copied(self, version: int, rank: int | None = None) -> _Copied:
+    def copy_key(self, version: int, rank: int | None = None) -> _CopyKey:
         changes = self.trained or bool(self.tile.layout.copies)
         rank = self.tile.rank if rank is None else rank
         return self.tile.index, self.trained, version if changes else -1, rank
@@ -81,7 +83,7 @@ def _updated_parts(tile: Tile) -> list[_Part]:
 
 
 def _zero_sums(numel: int, buffer: Buffer) -> Tensor:
-    """A checksum of zeros, to be added to, for a plane's first `numel` values; on its device."""
+    """A checksum of zeros for a plane's first `numel` values, on the plane's device."""
     device = "cpu" if isinstance(buffer, disk.DiskBuffer) else buffer.data.device
     count = -(-numel * buffer.data.itemsize // SUMMED_BYTES)
     return torch.zeros(count, 2, dtype=torch.int64, device=device)
@@ -109,11 +111,12 @@ class UpdateSums:
         group: Mapping[str, object],
         options: UpdateOptions,
     ) -> None:
-        """Update a range of `planes`, and add it to the checksums, before and after.
+        """Update a range of the planes; add their values before and after to the checksums.
 
         Args:
             rule: None leaves the range as it is.
-            planes: in the order of `part`.
+            part: the range's values of each plane, and its gradient.
+            planes: the planes of `part`: of the weights, the remainder and the states.
             start: the range's first element, counted from this rank's first one of the tile.
         """
         first = [0 if p is None else p.place(start, start).start * p.dtype.itemsize for p in planes]
@@ -142,43 +145,44 @@ class BitChecks:
     """The checksums of an engine's tiles.
 
     Attributes:
-        flag: the number of differences on the device, counted there; part of a step's report.
+        flag: on the device, the number of differences there; it is part of a step's report.
     """
 
     def __init__(
         self, device: Device, tiles: Sequence[Tile], verify: Verify = "off", threads: int = 1
     ) -> None:
         self._device, self._tiles, self._threads = device, tiles, threads
-        self._makes, self._compares = verify != "off", verify == "step"
-        self._checksums: dict[tuple[int, str, bool], Tensor] = {}
-        self._gradients: dict[int, Tensor] = {}
-        self._weights: dict[_Copied, Tensor] = {}  # of a tile's newest two versions
-        self._copies: dict[_Copied, Tensor] | None = None  # on the device, since the step began
-        self._differences: list[tuple[str, Tensor, Tensor]] = []  # there, since the last report
+        self._sums_any, self._sums_steps = verify != "off", verify == "step"
+        self._checksums: dict[tuple[int, str, bool], Tensor] = {}  # by `_Part.key`
+        self._gradients: dict[int, Tensor] = {}  # by tile index, of gradients that have landed
+        self._weights: dict[_CopyKey, Tensor] = {}  # of each tile's newest two versions
+        self._copies: dict[_CopyKey, Tensor] | None = None  # of copies used in the current step
+        # Comparisons on the device since the last report: text, expected and computed checksum.
+        self._comparisons: list[tuple[str, Tensor, Tensor]] = []
         self.flag = device.empty("planes that differ", 1, torch.float32)
         device.run(COMPUTE, "clear flag", self.flag.data.zero_, writes=[self.flag])
 
     def seal(self) -> None:
         """Take checksums of all planes as they are now; with `verify="save"` not of disk planes."""
-        for part in (p for t in self._tiles if self._makes for p in _parts(t)):
+        for part in (p for t in self._tiles if self._sums_any for p in _parts(t)):
             if part.tier is Tier.DEVICE:
-                work = partial(self._keep, part)
+                work = partial(self._sum_part, part)
                 self._device.run(COMPUTE, f"sum {part.tile.name}", work, [part.buffer])
-            elif self._compares or part.tier is Tier.HOST:
-                self._keep(part)
+            elif self._sums_steps or part.tier is Tier.HOST:
+                self._sum_part(part)
 
-    def _keep(self, part: _Part, version: int | None = None) -> None:
+    def _sum_part(self, part: _Part, version: int | None = None) -> None:
         checksum = self._sum(part.buffer, part.start, part.stop)
-        self._note(part, checksum, part.tile.version if version is None else version)
+        self._store(part, checksum, part.tile.version if version is None else version)
 
-    def _note(self, part: _Part, checksum: Tensor, version: int) -> None:
+    def _store(self, part: _Part, checksum: Tensor, version: int) -> None:
         self._checksums[part.key] = checksum
-        if self._compares and part.buffer is part.tile.weights:
-            self._weights.pop(part.copied(version - 2), None)
-            self._weights[part.copied(version)] = checksum
+        if self._sums_steps and part.buffer is part.tile.weights:
+            self._weights.pop(part.copy_key(version - 2), None)
+            self._weights[part.copy_key(version)] = checksum
 
     def _sum(self, buffer: Buffer, start: int, stop: int, at: int = 0) -> Tensor:
-        """The checksum of a range of a buffer that begins at value `at` of its plane."""
+        """The checksum of values `start` to `stop` of a buffer that begins `at` in its plane."""
         size, blocks = buffer.data.itemsize, _zero_sums(at + stop, buffer)
         piece = disk.PIECE if isinstance(buffer, disk.DiskBuffer) else max(1, stop - start)
         for first in range(start, stop, piece):
@@ -187,15 +191,15 @@ class BitChecks:
         return blocks
 
     def begin(self) -> None:
-        """A step begins: compare what is frozen and does not rest on the device."""
+        """Begin a step: compare the frozen parts that do not rest on the device."""
         self._copies = {}
-        for tile in self._tiles if self._compares else ():
+        for tile in self._tiles if self._sums_steps else ():
             if frozen := [p for p in _parts(tile) if not p.trained and p.tier is not Tier.DEVICE]:
                 self._compare_on(UPDATE, tile, frozen)
 
     def sum_gradient(self, tile: Tile, gradient: Buffer, landed: Any) -> None:
-        """Take the checksum of a gradient that waits for its update; it arrives at `landed`."""
-        if not self._compares:
+        """Take the checksum of a gradient that has arrived (`landed`) and waits for its update."""
+        if not self._sums_steps:
             return
         stream = tile.rests.updates
         if tile.rests.gradient is not Tier.DEVICE:
@@ -207,24 +211,24 @@ class BitChecks:
         self._device.run(stream, f"sum gradient of {tile.name}", work, [gradient])
 
     def sum_copy(self, tile: Tile, weights: Buffer, version: int) -> None:
-        """After a visit in a step: take checksums of the copy that it used; `report` compares."""
+        """After a visit of a step, take checksums of the weights that it used, for `report`."""
         copies = self._copies
-        if not self._compares or copies is None:
+        if not self._sums_steps or copies is None:
             return
         parts = [part for part in _parts(tile) if part.buffer is tile.weights]
 
         def work() -> None:
-            # Of a tile with owned experts only what comes from this rank: the rest is elsewhere.
+            # With owned experts this rank's slot has its own experts alone.
             ranks: Sequence[int] = [tile.rank] if tile.layout.owned else range(tile.layout.ranks)
             for part, rank in product(parts, ranks):
-                key, of_visit = part.copied(version, rank), self._sum_block(part, rank, weights)
-                # Of several visits in a step the checksums follow each other.
+                key, of_visit = part.copy_key(version, rank), self._sum_block(part, rank, weights)
+                # The checksums of several visits in a step follow each other.
                 copies[key] = torch.cat((copies[key], of_visit)) if key in copies else of_visit
 
         self._device.run(COMPUTE, f"sum copy of {tile.name}", work, [weights])
 
     def _sum_block(self, part: _Part, rank: int, weights: Buffer) -> Tensor:
-        """The checksum of a rank's part of a tile, of a copy of the tile's weights."""
+        """The checksum of the values of `part` that `rank` keeps, in a copy of the weights."""
         blocks = _zero_sums(part.stop, weights)
         block_start = 0  # in the rank's plane
         for offset, numel in part.tile.layout.local_blocks(rank):
@@ -237,8 +241,8 @@ class BitChecks:
         return blocks
 
     def compare_on_device(self, gradients: Sequence[tuple[Tile, Buffer]]) -> None:
-        """Before a step's updates: compare the planes and gradients that rest on the device."""
-        if not self._compares:
+        """Before a step's updates, compare the planes and gradients that rest on the device."""
+        if not self._sums_steps:
             return
         for tile in self._tiles:
             if parts := [part for part in _parts(tile) if part.tier is Tier.DEVICE]:
@@ -273,14 +277,14 @@ class BitChecks:
     def _count_difference(self, text: str, expected: Tensor, computed: Tensor) -> None:
         expected = expected.to(computed.device)
         self.flag.data.add_((expected != computed).any())
-        self._differences.append((text, expected, computed))
+        self._comparisons.append((text, expected, computed))
 
     def report(self, differing: float, ranks: Ranks) -> None:
-        """Read a step's count, and compare the copies of weights that its visits have used."""
-        compared, self._differences = self._differences, []
+        """Raise RunFailed if a step's count says so, or a copy of weights has changed."""
+        comparisons, self._comparisons = self._comparisons, []
         copies, self._copies = self._copies, None
         if differing:
-            for comparison in compared:
+            for comparison in comparisons:
                 _require_equal(*comparison)
             raise RunFailed(
                 "a plane on the device of another rank has changed; see what that one says"
@@ -288,30 +292,31 @@ class BitChecks:
         if copies:
             self._compare_copies(copies, ranks)
 
-    def _compare_copies(self, copies: dict[_Copied, Tensor], ranks: Ranks) -> None:
-        known = {key: self._weights[key] for key in copies if key in self._weights}
-        for of_a_rank in ranks.all_gather_object({k: v.cpu() for k, v in known.items()}):
-            known = of_a_rank | known
+    def _compare_copies(self, copies: dict[_CopyKey, Tensor], ranks: Ranks) -> None:
+        """Compare the checksums of copies with those of the weights, which any rank may keep."""
+        sources = {key: self._weights[key] for key in copies if key in self._weights}
+        for of_a_rank in ranks.all_gather_object({k: v.cpu() for k, v in sources.items()}):
+            sources = of_a_rank | sources
         tiles = {tile.index: tile for tile in self._tiles}
         for key, of_visits in copies.items():
-            if key not in known:
+            if key not in sources:
                 continue
             index, _, version, _ = key
-            tile, expected = tiles[index], known[key].cpu()
+            tile, expected = tiles[index], sources[key].cpu()
             for of_visit in of_visits.cpu().split(len(expected)):
                 if not torch.equal(of_visit, expected) and tile.version == version:
-                    self._compare_now(_parts(tile))  # if its source has changed, that is named
+                    self._compare_now(_parts(tile))  # raises first if the source has changed
                 text = f"{tile.name}: the copy of weights on the device"
                 _require_equal(text, expected, of_visit)
 
     def update_sums(self, tile: Tile, host_gradient: Buffer) -> UpdateSums | None:
-        """Empty checksums for a tile's update to fill; None: this run takes none."""
-        if not self._makes:
+        """Return zero checksums for a tile's update to add to; None: this run takes none."""
+        if not self._sums_any:
             return None
         parts = [p for p in _updated_parts(tile) if p.tier is not Tier.DEVICE]
-        compared = parts if self._compares else []
+        compared = parts if self._sums_steps else []
         gradient = None
-        if self._compares and tile.rests.gradient is not Tier.DEVICE:
+        if self._sums_steps and tile.rests.gradient is not Tier.DEVICE:
             gradient = _zero_sums(own_numel(tile), host_gradient)
         return UpdateSums(
             tile.version,
@@ -321,50 +326,50 @@ class BitChecks:
         )
 
     def updated(self, tile: Tile, sums: UpdateSums) -> None:
-        """After an update, on its stream: compare checksums of its reads, keep those of writes."""
+        """After an update, compare the checksums of what it read; keep those of what it wrote."""
         for part in _updated_parts(tile):
             if part.tier is Tier.DEVICE:
-                self._keep(part, sums.version)
+                self._sum_part(part, sums.version)
                 continue
             expected, read = self._checksums.get(part.key), sums.read.get(part.plane)
             if expected is not None and read is not None:
                 _require_equal(part.text, expected, read, part.buffer)
-            self._note(part, sums.written[part.plane], sums.version)
-        if tile.layout.copies:  # which have been made anew
+            self._store(part, sums.written[part.plane], sums.version)
+        if tile.layout.copies:  # copies of masters, which the update has renewed
             for part in _parts(tile):
                 if not part.trained and part.buffer is tile.weights and part.key in self._checksums:
-                    self._keep(part, sums.version)
+                    self._sum_part(part, sums.version)
         landed = self._gradients.pop(tile.index, None)
         if landed is not None and sums.gradient is not None:
             _require_equal(f"{tile.name}: the gradient (host)", landed, sums.gradient)
 
     @contextmanager
     def averaging(self, tile: Tile, state: Buffer, start: int) -> Iterator[None]:
-        """Around work on the device that changes a state: compare before, take a new one after.
+        """Around work on the device that changes `state`: compare it before, take its sum after.
 
-        Args: `start`: the state's first value in its plane.
+        Args: `start`: the place of the state's first value in its plane.
         """
         [part] = [p for p in _parts(tile) if p.plane.on_device]
         expected, size = self._checksums.get(part.key), len(state.data)
-        if self._compares and expected is not None:
+        if self._sums_steps and expected is not None:
             computed = self._sum(state, 0, size, start)
             self._count_difference(part.text, expected[: len(computed)], computed)
         yield
-        if self._makes:
+        if self._sums_any:
             self._checksums[part.key] = self._sum(state, 0, size, start)
 
     def compare_all(self, *, wait: bool = True) -> None:
         """Compare all planes with their checksums.
 
-        Args: `wait` for planes that do not rest on the device, too; else a save waits for them.
+        Args: `wait`: return when host and disk planes are compared; else a save waits for that.
 
-        Raises RunFailed: one has changed.
+        Raises RunFailed: a plane has changed.
         """
-        if not self._makes:
+        if not self._sums_any:
             return
         self.put_comparisons()
         resident = [p for t in self._tiles for p in _parts(t) if p.tier is Tier.DEVICE]
-        if resident or self._differences:
+        if resident or self._comparisons:
             self._device.synchronize(self._device.record(COMPUTE), "resident version to check")
             self.report(float(self.flag.data), ALONE)
         self._compare_now(resident)
@@ -372,8 +377,8 @@ class BitChecks:
             self._device.synchronize(tile.updated, "planes compared")
 
     def put_comparisons(self) -> None:
-        """Put comparisons of host and disk planes on UPDATE; a save waits for them."""
-        for tile in self._tiles if self._makes else ():
+        """Put comparisons of host and disk planes on UPDATE, for which saves of them wait."""
+        for tile in self._tiles if self._sums_any else ():
             if parts := [part for part in _parts(tile) if part.tier is not Tier.DEVICE]:
                 self._device.wait(UPDATE, tile.written, "disk version to check")
                 self._compare_on(UPDATE, tile, parts)
@@ -381,7 +386,7 @@ class BitChecks:
 
 
 def _require_equal(text: str, saved: Tensor, now: Tensor, buffer: Buffer | None = None) -> None:
-    """Raises RunFailed: checksums differ; says where, and if one flipped bit may explain it."""
+    """Raise RunFailed if checksums differ; say where, and if one flipped bit may explain that."""
     saved, now = saved.cpu(), now.cpu()
     if torch.equal(saved, now):
         return
@@ -401,9 +406,9 @@ def _require_equal(text: str, saved: Tensor, now: Tensor, buffer: Buffer | None 
 
 
 def _flipped(change: int, numbered: int) -> str | None:
-    """The byte of the one flipped bit that may explain how both sums of a block have changed.
+    """Find the one flipped bit that may explain how both sums of a block have changed.
 
-    Empty: it may be one of several. None: no single flipped bit explains it.
+    Returns text that names its byte; "" if several bytes are possible; None if no bit explains it.
     """
     for sign in (1, -1):
         bit = (sign * change % 2**64).bit_length() - 1

@@ -5,8 +5,8 @@ again unless they were kept; their gradients, summed in fp32 on the device, are 
 scattered into the host gradient. A table tied to the head already has a dense gradient there; its
 rows come in, are added to, and go back, so that the norm is that of the sum.
 
-Of several ranks each keeps a range of a table's rows; the rows of all tokens are gathered, and the
-sums of their gradients are summed to the rows' owners.
+With several ranks each keeps a range of a table's rows. They gather the rows of all tokens, and
+reduce the sums of the gradients to the rows' owners.
 
 Legend: U distinct tokens of the step, V rows of a table, D width of a table.
 """
@@ -37,9 +37,10 @@ class _Table:
     """An embedding table, of which this rank keeps some or all rows, and buffers for a step's rows.
 
     Attributes:
-        tied: the head streams it as well.
+        tied: True if the head streams the table as well.
         rows, sums: a step's rows on the device, and the sums of their gradients.
-        free: event after which `staging` may be written again.
+        staging: pinned host memory for rows on their way; `free`: event after which it may be
+            written again.
     """
 
     tile: Tile
@@ -73,14 +74,14 @@ class _Table:
         return plane.data[self.tile.place(self.entry)[0]].view(-1, self.width)
 
     def local_ids(self, batch: Batch) -> Tensor:
-        """The rows of `rows_of` that a step needs."""
+        """Numbers of this rank's rows that a step needs, as `rows_of` counts them."""
         return batch.unique_U[batch.own] - self.tile.place(self.entry)[1].start // self.width
 
     def as_rows(self, buffer: Buffer, unique_U: Tensor) -> Tensor:
         """The beginning of `rows`, `sums` or `staging` as `[U, D]`.
 
-        For work on a host thread this is taken when the work is put on: by the time it runs, a
-        next step may have replaced the buffer by a larger one.
+        Work for a host thread takes this view when it is put on a stream: before it runs, the next
+        step may have replaced the buffer by a larger one.
         """
         return buffer.data[: len(unique_U) * self.width].view(-1, self.width)
 
@@ -118,7 +119,7 @@ class Embedding:
         return sum(table.staging.data.nbytes for table in self._tables)
 
     def fetch(self, batch: Batch) -> None:
-        """Start copying a step's rows to the device, and give them to every micro-batch."""
+        """Start copying a step's rows to the device, and let every micro-batch refer to them."""
         self._lay_out(len(batch.unique_U))
         for table in self._tables:
             if not table.tile.rests.local:
@@ -139,7 +140,7 @@ class Embedding:
             capacity = max(num_rows, capacity * 3 // 2)
         sizes = []
         for table in self._tables:
-            table.rows = table.sums = _NOWHERE  # they would hold on to a range that is replaced
+            table.rows = table.sums = _NOWHERE  # let go of memory that the arena may replace
             rows = min(capacity, table.rows_each * table.tile.layout.ranks)
             sizes.append((table.entry.name, rows * table.width, table.entry.group is not None))
         buffers = self._work.tables(sizes, kept=self._keep_rows)
@@ -152,9 +153,10 @@ class Embedding:
                 name = Name(Memory.ROWS, f"{table.entry.name} staged rows")
                 table.staging = self._device.host(name, length, self._dtype, pinned=True)
                 table.free = None
-        self._capacity = capacity  # last: where memory runs out before, the next step lays out anew
+        self._capacity = capacity  # set last: if memory ran out, the next step allocates again
 
     def _bring(self, table: _Table, batch: Batch) -> None:
+        """Copy a step's rows into `table.rows`: from the staging buffer, or from their plane."""
         stream = COPY_IN
         if table.tile.rests.local:
             if table.tile.rests.shared:
@@ -168,7 +170,7 @@ class Embedding:
         self._device.wait(COMPUTE, ready, "rows arrived")
 
     def _take(self, table: _Table, plane: Buffer, batch: Batch) -> None:
-        """Copy rows of a plane that the device reads where it rests."""
+        """Copy a step's rows from a plane that the device reads in place."""
         plane, out = in_place(self._device, table.tile, plane), table.own_rows(table.rows, batch)
 
         def gather() -> None:
@@ -239,6 +241,7 @@ class Embedding:
             self.sink.updates.ready(*arguments)
 
     def _gather(self, table: _Table, plane: Buffer, event: Any, batch: Batch) -> None:
+        """Gather a step's rows of a host plane into the staging buffer, after `event`."""
         source_VD, ids_U = table.rows_of(plane), table.local_ids(batch)
         out_UD = table.as_rows(table.staging, ids_U)
         work = partial(kernels.gather_rows, source_VD, ids_U, out_UD, threads=self._threads)
@@ -254,6 +257,7 @@ class Embedding:
         table.free = device.record(COPY_IN)
 
     def _cleared(self, table: _Table) -> Lane:
+        """Claim the host gradient of the table's tile, and set it to zero."""
         tile = table.tile
         stream = COMPUTE if tile.rests.local else ROWS
         host_grad: Lane = self.sink.claim(tile, stream)
@@ -270,9 +274,9 @@ class Embedding:
         return host_grad
 
     def _add_up(self, table: _Table, batch: Batch) -> None:
-        """Measure the sums and round them into `rows`, which are added first if the table is tied.
+        """Measure the sums and round them into `rows`; first add a tied table's dense gradient.
 
-        The sink has measured the dense gradient of these rows: `|sums + dense|^2 - |dense|^2`.
+        The sink has measured that gradient: the norm grows by `|sums + dense|^2 - |dense|^2`.
         """
         rows, sums = table.own_rows(table.rows, batch).data, table.own_rows(table.sums, batch).data
         squares = self.sink.squares.data
@@ -290,6 +294,7 @@ class Embedding:
         self._device.run(COMPUTE, "add up rows", work, writes=writes)
 
     def _scatter(self, table: _Table, host_grad: Lane, batch: Batch) -> Any:
+        """Write the rows' gradients into the table's gradient; return the event of that."""
         device, ids_U, name = self._device, table.local_ids(batch), f"scatter {table.entry.name}"
         rows = table.own_rows(table.rows, batch)
         if table.tile.rests.local:

@@ -1,4 +1,4 @@
-"""An engine whose placement is settled: steps, evaluations, what comes out of it, and saves."""
+"""An engine whose placement is settled: it trains, evaluates, generates, exports and saves."""
 
 import gc
 import logging
@@ -62,7 +62,7 @@ _MEDIA_UNPLANNED = (
 )
 _TORN = "a step was broken off when updates had begun"
 
-# What holds memory, and goes when the engine is closed.
+# Attributes that hold memory; `close` deletes them.
 _BUILT = (
     *("_parts", "_store", "_saver", "_program", "_policies", "_intake", "_checks"),
     "_expert_loads",
@@ -95,7 +95,7 @@ class PlacedEngine:
         self._steps, self.label_shift = 0, self._spec.label_shift
         self._running = False  # a call that others must wait for
         self.num_logits = self._spec.num_logits
-        self._lean = False  # steps save nothing, in half micro-batches: one had no memory
+        self._lean = False  # True once a step ran out of memory: half micro-batches, nothing saved
         self._planned, self._warned = planned, False
         self.ranks = opened.ranks
         try:
@@ -137,7 +137,7 @@ class PlacedEngine:
             self._steps = settings.steps
             if self.optimizer is not None:
                 self.optimizer.restore(settings.groups, settings.num_steps)
-        # What the weights came from is not held.
+        # The weights are loaded: let go of the model or checkpoint that they came from.
         self._opened = replace(opened, source=replace(opened.source, given=None, saved=None))
         self._program = ModelProgram(
             self._spec, self.device.torch_device, self._dtype, float8=opened.precision == "fp8"
@@ -166,9 +166,10 @@ class PlacedEngine:
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The global norm that gradients are clipped by from now on; None: they are not.
+        """The global norm that gradients are clipped to; None: they are not clipped.
 
-        Raises InputError: where it is set, it begins or ends: that decides when updates are done.
+        A new norm holds for the next steps. Setting it raises InputError if clipping would begin or
+        end, because clipping decides when updates are done.
         """
         return self._opened.max_grad_norm
 
@@ -203,24 +204,24 @@ class PlacedEngine:
         router_shares: Sequence[float] | None = None,
         expected: tuple[float, float] | None = None,
     ) -> StepResult:
-        """One optimizer step over all of `micro_batches`; of several ranks, over those of all.
+        """Take one optimizer step over all `micro_batches`, those of all ranks together.
 
         Args:
             micro_batches: dictionaries of CPU tensors of integers `[B, T]`: `input_ids`, `labels`
                 (-100: none; shifted by `label_shift`), and optionally `attention_mask` (1: token,
-                0: padding; or truth values), `position_ids`, what else the model's forward takes
-                of each token, and floating-point ones that the loss takes. B and T may differ.
-                Of a multimodal model also what its processor makes of images, video and sound, in
-                any shape.
+                0: padding; or truth values), `position_ids`, other inputs of the model's forward
+                with a value for each token, and floating-point inputs of the loss. B and T may
+                differ. For a multimodal model also its processor's tensors of images, video and
+                sound, in any shape.
             loss: one of `megatrain.loss`; None: the one that the engine was made for.
             norm_limit: refuse the step if its gradient norm is above this; needs `max_grad_norm`.
-            router_shares: a factor for each micro-batch; the routers' loss of each is computed
-                alone, which one rank can do. None: it is computed over all tokens of the step.
+            router_shares: a factor for each micro-batch, whose routers' loss is then computed
+                alone (with one rank only). None: it is computed over all tokens of the step.
             expected: loss and gradient norm of this step when it was computed before, from the same
                 state (`StepRefused.measured`). RunFailed if they differ: the hardware has a fault.
 
         Raises:
-            InputError: bad micro-batches or settings of the optimizer, or an engine without one.
+            InputError: bad micro-batches, bad settings of the optimizer, or no optimizer.
             StepRefused: loss or gradient norm is not finite, or the norm above the limit; says
                 whether a weight has been changed (never, with `max_grad_norm`).
             RunFailed: a host thread failed.
@@ -235,7 +236,7 @@ class PlacedEngine:
         if norm_limit < inf and not self._parts.update.deferred:
             raise InputError("norm_limit needs max_grad_norm, and with Muon clip='all'")
         start, measured, loss = time.perf_counter(), None, self.loss if loss is None else loss
-        with self._alone():
+        with self._exclusive():
             if self._lean and router_shares is None:  # halves would have other losses of routers
                 micro_batches = halved(micro_batches, self._spec.capture.is_media)
             batch = self._prepare(micro_batches, loss, [self.max_grad_norm, norm_limit, expected])
@@ -263,19 +264,19 @@ class PlacedEngine:
         return self.step(micro_batches, loss, norm_limit=norm_limit, expected=expected)
 
     def _train(self, parts: TrainingParts, batch: Batch, loss: Loss) -> tuple[float, float]:
-        saves = self._holds(batch) and not self._lean
-        # Such a loss sees all micro-batches at once: one pass, whose graphs would be too many.
-        joint = parts.passes > 1 and (isinstance(loss, JointLoss) or self._spec.balances)
+        saves = self._is_planned(batch) and not self._lean
+        # A loss over all micro-batches at once takes one pass, whose graphs need too much memory.
+        one_pass = parts.passes > 1 and (isinstance(loss, JointLoss) or self._spec.balances)
         with self._undisturbed():
-            for unit in parts.encoded[:1]:
-                if not batch.has_media and unit.trained:
-                    parts.sink.leave_out(unit.tile)
-            parts = parts.of(batch)
-            parts = parts.under(self._policies(device=saves and not joint, host=saves))
-            return train_step(replace(parts, passes=1) if joint else parts, batch)
+            for encoders in parts.encoded[:1]:
+                if not batch.has_media and encoders.trained:
+                    parts.sink.leave_out(encoders.tile)
+            policies = self._policies(device=saves and not one_pass, host=saves)
+            parts = parts.for_batch(batch).with_policies(policies)
+            return train_step(replace(parts, passes=1) if one_pass else parts, batch)
 
-    def _holds(self, batch: Batch) -> bool:
-        """True if the placement was chosen for such a step; else nothing is saved; warns once."""
+    def _is_planned(self, batch: Batch) -> bool:
+        """True if the placement has room for this step; else warn once that nothing is saved."""
         planned = self._planned
         if planned is None:
             return True
@@ -297,7 +298,7 @@ class PlacedEngine:
         return not unplanned
 
     def _can_be_leaner(self, parts: TrainingParts, batch: Batch) -> bool:
-        """True if a step that ran out of memory may be tried again; several ranks cannot agree."""
+        """True if a step that ran out of memory can be tried again with less (one rank only)."""
         is_final = self._lean or parts.update.torn or self.ranks.size > 1
         rows = max(len(micro.inputs["input_ids"]) for micro in batch.micro)
         has_graphs = any(policy != RECOMPUTE for policy in self._policies())
@@ -309,18 +310,18 @@ class PlacedEngine:
         return self._intake.share.joined(logits, [batch])[0]
 
     def label_losses(self, micro_batches: MicroBatches, loss: Loss) -> list[Tensor]:
-        """The loss of each label `[B, T]` at what predicts it, on the CPU; 0 without a label."""
+        """Losses `[B, T]` on the CPU, at the position that predicts the label; 0 without one."""
         losses = self.run_forward(micro_batches, loss, Head.losses)
         return self._intake.share.joined(losses[: len(micro_batches)], micro_batches)
 
     def run_forward(self, micro_batches: MicroBatches, loss: Any, finish: Finish[Result]) -> Result:
-        """The forward alone, ended by `finish(head, its weights, batch, last activations)`."""
-        with self._alone():
+        """Run the forward alone; return `finish(head, its weights, batch, last activations)`."""
+        with self._exclusive():
             return self._forward_only(self._prepare(micro_batches, loss), finish)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Raises InputError: another call is running, in another thread or around this one."""
+    def _exclusive(self) -> Iterator[None]:
+        """Let no other call run meanwhile; InputError if one is running, in any thread."""
         if self._running:
             raise InputError(
                 "another call of this engine is running, in a thread or around this one; let it end"
@@ -329,7 +330,7 @@ class PlacedEngine:
             with changed([self], _running=True):
                 yield
         except KeyboardInterrupt as error:
-            # It may have broken off `__exit__` of a context, which ends when nothing holds it.
+            # It may have interrupted a context's `__exit__`: the rest runs when its frame is freed.
             traceback.clear_frames(error.__traceback__)
             raise
 
@@ -337,17 +338,16 @@ class PlacedEngine:
     def whole_model(
         self, *, spare: int | None = None, apart: bool = False
     ) -> Iterator[PreTrainedModel]:
-        """The transformers model itself, for `generate` and the like, while the engine streams it.
+        """Yield the transformers model, for `generate` and the like, with streamed weights.
 
-        In evaluation mode, without gradients. No other method may be called within. Several ranks
-        call it with the same inputs, and are given the same logits.
+        The model is in evaluation mode, without gradients. No other method of the engine may be
+        called meanwhile. Several ranks call the model with the same inputs and get the same logits.
 
         Args:
-            spare: hold the weights on the device meanwhile, where that leaves so many bytes free;
-                one of several ranks does not.
-            apart: several ranks call it with inputs of their own, but of one shape and as often.
+            spare: with one rank, keep all weights on the device if that leaves `spare` bytes free.
+            apart: ranks call the model with different inputs, but of one shape and equally often.
         """
-        with self._alone():
+        with self._exclusive():
             check_call(self.ranks, self._spec, self._steps, None, NO_LABELS)
             if self._opened.sequence_ranks.size > 1:
                 raise InputError(
@@ -400,13 +400,13 @@ class PlacedEngine:
 
     def _forward_only(self, batch: Batch, finish: Finish[Result]) -> Result:
         with self._undisturbed():
-            return forward_only(self._parts.of(batch), batch, finish)
+            return forward_only(self._parts.for_batch(batch), batch, finish)
 
     def _undisturbed(self) -> AbstractContextManager[None]:
         return undisturbed(self.device, self._dtype, clips=self._opened.max_grad_norm is not None)
 
     def _prepare(self, micro_batches: MicroBatches, loss: Any, alike: Any = None) -> Batch:
-        """Args: `alike`: what all ranks pass to a step alike; None: nothing is trained."""
+        """Args: `alike`: arguments that all ranks must pass alike; None: nothing is trained."""
         trained = None if alike is None else self.optimizer
         check_call(self.ranks, self._spec, self._steps, trained, loss, alike)
         with plain_tensors():
@@ -417,7 +417,7 @@ class PlacedEngine:
 
     @contextmanager
     def recording(self) -> Iterator[list[Span]]:
-        """Take times of all work put on the device within the block; the list is filled after."""
+        """Time all work put on the device within the block; the list is filled at its end."""
         spans: list[Span] = []
         self.device.start()
         try:
@@ -442,16 +442,16 @@ class PlacedEngine:
     ) -> None:
         """Write a Hugging Face folder in `dtype` (None: that of the model's source).
 
-        What is not trained is written as it came, buffers in any case; parameters in `dtype` where
-        one is given. Files of the source folder that still hold go along (generation settings,
-        tokenizer, templates, code), where `folder` has none of that name.
+        Frozen parameters without a given `dtype`, and all buffers, are written with the source's
+        values. Files of the source folder that are still valid (generation settings, tokenizer,
+        templates, code) are copied, unless `folder` has a file of that name.
 
         An adapter is written alone, as PEFT does, in float32 or `dtype`; `merged`: the whole model.
 
         Raises:
-            InputError: the model cannot be built again (see `save`), more bits are wanted than an
+            InputError: the model cannot be built again (see `save`), `dtype` has more bits than an
                 engine without an optimizer has kept, or `folder` is the base of the adapter.
-            RunFailed: it cannot be written; nothing is left behind.
+            RunFailed: the folder cannot be written; nothing is left behind.
         """
         source = self._opened.source
         self._require_whole()
@@ -480,22 +480,22 @@ class PlacedEngine:
     ) -> Saving:
         """Save the exact state after the last step, so that `load` goes on bit for bit.
 
-        The folder appears, or is replaced, when all of it is on the disk. A save waits for the one
-        before it: whoever would rather skip one looks at `saving` first.
+        The folder appears, or is replaced, when all of it is on the disk. A save first waits for
+        the save before it; to skip a save instead, look at `saving` first.
 
         Args:
             extra: JSON values of the caller, which `open_checkpoint(folder).extra` gives back.
-            attach: writes more files (a tokenizer) into the folder given, the checkpoint's
-                `model`; runs on another thread.
-            keep: mark it, so that `checkpoint.rotate` never removes it.
-            wait: return when it is on the disk; else at once, and steps may be taken meanwhile.
+            attach: called on another thread with the checkpoint's folder `model`, into which it
+                writes more files (a tokenizer).
+            keep: mark the checkpoint, so that `checkpoint.rotate` never removes it.
+            wait: return when all is on the disk; else at once, and steps may be taken meanwhile.
 
         Raises:
             InputError: `extra` is not JSON, `folder` is a file or holds more than a checkpoint, or
-                the model cannot be built again (others than engines without an optimizer, or with
-                `saveable=False`, refuse such a model when they are made).
-            RunFailed: it could not be written (with `wait`; else the Saving says so), or a step
-                was broken off when updates had begun. Older checkpoints stay as they are.
+                the model cannot be built again (an engine with an optimizer refuses such a model
+                when it is made, unless `saveable=False`).
+            RunFailed: the folder could not be written (with `wait`; else the Saving says so), or a
+                step was broken off when updates had begun. Older checkpoints stay as they are.
         """
         self._require_whole()
         folder = Path(os.path.abspath(folder))
@@ -504,10 +504,10 @@ class PlacedEngine:
             raise RunFailed(
                 f"{_TORN}, so there is no step's state to save; go back to the last checkpoint"
             )
-        with self._alone():
+        with self._exclusive():
             source = self._opened.source
             untrained = replace(source.untrained, buffers={**source.untrained.buffers})
-            source = replace(source, untrained=untrained)  # later steps may have other biases
+            source = replace(source, untrained=untrained)  # a copy: steps change routers' biases
             entries = (entry for _, entry in self._store.entries())
             left_out = base_reference(
                 source.model, source.origin, entries, untrained.carried, folder, self.ranks
@@ -523,8 +523,8 @@ class PlacedEngine:
         return saving
 
     def _require_whole(self) -> None:
-        """Raises InputError if what is saved could not be loaded as the same model, or not now."""
-        with self._alone():
+        """Raises InputError if a save could not be loaded as this model, or a call is running."""
+        with self._exclusive():
             lost = self._opened.source.lost
         if lost is not None:
             raise InputError(lost)

@@ -1,4 +1,4 @@
-"""After a step: the loads of experts as measures, a warning if some starve, routers' biases moved.
+"""After a step: measures of the experts' loads, a warning if some starve, moves of routers' biases.
 
 Legend: L layers with a router, E experts.
 """
@@ -14,8 +14,8 @@ from megatrain.device import Device
 from megatrain.device.base import COMPUTE
 from megatrain.model.spec import ModelSpec
 
-STARVED = 0.1  # of an even share of a layer's choices: an expert with less starves
-WINDOW = 20  # steps over which an expert must starve to be warned of
+STARVED = 0.1  # an expert with less than this part of an even share of a layer's choices starves
+WINDOW = 20  # steps over which loads are averaged for the warning
 
 _log = logging.getLogger(__name__)
 
@@ -24,13 +24,13 @@ class ExpertLoads:
     """The loads of the last steps, and the biases that steps move."""
 
     def __init__(self, device: Device, spec: ModelSpec, buffers: dict[str, Tensor]) -> None:
-        """Args: `kept`: buffers that saves and exports write, by name."""
-        self._device, self._spec, self._kept = device, spec, buffers
+        """Args: `buffers`: those that saves and exports write, by name."""
+        self._device, self._spec, self._buffers = device, spec, buffers
         self._window: list[Tensor] = []
 
     def after_step(self, loads: Sequence[Tensor]) -> dict[str, float]:
-        """Note the loads `[L, E]` of a step's passes, and move the biases; returns measures."""
-        loads_LE = self._device.run(COMPUTE, "loads of experts", partial(self._taken, loads))
+        """Move the biases by a step's loads `[L, E]`, one of each pass; return measures of them."""
+        loads_LE = self._device.run(COMPUTE, "loads of experts", partial(self._move_biases, loads))
         if loads_LE is None or not loads_LE.sum():
             return {}
         share_LE = loads_LE / loads_LE.mean(1, keepdim=True)
@@ -42,17 +42,17 @@ class ExpertLoads:
         return {"expert_load_max": float(share_LE.max()), "experts_starved": float(starved)}
 
     @torch.no_grad()
-    def _taken(self, loads: Sequence[Tensor]) -> Tensor | None:
-        """The sum of `loads` on the CPU, once the biases are moved towards even ones."""
+    def _move_biases(self, loads: Sequence[Tensor]) -> Tensor | None:
+        """Move the routers' biases towards even loads; return the sum of `loads` on the CPU."""
         if not loads:
             return None
         loads_LE, loss = torch.stack([*loads]).sum(0), self._spec.router_loss
         assert loss is not None
         for name, row in self._spec.router_biases.items():
             load_E, bias_E = loads_LE[row], self._spec.capture.model.get_buffer(name)
-            up_E = (load_E.sum() - len(load_E) * load_E).sign().float()
-            bias_E += loss.bias_rate * up_E
-            self._kept[name] = bias_E.cpu().clone()
+            direction_E = (load_E.sum() - len(load_E) * load_E).sign().float()
+            bias_E += loss.bias_rate * direction_E
+            self._buffers[name] = bias_E.cpu().clone()
         return loads_LE.cpu()
 
     def _warn(self, share_LE: Tensor) -> None:

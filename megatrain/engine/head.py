@@ -1,4 +1,4 @@
-"""The head: from the last activations to loss, gradients or logits, some tokens at a time.
+"""The head: from the last layer's outputs to loss, gradients or logits, some tokens at a time.
 
 Legend: N tokens of a micro-batch, C tokens of a chunk, D width, V vocabulary.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _NAME = Name(Kind.HEAD, "head")
 
-# The loss of C tokens, added up, from logits `[C, V]`, targets `[C]` and the loss's inputs `[C]`.
+# From logits `[C, V]`, targets `[C]` and the loss's inputs `[C]` to the sum of C tokens' losses.
 Summed = Callable[..., Tensor]
 
 
@@ -54,9 +54,9 @@ class Head(StreamedModule):
     def loss_and_vjp(
         self, slot: Buffer, batch: Batch, h: State, accumulator: GradAccumulator
     ) -> tuple[list[Tensor], State]:
-        """Each micro-batch's share of the step's loss, and the activations' gradients.
+        """Each micro-batch's share of the step's loss, and the gradients of its activations.
 
-        Takes the activations out of `h`.
+        Empties `h`.
         """
         batch, joint = self._weighed(slot, batch, h)
         balance, slopes = self.balanced(batch, h)
@@ -69,7 +69,7 @@ class Head(StreamedModule):
             loss, gradients = result if result is not None else (None, {})
             losses.append(loss)
             dh.append(gradients | slopes[index])
-            h[index] = {}  # nobody reads it any more: it would stay until the backward's end
+            h[index] = {}  # frees activations that would otherwise stay until the backward's end
         return [*(joint or losses), *balance], dh
 
     def gradients(
@@ -107,11 +107,11 @@ class Head(StreamedModule):
         return loss / count, graph.backward({hidden: gradient_ND}, accumulator)
 
     def balanced(self, batch: Batch, h: State) -> tuple[list[Tensor], list[Activations]]:
-        """The routers' loss over all layers, if the model has one; its slopes, by micro-batch.
+        """The routers' loss over all layers, if the model has one; its gradients by micro-batch.
 
-        Takes the routers' activations out of `h`, and notes the loads of experts in `batch`. The
-        loss is over the tokens of all ranks, and is returned on rank 0; or over each micro-batch
-        alone, if the batch has `router_shares`.
+        Takes the routers' activations out of `h`, and adds the loads of experts to `batch`. With
+        `router_shares` each micro-batch has a loss of its own. Else one loss is over the tokens of
+        all ranks, and rank 0 alone returns it.
         """
         spec, ranks = self.program.spec, self.collectives.ranks
         loss, routed = spec.router_loss, spec.routed
@@ -140,14 +140,18 @@ class Head(StreamedModule):
         return [loss.weight * total[0] + loss.z_weight * total[1]], dh
 
     def routed_total(self, h: State) -> Tensor:
-        """Each layer's sums of its routers `[L, S]`, whose activations are taken out of `h`."""
+        """Sums of the layers' routers `[L, S]`; takes their activations out of `h`."""
         routed = self.program.spec.routed
         sums = [torch.cat([values.pop(ref) for ref in routed]).double() for values in h]
         shape = self.program.spec.routed_shape
         return sum(sums, torch.zeros(shape, dtype=torch.float64, device=self.program.device))
 
     def _weighed(self, slot: Buffer, batch: Batch, h: State) -> tuple[Batch, list[Any]]:
-        """For a joint loss: the batch with slopes by labels, and losses; visits the head for it."""
+        """For a joint loss, visit the head for log-probabilities, and compute the loss from them.
+
+        Returns the batch with a loss that multiplies each label's log-probability by its slope, and
+        the micro-batches' shares of the joint loss; for other losses `batch` and no shares.
+        """
         loss = batch.micro[0].loss if batch.micro else None
         if not isinstance(loss, JointLoss):
             return batch, []
@@ -159,8 +163,8 @@ class Head(StreamedModule):
         own_losses = self.losses(slot, batch, h)
         log_probs = self.collectives.gather_by_sum(own_losses[:num], shapes, of_this_rank.start)
         work = partial(loss.weigh, log_probs, targets, extras, batch.normaliser)
-        nothing: Any = [None] * len(log_probs), [None] * len(log_probs), {}
-        losses, slopes, measured = self.device.run(COMPUTE, _NAME, work) or nothing
+        uncomputed: Any = [None] * len(log_probs), [None] * len(log_probs), {}
+        losses, slopes, measured = self.device.run(COMPUTE, _NAME, work) or uncomputed
         batch.measured |= measured
         idle = map(torch.zeros_like, own_losses[num:])
         micro_batches = [
@@ -180,11 +184,11 @@ class Head(StreamedModule):
             return sum(parts, zero) / batch.normaliser
 
         _, joint = self._weighed(slot, batch, h)
-        return joint or self.each(_NAME, batch, share, h, reads=[slot])
+        return joint or self.run_each(_NAME, batch, share, h, reads=[slot])
 
     def losses(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
-        """Each token's loss `[B, T]` (or numbers `[B, T, ...]`), fp32; 0 without a target."""
-        return self.each(_NAME, batch, partial(self.token_losses, slot), h, reads=[slot])
+        """Each token's loss `[B, T]` (some losses: numbers `[B, T, ...]`), fp32; 0: no target."""
+        return self.run_each(_NAME, batch, partial(self.token_losses, slot), h, reads=[slot])
 
     @torch.no_grad()
     def token_losses(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Tensor:
@@ -203,12 +207,12 @@ class Head(StreamedModule):
             output = self.program.epilogue(weights, micro, values)
             return self.program.logits(weights, micro, output).float().cpu()
 
-        return self.each(_NAME, batch, logits, h, reads=[slot])
+        return self.run_each(_NAME, batch, logits, h, reads=[slot])
 
     def _of_chunks(
         self, slot: Buffer, micro: MicroBatch, values: Activations, tokens: int, results: Summed
     ) -> Iterator[Tensor]:
-        """Apply `results`, such as `Loss.summed`, to the logits of each chunk of `tokens`."""
+        """Yield `results(logits, targets, *inputs of the loss)` of each chunk of `tokens`."""
         logits_of, hidden_ND, targets_N = self._chunks(self.weights(slot), micro, values)
         extras = _flat(micro.extras)
         for start in range(0, len(hidden_ND), tokens):
@@ -219,7 +223,7 @@ class Head(StreamedModule):
     def _chunks(
         self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations
     ) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
-        """A function from a chunk of hidden states to logits; all hidden states; all targets."""
+        """A function from hidden states of a chunk to its logits; all hidden states and targets."""
         output = self.program.epilogue(weights, micro, values)
         hidden = last_hidden(output)
         assert micro.targets is not None

@@ -1,4 +1,4 @@
-"""The layers of the stack, as the sweeps visit them; what of a forward waits for its backward."""
+"""One layer's forward and backward, and the tensors that wait from the one to the other."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ from megatrain.placement import ActivationPolicy, Saves
 
 @dataclass(frozen=True)
 class Turn:
-    """One micro-batch at a layer: its number, the slot of the weights, its tensors, activations."""
+    """One micro-batch at a layer: its number, the layer's weights, its inputs and activations."""
 
     index: int
     slot: Buffer
@@ -43,8 +43,10 @@ class Layer(StreamedModule):
     """One layer of the stack.
 
     Attributes:
-        policy: the tensors of its forward that are saved for its backward, and their place.
-        waiting: a graph or attention results that wait for the backward, by micro-batch.
+        policy: which tensors of the forward are saved for the backward, and where.
+        new_inputs: its inputs that no unit before it reads.
+        live_out: the activations that later layers still read.
+        waiting: by micro-batch, the graph or attention results that wait for the backward.
     """
 
     def __init__(
@@ -64,29 +66,29 @@ class Layer(StreamedModule):
         self.waiting: dict[int, Any] = {}
 
     def take_added(self) -> None:
-        """Let the layer read what images add to its input, and let later layers' additions wait."""
+        """Let the layer read the features that images add to its input, and pass on later ones."""
         layers = range(len(self.program.spec.layers))
         added = Ref(ADDED, self.visit)
         self.inputs, self.new_inputs = [*self.inputs, added], [*self.new_inputs, added]
         self.live_out = self.live_out | {Ref(ADDED, visit) for visit in layers[self.visit + 1 :]}
 
-    def under(self, policies: Sequence[ActivationPolicy]) -> Self:
-        """A copy of the layer that follows the policy of its visit.
+    def with_policies(self, policies: Sequence[ActivationPolicy]) -> Self:
+        """A copy of the layer with its policy of `policies`.
 
-        Both share one `waiting`, so that a step of either drops what an aborted step of the other
-        has left there.
+        Both share one `waiting`, so that a step of either drops the graphs that an aborted step of
+        the other has left there.
         """
         layer = copy.copy(self)
         layer.policy = policies[self.visit]
         return layer
 
     def begin(self) -> None:
-        """Drop the graphs of an earlier step: none may be used again, and their memory is free."""
+        """Drop the graphs that an aborted step has left, which also frees their memory."""
         self.waiting.clear()
         self.offload.begin()
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
-        """The activations after this layer, of every micro-batch."""
+        """The activations after this layer, for every micro-batch."""
         out, train = [], train and self.needs_backward
         offloads = train and self.policy.where == "host"
         for index, micro in enumerate(batch.micro):
@@ -103,6 +105,7 @@ class Layer(StreamedModule):
         return out
 
     def forward(self, turn: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:
+        """One micro-batch's activations; `leaving` collects saved tensors to send to the host."""
         saves = self.saves(turn) if train else None
         if saves is not None:
             inputs = {ref: value for ref, value in turn.values.items() if ref in self.inputs}
@@ -110,8 +113,8 @@ class Layer(StreamedModule):
             saved = SavedTensors(turn.slot.data, inputs, outside, leaving)
             with saved.saving():
                 graph, produced = self._graph(turn, saves)
-            saved.let_go()
-            graph.let_go()
+            saved.release()
+            graph.free_inputs()
             graph.saved, self.waiting[turn.index] = saved, graph
         elif train and self.policy.saves == "attention":
             with KeepAttention() as attention:
@@ -128,7 +131,7 @@ class Layer(StreamedModule):
         return {**passed_on, **produced}
 
     def saves(self, turn: Turn) -> Saves | None:
-        """The part of a graph that waits for the backward; None: no graph waits."""
+        """How much of the layer's graph waits for the backward; None: no graph waits."""
         if self.policy.saves != "nothing":
             return None if self.policy.saves == "attention" else self.policy.saves
         return "nothing" if self.program.repeats(self.visit, turn.micro) else None
@@ -155,22 +158,22 @@ class Layer(StreamedModule):
     def backward(
         self, turn: Turn, returned: list[Tensor], dh: Activations, accumulator: GradAccumulator
     ) -> Activations:
-        """One micro-batch's gradients of the inputs; `returned`: tensors back from the host."""
+        """One micro-batch's gradients of the inputs; `returned`: tensors saved on the host."""
         waiting = self.waiting.pop(turn.index, None)
         if isinstance(waiting, Graph):
-            waiting.saved.give_back(turn.slot.data, turn.values, returned)
+            waiting.saved.restore(turn.slot.data, turn.values, returned)
             return waiting.backward(dh, accumulator)
         with nullcontext() if waiting is None else ReplayAttention(waiting, returned):
-            graph = self._graph(turn)[0]  # not the outputs, which would live through the backward
+            graph = self._graph(turn)[0]  # the outputs are freed before the backward
         return graph.backward(dh, accumulator)
 
     def _returned(self) -> Iterator[tuple[list[Tensor], list[Buffer]]]:
-        """The next micro-batch's tensors, back from the host; none if none were sent there."""
+        """Yield once: the next micro-batch's saved tensors, back from the host, if any left."""
         if self.policy.where == "host":
             for [tensors], buffers in self.offload.take(1):
                 yield tensors, buffers
             return
-        self.offload.fetch_ahead()  # for a layer that will ask for it
+        self.offload.fetch_ahead()  # for the next layer whose tensors are on the host
         yield [], []
 
     def _graph(self, turn: Turn, saves: Saves | None = None) -> tuple[Graph, Activations]:

@@ -1,7 +1,7 @@
-"""The units that sweeps visit, put on the device's compute stream: here prologue and encoders.
+"""The units that sweeps visit: their base class, the prologue and the encoders.
 
-Each takes the weights that the stream has brought and a list of activations, one entry per
-micro-batch, and knows how to run forward and backward for all micro-batches in turn.
+A unit takes its streamed weights and a list of activations, one entry for each micro-batch. It puts
+the forward or the backward of all micro-batches in turn on the device's compute stream.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,10 +36,10 @@ class Graph:
     """A unit's graph of one micro-batch, ready for its backward.
 
     Attributes:
-        inputs: as autograd leaves; a table's rows by its name.
-        edges: of the outputs that have a gradient.
-        saved: its SavedTensors, where it waits. They must not hold the graph, whose hooks hold
-            them: nothing frees such a cycle, since half of it is torch's.
+        inputs: autograd leaves by Ref; the rows of an embedding table by the table's name.
+        edges: gradient edges of the outputs that need a gradient.
+        saved: the SavedTensors of a graph that waits. They must not refer to the graph, whose hooks
+            refer to them: Python cannot free such a cycle, half of which is in torch.
     """
 
     inputs: dict[Any, Tensor]
@@ -48,13 +48,13 @@ class Graph:
     outputs: set[Ref]
     saved: Any = None
 
-    def let_go(self) -> None:
-        """Free the inputs' memory: autograd needs only their identity."""
+    def free_inputs(self) -> None:
+        """Free the inputs' memory: autograd needs only the tensors' identity."""
         for value in self.inputs.values():
             value.data = value.data.new_empty(0)
 
     def backward(self, dh: Activations, accumulator: GradAccumulator) -> dict[Any, Tensor]:
-        """Sum the parameters' gradients; in `dh`, replace the outputs' by the inputs'."""
+        """Sum the parameters' gradients; return `dh` with the inputs' in place of the outputs'."""
         pairs = [(self.edges[ref], dh[ref]) for ref in self.edges if ref in dh]
         passed_on = {ref: gradient for ref, gradient in dh.items() if ref not in self.outputs}
         inputs = {ref: value for ref, value in self.inputs.items() if value.requires_grad}
@@ -79,13 +79,13 @@ def differentiable(values: Activations) -> Activations:
 
 
 class StreamedModule:
-    """The weights of one tile as a function.
+    """A unit: a function of activations, with the weights of one tile.
 
     Attributes:
-        prefix: the start of the tile's parameter names that the function's names lack.
-        visit: its place among the layers, from 0.
+        prefix: cut from the tile's parameter names, to get the names that the program uses.
+        visit: number of the layer, from 0; the other units have numbers of their own.
         inputs: the activations that it reads; `new_inputs`: those that no unit before it reads.
-        needs_backward: it or a unit before it is trained, so that the backward comes here.
+        needs_backward: True if the unit or one before it is trained.
     """
 
     visit: int
@@ -99,24 +99,24 @@ class StreamedModule:
         self.inputs, self.new_inputs = list[Ref](), list[Ref]()
 
     def begin(self) -> None:
-        """Begin a step: drop the remains of an aborted one."""
+        """Begin a step: drop what an aborted step has left."""
 
     @property
     def trained(self) -> bool:
         """True if any weights of the unit are trained."""
         return bool(self.tile.layout.trainable_numel)
 
-    def under(self, policies: Sequence[ActivationPolicy]) -> Self:
-        """This unit with other activation policies; itself, if it saves nothing."""
+    def with_policies(self, policies: Sequence[ActivationPolicy]) -> Self:
+        """A copy of this unit with its policy of `policies`; units but layers have none."""
         return self
 
     def weights(self, slot: Buffer) -> dict[str, Tensor]:
-        """The tile's parameters by the function's names."""
+        """The tile's parameters in `slot`, by the program's names."""
         views = self.tile.layout.local.computed(slot.data)
         return {name.removeprefix(self.prefix): view for name, view in views.items()}
 
     def leaves(self, slot: Buffer) -> dict[str, Tensor]:
-        """The parameters as autograd leaves by the function's names."""
+        """The tile's parameters in `slot` as autograd leaves, by the program's names."""
         weights = {name: view.detach() for name, view in self.weights(slot).items()}
         for entry in self.tile.layout.trainable:
             weights[entry.name.removeprefix(self.prefix)].requires_grad_()
@@ -125,17 +125,17 @@ class StreamedModule:
     def graph(
         self, weights: dict[str, Tensor], inputs: dict[Any, Tensor], outputs: Activations
     ) -> Graph:
-        """The graph that has made `outputs` of `inputs` and of the `leaves`."""
+        """The autograd graph from `inputs` and the leaves `weights` to `outputs`."""
         names = [entry.name for entry in self.tile.layout.trainable]
         parameters = {name: weights[name.removeprefix(self.prefix)] for name in names}
         edges = {ref: get_gradient_edge(v) for ref, v in outputs.items() if v.requires_grad}
         return Graph(inputs, parameters, edges, {*outputs})
 
     def seed(self, batch: Batch, index: int) -> None:
-        """Seed by step, unit and micro-batch alone, so that a recomputed dropout is the same."""
+        """Seed by step, unit and micro-batch, so that a recomputation draws the same dropout."""
         self.device.seed(derived_seed(batch.seed, self.visit, batch.before + batch.first + index))
 
-    def each(
+    def run_each(
         self,
         name: str,
         batch: Batch,
@@ -154,20 +154,20 @@ class StreamedModule:
 
 
 class Media(StreamedModule):
-    """From images and sounds to their features, which the prologue puts among embedded tokens."""
+    """The encoders: from images and sounds to features, which the prologue puts among tokens."""
 
     visit = MEDIA
 
     def __init__(self, shared: Shared, tile: Tile, embedding: Embedding) -> None:
         super().__init__(shared.device, shared.program, tile)
         self.embedding = embedding
-        still = {entry.name for entry in tile.layout.entries if entry.group is None}
-        self.frozen = FrozenParts(self.program.capture.model, still)
+        frozen_names = {entry.name for entry in tile.layout.entries if entry.group is None}
+        self.frozen = FrozenParts(self.program.capture.model, frozen_names)
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
-        """The features of every micro-batch, `[N]` values; none where there are no media."""
+        """The features of every micro-batch, `[N]` values; empty where it has no media."""
         name, work = Name(Kind.PROLOGUE, "media"), partial(self.forward, slot, train=train)
-        return self.each(name, batch, work, reads=[slot, *self.embedding.rows])
+        return self.run_each(name, batch, work, reads=[slot, *self.embedding.rows])
 
     def forward(self, slot: Buffer, micro: MicroBatch, *, train: bool) -> Activations:
         if not micro.media:
@@ -182,7 +182,7 @@ class Media(StreamedModule):
         """Accumulate gradients of the encoders' weights."""
         name, work = Name(Kind.PROLOGUE, "media backward"), partial(self.backward, slot)
         reads, writes = [slot, *self.embedding.rows], [accumulator.sums]
-        self.each(name, batch, partial(work, accumulator), dh, reads=reads, writes=writes)
+        self.run_each(name, batch, partial(work, accumulator), dh, reads=reads, writes=writes)
         return [{} for _ in batch.micro]
 
     def backward(
@@ -211,12 +211,12 @@ class Prologue(StreamedModule):
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The first activations of every micro-batch; `h` has the features of media, if any."""
         name, work = Name(Kind.PROLOGUE, "prologue"), partial(self.forward, slot)
-        return self.each(name, batch, work, h, reads=[slot, *self.embedding.rows])
+        return self.run_each(name, batch, work, h, reads=[slot, *self.embedding.rows])
 
     def forward(self, slot: Buffer, micro: MicroBatch, h: Activations) -> Activations:
         tables = micro.rows.tables
         tables.update({n: table.detach().requires_grad_() for n, table in tables.items()})
-        # The program tells activations by `requires_grad`.
+        # `requires_grad` tells the program which of the layers' arguments are activations.
         weights = {n: w.detach().requires_grad_() for n, w in self.weights(slot).items()}
         features_N = h.get(FEATURES) if micro.media else None
         with torch.enable_grad():
@@ -233,7 +233,7 @@ class Prologue(StreamedModule):
         name, work = Name(Kind.PROLOGUE, "prologue backward"), partial(self.backward, slot)
         work = partial(work, accumulator)
         inputs = h if self.inputs else [{} for _ in batch.micro]
-        return self.each(name, batch, work, inputs, dh, reads=reads, writes=writes)
+        return self.run_each(name, batch, work, inputs, dh, reads=reads, writes=writes)
 
     def backward(
         self,
@@ -243,7 +243,7 @@ class Prologue(StreamedModule):
         h: Activations,
         dh: Activations,
     ) -> Activations:
-        """`vjp` of one micro-batch; returns the slope of its features, if it has any."""
+        """`vjp` of one micro-batch; returns the gradient of its features, if it has any."""
         weights, features = self.leaves(slot), differentiable(h if micro.media else {})
         tables: dict[Any, Tensor] = {n: micro.rows.tables[n] for n in self.embedding.trained}
         with torch.enable_grad():

@@ -1,12 +1,12 @@
-"""Tensors that wait from the forward to the backward, and where: layer inputs, graphs, attention.
+"""Tensors that wait from the forward to the backward: layer inputs, graphs, results of attention.
 
-A kept graph holds no weights and no inputs of its own: in the backward its layer's weights are in a
-slot again, and its inputs are given again. All else that it saved either stays on the device or
-waits in pinned host memory: out through a few lanes, back ahead of its use.
+A kept graph refers neither to its layer's weights nor to its inputs: before the backward these are
+restored from a slot and from the boundaries. Other saved tensors stay on the device or wait in
+pinned host memory; they leave through a few lanes, and come back before the backward needs them.
 
-Attention's results are kept as torch.utils.checkpoint's selective checkpointing does it, beneath
-autograd: of a row of 512 k tokens, to compute attention again is a fifth of a step. The output and
-the logarithms of the softmax's sums are all that its backward needs besides queries, keys, values.
+Results of attention are kept beneath autograd, as in the selective checkpointing of
+torch.utils.checkpoint: to compute attention again for a row of 512 k tokens is a fifth of a step.
+Besides queries, keys and values its backward needs the output and the log-sum-exp alone.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ from megatrain.engine.modules import StreamedModule
 from megatrain.model.micro_batch import Activations
 from megatrain.store.store import Lane
 
-_STEP = 256  # bytes: every tensor starts on a boundary that the widest loads like
+_ALIGNMENT = 256  # bytes: every tensor starts on a boundary that the widest loads like
 
 _KEEP, _GIVE = Name(Kind.NOTE, "keep"), Name(Kind.NOTE, "give")
 _WEIGHTS = "weights"
@@ -34,7 +34,7 @@ _WEIGHTS = "weights"
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor described by its place in memory that the backward can find again."""
+    """A saved tensor, described as a view of memory that the backward has again."""
 
     source: Any  # _WEIGHTS; a Ref: an input; a number: one of `OffloadPlan.memory`
     start: int  # bytes
@@ -45,11 +45,11 @@ class _View:
     @property
     def stop(self) -> int:
         """The byte after the view's last one."""
-        reach = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
-        return self.start + (reach + 1) * self.dtype.itemsize
+        last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return self.start + (last + 1) * self.dtype.itemsize
 
     def on(self, memory: Tensor) -> Tensor:
-        """The piece of `memory` at this place."""
+        """This view of `memory`."""
         start = memory.storage_offset() * memory.itemsize + self.start
         piece = torch.empty(0, dtype=self.dtype, device=memory.device)
         offset = start // self.dtype.itemsize
@@ -57,14 +57,14 @@ class _View:
 
 
 class OffloadPlan:
-    """Collects whole allocations to send to the host, so that all views of them are kept."""
+    """Collects the allocations to send to the host, each once, however many views are saved."""
 
     def __init__(self) -> None:
         self.memory: list[Tensor] = []
         self._numbers: dict[int, int] = {}
 
     def view(self, tensor: Tensor) -> _View:
-        """Plan to send the tensor's allocation; the tensor's place in it."""
+        """Add the tensor's allocation to `memory`; return the tensor as a view of it."""
         memory = memory_of(tensor)
         if memory not in self._numbers:
             self._numbers[memory] = len(self.memory)
@@ -84,37 +84,40 @@ class SavedTensors:
     def __init__(
         self, weights: Tensor, inputs: Activations, outside: Iterable, leaving: OffloadPlan | None
     ) -> None:
-        """Args: `outside`: other arguments, which stay on the device; `leaving` None: all stay."""
+        """Args:
+        outside: other arguments of the layer, which stay on the device.
+        leaving: collects the tensors that go to the host; None: all stay on the device.
+        """
         self._memory: dict[Any, Tensor] = {_WEIGHTS: weights, **inputs}  # by `_View.source`
         self._leaving = leaving
-        self._known: dict[int, Any] = {
+        self._sources: dict[int, Any] = {
             memory_of(value): ref for ref, value in inputs.items() if value.is_contiguous()
         }
-        self._known[memory_of(weights)] = _WEIGHTS
+        self._sources[memory_of(weights)] = _WEIGHTS
         self._outside = {memory_of(leaf) for leaf in outside if isinstance(leaf, Tensor)}
 
     def saving(self) -> saved_tensors_hooks:
         """Within this context autograd hands its saved tensors to this object."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop references to weights, inputs and tensors that leave, so that they can be freed."""
         self._memory, self._leaving = {}, None
 
-    def give_back(self, weights: Tensor, inputs: Activations, returned: list[Tensor]) -> None:
-        """Before the backward: set weights, inputs and tensors that are back from the host."""
+    def restore(self, weights: Tensor, inputs: Activations, returned: list[Tensor]) -> None:
+        """Before the backward, set weights, inputs and the tensors `returned` from the host."""
         self._memory = {_WEIGHTS: weights, **inputs, **dict(enumerate(returned))}
 
     def _pack(self, tensor: Tensor) -> Any:
         if isinstance(tensor, FakeTensor):  # a compiler at work
             return tensor
         memory = memory_of(tensor)
-        if memory in self._known:
-            source = self._known[memory]
+        if memory in self._sources:
+            source = self._sources[memory]
             base = self._memory[source]
             view = _view(tensor, source, int(base.storage_offset()) * base.itemsize)
             if view.start >= 0 and view.stop <= base.nbytes:
-                return view  # else it lies beside an input that is part of something larger
+                return view  # else the tensor lies beside the input in a larger allocation
         if self._leaving is None or memory in self._outside:
             return tensor.detach()
         return self._leaving.view(tensor)
@@ -125,53 +128,55 @@ class SavedTensors:
 
 @dataclass
 class _Item:
-    room: Buffer
+    host_buffer: Buffer
     num_bytes: int
     tensors: list[tuple[torch.Size, torch.dtype, int]]  # shape, type, bytes
     landed: Any
 
 
 @dataclass
-class _Rooms:
-    """The host ranges of one group of items, as few as possible."""
+class _HostRanges:
+    """The host memory of one group of items, in as few allocations as possible."""
 
     buffers: list[Buffer] = field(default_factory=list)
-    at: int = 0  # the range in use
-    offset: int = 0
+    current: int = 0  # number of the buffer that is being filled
+    offset: int = 0  # bytes of it that are in use
 
 
 class HostOffload:
     """Moves items (a few tensors each) to the host and back, `lanes` of them each way at a time."""
 
-    def __init__(self, device: Device, what: str, lanes: int) -> None:
-        self._device, self._what = device, what
-        self._staging = Name(Kind.PACK, f"stage {what}")
-        self._out = [_lane(f"leaving {what} {i}") for i in range(lanes)]
-        self._in = [_lane(f"returning {what} {i}") for i in range(lanes)]
-        self._rooms: dict[Hashable, _Rooms] = {}
+    def __init__(self, device: Device, item: str, lanes: int) -> None:
+        """Args: `item`: a word for an item, in names of work and waits."""
+        self._device, self._item = device, item
+        self._staging = Name(Kind.PACK, f"stage {item}")
+        self._out = [_lane(f"leaving {item} {i}") for i in range(lanes)]
+        self._in = [_lane(f"returning {item} {i}") for i in range(lanes)]
+        self._ranges: dict[Hashable, _HostRanges] = {}
         self._items: dict[Hashable, _Item] = {}
         self._order: list[Hashable] = []
         self._sent = self._fetched = self._num_taken = 0
 
     @property
     def host_bytes(self) -> int:
-        return sum(r.data.nbytes for group in self._rooms.values() for r in group.buffers)
+        buffers = [buffer for ranges in self._ranges.values() for buffer in ranges.buffers]
+        return sum(buffer.data.nbytes for buffer in buffers)
 
     def begin(self) -> None:
         """Begin a step: forget all items."""
         self._items.clear()
         self._order = []
         self._fetched = self._num_taken = 0
-        for group in self._rooms.values():
-            group.at = group.offset = 0
+        for ranges in self._ranges.values():
+            ranges.current = ranges.offset = 0
 
     def release(self) -> None:
         """Free all memory, between two steps."""
         self.begin()
-        for group in self._rooms.values():
-            for buffer in group.buffers:
+        for ranges in self._ranges.values():
+            for buffer in ranges.buffers:
                 self._device.free(buffer)
-        self._rooms.clear()
+        self._ranges.clear()
         for lane in (*self._out, *self._in):
             lane.buffer, lane.free = _lane(lane.buffer.name).buffer, None
 
@@ -183,16 +188,16 @@ class HostOffload:
         Args:
             group: items of one group share host ranges.
             tensors: contiguous; empty where nothing is computed.
-            later_bytes: that the group will send after it in this step, as far as is known.
+            later_bytes: bytes that the group will send after this item in the step, if known.
         """
         device, lane = self._device, self._out[self._sent % len(self._out)]
         self._sent += 1
         num_bytes = packed_bytes(tensors)
-        device.wait(COMPUTE, lane.free, f"leaving {self._what} lane free")
+        device.wait(COMPUTE, lane.free, f"leaving {self._item} lane free")
         buffer = self._sized(lane, num_bytes)
         stage = partial(_pack, tensors, buffer.data)
         device.run(COMPUTE, self._staging, stage, writes=[buffer.piece(0, num_bytes)])
-        device.wait(COPY_OUT, device.record(COMPUTE), f"{self._what} ready")
+        device.wait(COPY_OUT, device.record(COMPUTE), f"{self._item} ready")
         host_buffer = self._room(group, key, num_bytes, later_bytes)
         device.copy(COPY_OUT, host_buffer, buffer, num_bytes)
         lane.free = device.record(COPY_OUT)
@@ -200,18 +205,18 @@ class HostOffload:
         self._items[key] = _Item(host_buffer, num_bytes, sizes, lane.free)
 
     def expect(self, *takes: Sequence[Hashable]) -> None:
-        """Announce the keys of the next `take`s, in their order; they come before earlier ones."""
+        """Announce the keys of coming `take`s, which precede those that were announced before."""
         self._order = [key for keys in takes for key in keys] + self._order
         for index in range(len(self._in), max(map(len, takes), default=0)):
-            self._in.append(_lane(f"returning {self._what} {index}"))
+            self._in.append(_lane(f"returning {self._item} {index}"))
 
     def take(self, num: int) -> Iterator[tuple[list[list[Tensor]], list[Buffer]]]:
-        """Yield the next `num` items and their buffers, which hold until the iterator goes on."""
+        """Yield once: the next `num` items and their buffers, valid until the iterator goes on."""
         self.fetch_ahead()
         lanes = [self._in[(self._num_taken + i) % len(self._in)] for i in range(num)]
         keys = self._order[self._num_taken : self._num_taken + num]
         for lane in lanes:
-            self._device.wait(COMPUTE, lane.ready, f"{self._what} returned")
+            self._device.wait(COMPUTE, lane.ready, f"{self._item} returned")
         items = [
             _views(self._items[key], lane.buffer) for key, lane in zip(keys, lanes, strict=True)
         ]
@@ -222,50 +227,51 @@ class HostOffload:
         self._num_taken += num
 
     def fetch_ahead(self) -> None:
-        """Start the return of as many items as there are lanes."""
+        """Start to copy back as many items as there are lanes."""
         stop = min(self._num_taken + len(self._in), len(self._order))
         while self._fetched < stop:
             item = self._items[self._order[self._fetched]]
             lane = self._in[self._fetched % len(self._in)]
             buffer = self._sized(lane, item.num_bytes)
-            self._device.wait(COPY_IN, item.landed, f"{self._what} landed")
-            self._device.wait(COPY_IN, lane.free, f"returning {self._what} lane free")
-            self._device.copy(COPY_IN, buffer, item.room, item.num_bytes)
+            self._device.wait(COPY_IN, item.landed, f"{self._item} landed")
+            self._device.wait(COPY_IN, lane.free, f"returning {self._item} lane free")
+            self._device.copy(COPY_IN, buffer, item.host_buffer, item.num_bytes)
             lane.ready = self._device.record(COPY_IN)
             self._fetched += 1
 
     def _sized(self, lane: Lane, num_bytes: int) -> Buffer:
+        """The lane's buffer, replaced by a larger one if it is too small."""
         if lane.free is None or lane.buffer.data.nbytes < num_bytes:
             name = Name(Memory.LANES, lane.buffer.name)
-            lane.buffer = _lane(name).buffer  # what it had is given back first
+            lane.buffer = _lane(name).buffer  # frees the old buffer first
             lane.buffer = self._device.empty(name, num_bytes, torch.uint8)
-            # Device memory is free to use only in the order of COMPUTE, where it was given.
+            # torch's allocator orders by COMPUTE alone: other streams wait until it has passed.
             lane.free = self._device.record(COMPUTE)
         return lane.buffer
 
     def _room(self, group: Hashable, key: Hashable, num_bytes: int, later_bytes: int) -> Buffer:
-        """A piece of the group's host ranges; ranges of earlier steps are reused in order."""
-        ranges = self._rooms.setdefault(group, _Rooms())
-        while ranges.at < len(ranges.buffers):
-            data = ranges.buffers[ranges.at].data
+        """A piece of the group's host memory; buffers of earlier steps are reused in order."""
+        ranges = self._ranges.setdefault(group, _HostRanges())
+        while ranges.current < len(ranges.buffers):
+            data = ranges.buffers[ranges.current].data
             if ranges.offset + num_bytes <= len(data):
                 break
             if ranges.offset:
-                ranges.at, ranges.offset = ranges.at + 1, 0
-            else:  # outgrown
-                self._device.free(ranges.buffers.pop(ranges.at))
+                ranges.current, ranges.offset = ranges.current + 1, 0
+            else:  # an empty buffer is too small
+                self._device.free(ranges.buffers.pop(ranges.current))
         else:
-            name = Name(Memory.LANES, f"{self._what} {group}")
+            name = Name(Memory.LANES, f"{self._item} {group}")
             size = num_bytes + later_bytes
             ranges.buffers.append(self._device.host(name, size, torch.uint8, pinned=True))
         start = ranges.offset
         ranges.offset += num_bytes
-        data = ranges.buffers[ranges.at].data[start : ranges.offset]
-        return Buffer(f"{self._what} {key}", data)
+        data = ranges.buffers[ranges.current].data[start : ranges.offset]
+        return Buffer(f"{self._item} {key}", data)
 
 
 def _lane(name: str) -> Lane:
-    """A lane whose memory is taken when it is first used, and its size is known."""
+    """A lane without memory, which is allocated when the size of its first item is known."""
     return Lane(Buffer(name, torch.empty(0, dtype=torch.uint8)))
 
 
@@ -273,7 +279,7 @@ def packed_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of an item's tensors, each aligned."""
     stop = 0
     for tensor in tensors:
-        stop = align(stop, _STEP) + tensor.nbytes
+        stop = align(stop, _ALIGNMENT) + tensor.nbytes
     return stop
 
 
@@ -281,21 +287,21 @@ def _pack(tensors: Sequence[Tensor], flat: Tensor) -> None:
     offset = 0
     for tensor in tensors:
         flat[offset : offset + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
-        offset += align(tensor.nbytes, _STEP)
+        offset += align(tensor.nbytes, _ALIGNMENT)
 
 
 def _views(item: _Item, buffer: Buffer) -> list[Tensor]:
     views, offset = [], 0
     for shape, dtype, num_bytes in item.tensors:
         views.append(buffer.data[offset : offset + num_bytes].view(dtype).view(shape))
-        offset += align(num_bytes, _STEP)
+        offset += align(num_bytes, _ALIGNMENT)
     return views
 
 
 class DeviceBoundaries:
     """Keeps layer inputs on the device.
 
-    Keeping and giving are pieces of work, so that the launching thread is no further ahead.
+    To keep and to give inputs are pieces of work on COMPUTE, which the launching thread counts.
     """
 
     host_bytes = 0
@@ -318,7 +324,7 @@ class DeviceBoundaries:
             self._device.run(COMPUTE, _KEEP, partial(keep, *pair))
 
     def take(self, unit: StreamedModule) -> Iterator[Activations]:
-        """The unit's inputs, one micro-batch after the other; each holds until the next."""
+        """Yield the unit's inputs of each micro-batch, which are valid until the next are."""
 
         def give(stored: Activations) -> Activations:
             inputs = {ref: stored[ref] for ref in unit.inputs if ref in stored}
@@ -349,7 +355,7 @@ class HostBoundaries:
     def put(self, unit: StreamedModule, h: list[Activations]) -> None:
         """Send those inputs of `unit` to the host that no unit before it reads."""
         keys = [(index, ref) for index in range(self._num_micro) for ref in unit.new_inputs]
-        # Where nothing is computed there are no values, nor does a forward always add some.
+        # A device that computes nothing has no values; others may lack what images add.
         values = [[h[i][ref].contiguous()] if h[i] and ref in h[i] else [] for i, ref in keys]
         later_bytes = sum(map(packed_bytes, values))
         for key, tensors in zip(keys, values, strict=True):
@@ -403,10 +409,10 @@ class KeepAttention(TorchDispatchMode):
 
 
 class ReplayAttention(TorchDispatchMode):
-    """Gives results kept instead of computing attention, in the same order."""
+    """Returns the kept results of attention, in their order, instead of computing them again."""
 
     def __init__(self, results: list[Any], returned: list[Tensor]) -> None:
-        """Args: `returned`: what `OffloadPlan.view` has sent to the host, back from there."""
+        """Args: `returned`: the allocations of an `OffloadPlan`, back from the host."""
         super().__init__()
         kept = pytree.tree_map_only(_View, lambda view: view.on(returned[view.source]), results)
         self._results = iter(kept)

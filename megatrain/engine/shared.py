@@ -23,8 +23,8 @@ class Shared:
     """The values that the parts of a step share.
 
     Attributes:
-        visited: those that sweeps visit; the others are looked up by rows, or unused.
-        threads: of each piece of work on a host stream.
+        visited: the tiles that sweeps visit; of other tiles rows are looked up, or nothing is used.
+        threads: CPU threads for each piece of work on a host stream.
     """
 
     device: Device
@@ -36,7 +36,7 @@ class Shared:
     verify: Verify = "off"
 
     def __post_init__(self) -> None:
-        store, fair_share = self.store, max(1, update_threads() // self.ranks.on_host)
+        store, fair_share = self.store, max(1, update_threads() // self.ranks.on_host)  # of cores
         self.threads = self.placement.update_threads or fair_share
         self.tiles, self.layers = store.tiles, store.of(TileKind.LAYER)
         self.media = store.of(TileKind.MEDIA)  # one tile, or none

@@ -1,4 +1,4 @@
-"""Gradients out: accumulated in fp32 on the device, measured there, sent to the host."""
+"""Gradients on their way out: summed in fp32 on the device, measured there, sent to the host."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from megatrain.optim import gradient_plane
 from megatrain.store.store import Lane, Tier, Tile, in_place, own_numel, planes
 from megatrain.tile import TileKind
 
-_STEP = 128  # fp32 elements: every piece starts on a boundary that the widest loads like
+_ALIGNMENT = 128  # fp32 elements: every piece starts on a boundary that the widest loads like
 
 # Elements of a gradient that are rounded and sent at once. 32 MiB in bf16: large enough for the
 # bus (0.6 ms), small enough that a few of them are nothing beside a tile.
@@ -33,8 +33,8 @@ class ScratchArena:
         | fp32 sums of a tile's gradient ...................... | rows, if they are kept |
         | sums of a small prologue | sums of the rows, fp32 | rows |
 
-    The first line is a layer or the head, the second the backward of the prologue, or of encoders
-    of images and sounds. Rows that are not kept lie where the sums are; they are brought again for
+    The first line shows a layer or the head, the second the backward of the prologue or of
+    encoders. Rows that are not kept share the memory of the tiles' sums and are copied in again for
     the backward. Only COMPUTE touches the range, except for the rows.
     """
 
@@ -42,12 +42,12 @@ class ScratchArena:
         """Args: `numel`: gradient elements of the largest tile; `prologue`: of the prologue's tile,
         or of the encoders' if that is larger."""
         self._device, self._dtype = device, dtype
-        self._numel, self._prologue = align(numel, _STEP), align(prologue, _STEP)
+        self._numel, self._prologue = align(numel, _ALIGNMENT), align(prologue, _ALIGNMENT)
         self._memory: Tensor
-        self._overlapping: tuple[Buffer, ...] = ()  # what lies where `sums` does
-        self._take(self._numel)
+        self._overlapping: tuple[Buffer, ...] = ()  # buffers in the memory that `sums` hands out
+        self._allocate(self._numel)
 
-    def _take(self, numel: int) -> None:
+    def _allocate(self, numel: int) -> None:
         name = Name(Memory.SUMS, "scratch arena")
         self._memory = self._device.empty(name, numel, torch.float32).data
 
@@ -63,16 +63,16 @@ class ScratchArena:
         They are valid until the next call. The arena grows if it has to.
 
         Args:
-            sizes: each table's name, the elements of its rows, and whether they have gradients.
-            kept: the tiles' `sums` must not overlap the rows.
+            sizes: each table's name, elements of its rows, and True if the rows have gradients.
+            kept: True if the tiles' `sums` must not overlap the rows.
         """
         self._overlapping = ()
         sums, stop = _in_a_row([numel * trained for _, numel, trained in sizes], self._prologue)
         in_fp32 = [-(-numel * self._dtype.itemsize // 4) for _, numel, _ in sizes]  # rounded up
         rows, stop = _in_a_row(in_fp32, max(stop, self._numel) if kept else stop)
         if stop > len(self._memory):
-            self._memory = torch.empty(0)  # given back first, also where there is no more
-            self._take(max(stop, self._numel))
+            self._memory = torch.empty(0)  # frees the old range before the new one is allocated
+            self._allocate(max(stop, self._numel))
         buffers = [
             (
                 Buffer(f"{name} rows", self._memory[row:].view(self._dtype)[:numel]),
@@ -93,13 +93,13 @@ def _in_a_row(lengths: Sequence[int], offset: int) -> tuple[list[int], int]:
     starts = []
     for length in lengths:
         starts.append(offset)
-        offset = align(offset + length, _STEP)
+        offset = align(offset + length, _ALIGNMENT)
     return starts, offset
 
 
 @dataclass
 class GradAccumulator:
-    """The fp32 sums of a tile's gradient on the device; `reached`: the parameters that have one."""
+    """A tile's fp32 gradient sums on the device; `reached`: parameters that got a gradient."""
 
     tile: Tile
     sums: Buffer
@@ -120,7 +120,7 @@ class GradAccumulator:
 
 
 def summed_in_place(waiting: Iterable[Tile], dtype: torch.dtype) -> list[Tile]:
-    """The tiles whose own host gradient is their fp32 sums; the device shares its memory."""
+    """The tiles whose fp32 gradient is summed in its own plane, which the device reads in place."""
     return [tile for tile in waiting if tile.rests.shared and dtype == torch.float32]
 
 
@@ -128,30 +128,29 @@ class Sink:
     """Takes each tile's gradient once per step.
 
     Attributes:
-        updates: an `Update` (engine/update.py): it is told of each gradient.
-        with_rows: indices of tiles to which engine/embedding.py adds row gradients; it then calls
-            `updates.ready`.
-        landed: by tile index, host gradients and arrival events of tiles with embedding rows, whose
-            gradients are added later.
+        updates: the `Update` (engine/update.py) that gets each gradient.
+        with_rows: indices of the tiles to whose gradients the Embedding adds those of rows, before
+            it passes them to `updates.ready`.
+        landed: the host gradients and arrival events of these tiles, by tile index.
         squares: on the device, the squared norm of each tile's gradient (fp32); the last element
-            is that of rows (engine/embedding.py).
+            is the squared norm of row gradients, which the Embedding adds.
     """
 
     def __init__(
         self, shared: Shared, waiting: Sequence[Tile], updates: Any, work: ScratchArena
     ) -> None:
-        """Tiles in `waiting` have a host gradient each; the others share a few."""
+        """Each tile in `waiting` has a host gradient of its own; the others share a few."""
         device, placement, dtype = shared.device, shared.placement, shared.dtype
         tiles, visited = shared.tiles, shared.visited
-        self._device, self.updates, self._work = device, updates, work
+        self._device, self.updates, self._arena = device, updates, work
         self._collectives = shared.collectives
-        self._first, self._last = True, True  # of the passes
-        self._reached = set[str]()  # by the encoders' gradient, of earlier passes as well
+        self._is_first_pass, self._is_last_pass = True, True
+        self._reached = set[str]()  # encoders' parameters with a gradient, in any pass of the step
         self.with_rows = set[int]()
         self.landed: dict[int, tuple[Lane, Any]] = {}
         largest = max([1, *(tile.layout.local.trainable_numel for tile in visited)])
         layer = max((tile.layout.local.trainable_numel for tile in shared.layers), default=0)
-        self._piece = min(self._most_at_once(layer, placement.gradient_lanes), largest)
+        self._piece = min(self._lane_numel(layer, placement.gradient_lanes), largest)
         num_lanes = placement.gradient_lanes or max(1, -(-layer // self._piece))
         if all(tile.rests.shared for tile in visited):  # no gradient leaves the device
             num_lanes = 0
@@ -187,11 +186,11 @@ class Sink:
             )
             for i in range(placement.host_grad_buffers if any_on_host else 0)
         ]
-        self._claimed = 0  # of the shared ones
+        self._num_claimed = 0  # of the shared host gradients
         on_host = [self._own[t.index] for t in waiting if t.rests.gradient is Tier.HOST]
         self.host_bytes = sum(lane.buffer.data.nbytes for lane in (*on_host, *self._shared))
 
-    def _most_at_once(self, layer: int, lanes: int | None) -> int:
+    def _lane_numel(self, layer: int, lanes: int | None) -> int:
         """Elements of a lane; `layer`: trainable elements of the largest layer."""
         return PIECE
 
@@ -201,28 +200,28 @@ class Sink:
         return ((start, min(start + self._piece, numel)) for start in starts)
 
     def begin(self, *, first: bool, last: bool) -> None:
-        """Begin a pass of a step, which may be its first, its last or both."""
-        self._first, self._last = first, last
+        """Begin a pass of a step: `first` or `last` says that it is the step's first or last."""
+        self._is_first_pass, self._is_last_pass = first, last
 
     def accumulator(self, tile: Tile) -> GradAccumulator:
-        """fp32 sums for the gradient of a tile: zeros in the step's first pass."""
+        """The fp32 sums of a tile's gradient, which the step's first pass begins with zeros."""
         numel = tile.layout.local.trainable_numel
-        sums = self._sums.get(id(tile)) or self._work.sums(numel)
+        sums = self._sums.get(id(tile)) or self._arena.sums(numel)
         if not numel:  # all of it is frozen
             return GradAccumulator(tile, sums)
-        if self._first:
+        if self._is_first_pass:
             self._device.run(COMPUTE, "clear gradient sums", sums.data.zero_, writes=[sums])
-        if self._last:
+        if self._is_last_pass:
             self.updates.expect(tile)
         if tile.layout.kind is not TileKind.MEDIA:
             return GradAccumulator(tile, sums)
-        self._reached = set() if self._first else self._reached
+        self._reached = set() if self._is_first_pass else self._reached
         return GradAccumulator(tile, sums, self._reached)
 
     def put(self, accumulator: GradAccumulator) -> None:
-        """After the last pass, measure a gradient and send it."""
+        """In the last pass, measure a gradient and send it to its update."""
         tile, sums, device = accumulator.tile, accumulator.sums, self._device
-        if not self._last or not tile.layout.trainable_numel:
+        if not self._is_last_pass or not tile.layout.trainable_numel:
             return
         for start, stop in tile.layout.gathered:
             if start < len(sums.data):
@@ -245,12 +244,12 @@ class Sink:
             self.updates.ready(tile, host_grad, landed)
 
     def leave_out(self, tile: Tile) -> None:
-        """Note that a tile has no gradient in this step."""
+        """Leave out a tile that has no gradient in this step: its norm is 0."""
         clear = self.squares.data[tile.index].zero_
         self._device.run(COMPUTE, f"no gradient of {tile.name}", clear, writes=[self.squares])
 
     def send(self, accumulator: GradAccumulator, host_grad: Lane) -> Any:
-        """Send a gradient to where the update reads it; returns the event of its arrival."""
+        """Round a gradient and send it to its update; return the event of its arrival."""
         tile, numel, device = accumulator.tile, len(accumulator.sums.data), self._device
         if tile.rests.local:
             if host_grad.buffer.name != accumulator.sums.name:  # else they are the same memory
@@ -271,10 +270,10 @@ class Sink:
         return device.record(COPY_OUT)
 
     def recall(self, tile: Tile, host_grad: Lane) -> GradAccumulator:
-        """Copy a gradient that was sent back into its accumulator."""
+        """Copy a gradient from `host_grad` back into fp32 sums on the device."""
         device, trained = self._device, tile.trained
         numel = trained.stop - trained.start
-        sums = self._sums.get(id(tile)) or self._work.sums(tile.layout.trainable_numel)
+        sums = self._sums.get(id(tile)) or self._arena.sums(tile.layout.trainable_numel)
         gradient = in_place(device, tile, host_grad.buffer)
         if gradient.name == sums.name:  # the same memory
             return GradAccumulator(tile, sums)
@@ -303,12 +302,12 @@ class Sink:
         self._device.run(COMPUTE, name, work, [accumulator.sums], [to])
 
     def claim(self, tile: Tile, stream: str) -> Lane:
-        """The host gradient for a tile; later work of `stream` may write it."""
+        """Return the host gradient of a tile, which later work of `stream` may write."""
         if tile.index in self._own:
             return self._own[tile.index]
-        if tile.rests.gradient is Tier.DEVICE:  # in the sums of passes, which stay until the update
+        if tile.rests.gradient is Tier.DEVICE:  # the sums of all passes, kept until the update
             return Lane(self._sums[id(tile)].piece(tile.trained.start, tile.trained.stop))
-        host_grad = self._shared[self._claimed % len(self._shared)]
-        self._claimed += 1
+        host_grad = self._shared[self._num_claimed % len(self._shared)]
+        self._num_claimed += 1
         self._device.wait(stream, host_grad.free, "host gradient free")
         return host_grad

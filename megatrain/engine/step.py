@@ -2,9 +2,9 @@
 
 Layer-major: every micro-batch passes a layer before the next layer's weights are used, so weights
 cross the bus twice however many micro-batches there are. A step may take its micro-batches in
-several passes through both sweeps: then fewer graphs wait at once, which leaves room to save more
-of them. `stream`, `saved_tensors`, `sink`, `embedding` and `update` say where tensors
-are and what waits for what.
+several passes through both sweeps: then fewer graphs wait at once, so more layers can keep theirs.
+The modules `stream`, `saved_tensors`, `sink`, `embedding` and `update` say where tensors are and
+which work waits for which event.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,15 +27,15 @@ from megatrain.placement import ActivationPolicy
 
 Unit = Media | Prologue | Layer
 Result = TypeVar("Result")
-Finish = Callable[[Head, Buffer, Batch, State], Result]  # of the last activations
+Finish = Callable[[Head, Buffer, Batch, State], Result]  # from the last layer's outputs
 
 
 @dataclass
 class Parts:
     """The parts of a forward.
 
-    `trunk` is the prologue and the layers, in order; `encoded` the trunk of a step with images or
-    sounds, whose encoders come first.
+    `trunk` is the prologue and the layers, in order; `encoded` is the trunk of a step with images
+    or sounds: their encoders come first.
     """
 
     trunk: list[Unit]
@@ -44,8 +44,8 @@ class Parts:
     stream: Stream
     encoded: list[Unit]
 
-    def of(self, batch: Batch) -> Self:
-        """The parts of a step of this batch: with encoders, if it has images or sounds."""
+    def for_batch(self, batch: Batch) -> Self:
+        """The parts of a step on this batch: with encoders, if it has images or sounds."""
         return replace(self, trunk=self.encoded) if batch.has_media else self
 
 
@@ -53,7 +53,7 @@ class Parts:
 class TrainingParts(Parts):
     """The parts of a step that changes the weights.
 
-    `kept` moves graphs and attention results to the host and back.
+    `saved` keeps layer inputs; `kept` moves graphs and attention results to the host and back.
     """
 
     saved: DeviceBoundaries | HostBoundaries
@@ -62,16 +62,16 @@ class TrainingParts(Parts):
     update: Update
     passes: int = 1
 
-    def under(self, policies: Sequence[ActivationPolicy]) -> Self:
+    def with_policies(self, policies: Sequence[ActivationPolicy]) -> Self:
         """These parts with other activation policies, one for each layer."""
-        return replace(self, trunk=[unit.under(policies) for unit in self.trunk])
+        return replace(self, trunk=[unit.with_policies(policies) for unit in self.trunk])
 
 
 def train_step(parts: TrainingParts, batch: Batch) -> tuple[float, float]:
-    """Gradients and the start of all updates of one optimizer step; its loss, gradient norm."""
+    """Compute a step's gradients and start all updates; return its loss and gradient norm."""
     stream, saved, sink, update = parts.stream, parts.saved, parts.sink, parts.update
     groups = batch.passes(parts.passes)
-    # The backward ends at the lowest unit that needs one.
+    # The backward ends at the first trained unit of the trunk.
     trained = [unit for unit in reversed(parts.trunk) if unit.needs_backward]
     parts.embedding.fetch(batch)
     stream.begin([*parts.trunk, parts.head, *trained] * len(groups))
@@ -106,7 +106,7 @@ def train_step(parts: TrainingParts, batch: Batch) -> tuple[float, float]:
 def forward(
     parts: Parts, batch: Batch, keep: Callable[[Unit, State], None], *, train: bool
 ) -> State:
-    """All micro-batches through prologue and layers; `keep` sees what the backward reads."""
+    """Take all micro-batches through the trunk; `keep(unit, h)` saves the unit's inputs."""
     h: State = [{} for _ in batch.micro]
     for unit, weights in parts.stream.visit(parts.trunk):
         if unit.needs_backward:

@@ -1,8 +1,8 @@
-"""Weights in: tiles are copied into a few slots ahead of their use.
+"""Weights on their way in: tiles are copied into a few slots ahead of their use.
 
 A slot is as large as the largest layer. A larger tile (the head) takes several neighbours. Weights
-that stay on the device have a place of their own, into which each version of them is copied once.
-Where the device shares the host's memory, a tile's slot is its plane, and nothing is copied.
+that stay on the device have memory of their own, into which each version is copied once. Where the
+device reads the host's memory in place, a tile's slot is its plane, and nothing is copied.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,16 +21,18 @@ from megatrain.store.store import DiskReader, Lane, Tier, Tile, in_place
 from megatrain.tile import Entry, TileKind
 
 Unit = TypeVar("Unit", bound=StreamedModule)
-Unpack = Callable[..., None]  # arguments as of `TileLayout.unpack`, after the layout
-Stacks = Mapping[int, Sequence[Entry]]  # by the tile's index, parameters of which rows are read
+Unpack = Callable[..., None]  # takes a layout, then the arguments of `TileLayout.unpack`
+Stacks = Mapping[int, Sequence[Entry]]  # by tile index, parameters of which only rows are copied
 
 
 @dataclass
 class _Place:
+    """Device memory for a tile's weights: one slot, neighbouring slots, or memory of its own."""
+
     slots: list[Lane]
     buffer: Buffer
-    ready: Any = None  # they have arrived
-    version: int | None = None  # of weights that stay
+    ready: Any = None  # event of the weights' arrival
+    version: int | None = None  # of the weights that were copied in last
 
 
 class Stream:
@@ -42,11 +44,11 @@ class Stream:
         self.disk = DiskReader(device, [tile.weights for tile in shared.layers])
         streamed = [tile.layout.local for tile in shared.visited if tile.rests.streamed]
         largest = max((layout.numel for layout in streamed), default=0)
-        of_layers = [layout.numel for layout in streamed if layout.kind is TileKind.LAYER]
+        layer_numels = [layout.numel for layout in streamed if layout.kind is TileKind.LAYER]
         self._device, self._distance = device, shared.placement.prefetch_distance
         self._collectives, self._checks, self._unpack = shared.collectives, shared.checks, unpack
-        self._numel = numel = max(of_layers, default=largest)  # of a slot
-        count = max(shared.placement.slots, self._slots_of(largest))
+        self._slot_numel = numel = max(layer_numels, default=largest)
+        count = max(shared.placement.slots, self._num_slots(largest))
         self._memory = device.empty(Name(Memory.SLOTS, "slots"), count * numel, dtype)
         pieces = [
             Buffer(f"slot {i}", self._memory.data[i * numel : (i + 1) * numel])
@@ -61,7 +63,7 @@ class Stream:
             for tile in tiles
             if tile.rests.stays
         }
-        # Device memory is free to use only in the order of COMPUTE, where it was given.
+        # torch's allocator orders by COMPUTE alone: other streams wait until it has passed this.
         device.run(COMPUTE, "allocate slots", lambda: None, writes=pieces)
         allocated = device.record(COMPUTE)
         self._slots = [Lane(piece, allocated) for piece in pieces]
@@ -78,7 +80,7 @@ class Stream:
         self._stacks: Stacks = {}
 
     def keeps(self, tile: Tile) -> bool:
-        """True if the weights stay on the device until they are updated."""
+        """True if the tile's weights stay on the device from one visit to the next."""
         in_memory = self._device.can.shares_host_memory or not tile.rests.shared
         on_device = (tile.rests.local and in_memory) or tile.index in self._staying
         return on_device and not tile.layout.needs_unpacking
@@ -86,17 +88,17 @@ class Stream:
     def begin(
         self, itinerary: Sequence[StreamedModule], stacks: Stacks = MappingProxyType({})
     ) -> None:
-        """Set a step's visits, of both sweeps, in their order; start the first loads.
+        """Set the visits of a step's sweeps, in order, and start the first loads.
 
-        Args: `stacks`: parameters to leave out, of tiles that `reads_rows`; visits `bring` rows.
+        Args: `stacks`: parameters that loads leave out; visits `bring` the rows that they need.
         """
         self._stacks = stacks
-        self._itinerary, due = [], {i: place.version for i, place in self._staying.items()}
+        self._itinerary, loaded = [], {i: place.version for i, place in self._staying.items()}
         for unit in itinerary:
             tile = unit.tile
-            if tile.rests.streamed or due.get(tile.index, tile.version) != tile.version:
+            if tile.rests.streamed or loaded.get(tile.index, tile.version) != tile.version:
                 self._itinerary.append(unit)
-                due[tile.index] = tile.version
+                loaded[tile.index] = tile.version
         self._places = list(self._plan())
         self._loaded = self._visited = 0
         self._load_until(self._distance)
@@ -108,32 +110,33 @@ class Stream:
             if (place := self._staying.get(unit.tile.index)) is not None:
                 yield place
                 continue
-            count = self._slots_of(unit.tile.layout.local.numel)
+            count = self._num_slots(unit.tile.layout.local.numel)
             if start + count > len(self._slots):
                 start = 0
             slots = self._slots[start : start + count]
             buffer = slots[0].buffer
             if count > 1:
-                data = self._memory.data[start * self._numel : (start + count) * self._numel]
+                numel = self._slot_numel
+                data = self._memory.data[start * numel : (start + count) * numel]
                 parts = tuple(slot.buffer for slot in slots)
                 buffer = Buffer(f"slots {start} to {start + count - 1}", data, parts)
             yield _Place(slots, buffer)
             start += count
 
     def visit(self, units: Iterable[Unit]) -> Iterator[tuple[Unit, Buffer]]:
-        """Yield each unit with its weights, which hold until the iterator goes on."""
+        """Yield each unit with its weights, which stay valid until the next unit is asked for."""
         for unit in units:
             if unit.tile.rests.local and not unit.tile.rests.stays:
                 weights = self._local[unit.tile.index]
                 if unit.tile.rests.shared:
                     self._device.wait(COMPUTE, unit.tile.updated, "version due")
-                    # Before the visit: its update may begin as soon as the layer has read them.
+                    # Before the visit: the update may begin as soon as the layer has read them.
                     self._checks.sum_copy(unit.tile, weights, unit.tile.version)
                 yield unit, self._as_computed(unit.tile, weights)
                 continue
             place, position = self._staying.get(unit.tile.index), self._visited
-            due = self._itinerary[position : position + 1] == [unit]
-            if due:
+            is_loaded_now = self._itinerary[position : position + 1] == [unit]
+            if is_loaded_now:  # else its weights stayed from an earlier visit
                 self._load_until(position + self._distance)
                 place = self._places[position]
             assert place is not None, "visits must follow the itinerary"
@@ -145,25 +148,24 @@ class Stream:
             done = self._device.record(COMPUTE)
             for slot in place.slots:
                 slot.free = done
-            self._visited += due
+            self._visited += is_loaded_now
 
     @staticmethod
     def reads_rows(tile: Tile) -> bool:
-        """True if rows of the tile's parameters can be copied from where its weights rest."""
+        """True if single rows of the tile's parameters can be copied to the device."""
         on_host = tile.rests.streamed and tile.rests.weights is Tier.HOST
         return on_host and tile.layout.ranks == 1
 
     def bring(self, tile: Tile, stack: Sequence[Entry], chosen: torch.Tensor) -> None:
-        """Copy chosen rows of parameters that `begin` has left out to the visit's weights.
+        """Copy chosen rows of the parameters `stack`, which `begin` left out, into the slot.
 
-        Waits until the device has chosen them.
-
-        Args: `chosen`: their numbers, in any order and often; larger ones than there are, are none.
+        Waits until the device has computed `chosen`: numbers of rows, in any order, with
+        repetitions; numbers beyond the last row are ignored.
         """
         device, place, weights = self._device, self._places[self._visited], tile.weights
         assert self._itinerary[self._visited].tile is tile, "the visit is of another tile"
         device.synchronize(device.record(COMPUTE), "rows chosen")
-        rows = sorted({n for n in chosen.flatten().tolist() if n < stack[0].shape[0]})
+        rows = sorted({row for row in chosen.flatten().tolist() if row < stack[0].shape[0]})
         for entry in stack:
             for start, stop in entry.places_of(rows, weights.data.itemsize):
                 to, source = place.buffer.piece(start, stop), weights.piece(start, stop)
@@ -179,6 +181,7 @@ class Stream:
         stack: Sequence[Entry] = (),
         rows: Sequence[int] | None = None,
     ) -> Buffer:
+        """The weights in the compute type, unpacked if they rest in another; of `stack` `rows`."""
         layout = tile.layout.local
         if not layout.needs_unpacking:
             return weights
@@ -189,12 +192,13 @@ class Stream:
         return self._unpacked
 
     def _load_until(self, position: int) -> None:
+        """Start loads up to a visit's position, as far as slots are free."""
         last = min(position, len(self._itinerary) - 1)
         while self._loaded <= last:
             place = self._places[self._loaded]
-            ahead = self._places[self._visited : self._loaded]
-            if any(slot in place.slots for visit in ahead for slot in visit.slots):
-                break  # the current visit, or one loaded ahead, has its weights there
+            in_use = self._places[self._visited : self._loaded]  # by this visit and the next ones
+            if any(slot in place.slots for other in in_use for slot in other.slots):
+                break
             self._load(self._itinerary[self._loaded].tile, place)
             self._loaded += 1
 
@@ -213,11 +217,11 @@ class Stream:
                 source = tile.weights.piece(span.start, span.start + span.numel)
                 self._device.copy(COPY_IN, to, source)
             place.ready = self._gather(tile, place.buffer, COPY_IN)
-        place.version = tile.version  # last: a load that was broken off is due again
+        place.version = tile.version  # set last: an interrupted load is repeated
 
     def _gather(self, tile: Tile, whole: Buffer, stream: str) -> Any:
         parts = [whole.piece(*part) for part in tile.layout.gathered]
         return self._collectives.all_gather(parts, tile.name, stream)
 
-    def _slots_of(self, numel: int) -> int:
-        return max(1, -(-numel // max(1, self._numel)))
+    def _num_slots(self, numel: int) -> int:
+        return max(1, -(-numel // max(1, self._slot_numel)))

@@ -1,4 +1,4 @@
-"""Calls that neither take torch's modes from their caller nor leave it theirs."""
+"""Contexts that keep the engine's calls free of their caller's torch modes, and the reverse."""
 
 import re
 from collections.abc import Iterator

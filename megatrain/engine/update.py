@@ -1,8 +1,8 @@
-"""Tile updates: where the state rests, on a host stream, while the device computes.
+"""Tile updates, where the optimizer's state rests: mostly on a host stream, beside the device.
 
-With some rules gradients become directions first, on the device, where their sums are complete.
-What a rule keeps for that comes from the host during the layer's backward, and goes back. Each of
-several ranks averages its block, and makes directions of the matrices that it is of.
+Some rules (Muon) first turn gradients into directions, on the device, once their sums are complete.
+The momentum that this needs comes from the host during the layer's backward, and goes back. Each of
+several ranks averages its block, and makes directions of the matrices with values in that block.
 """
 
 import math
@@ -26,14 +26,14 @@ from megatrain.store.store import DiskStaging, Lane, Tier, Tile, in_place
 from megatrain.tile import Entry, TileKind
 from megatrain.tile.layout import MOST_ELEMENTS
 
-# Of state on its way: one comes in while another one leaves.
+# Device buffers for momentum on its way: one is filled while another one is emptied.
 _ROOMS = 2
 
 Settings = Mapping[str, Any]
 
 
 def give_way(device: Device, tile: Tile, stream: str) -> None:
-    """Before a stream overwrites a tile's planes, let it wait for a save that still reads them."""
+    """Let `stream`, which will overwrite a tile's planes, wait for saves that still read them."""
     for reader in tile.readers:
         device.wait(stream, reader.event, reader.wait)
         if reader.set_aside is not None:
@@ -42,11 +42,11 @@ def give_way(device: Device, tile: Tile, stream: str) -> None:
 
 
 class Directions:
-    """Replaces gradients by a rule's directions on the device; most rules have none."""
+    """Replaces gradients by a rule's directions (Muon) on the device; most rules have none."""
 
     def __init__(self, shared: Shared, rule: Any, proceed: Buffer) -> None:
-        """Args: `rule`: a Rule, with Muon's `average` and `direct` if it directs gradients;
-        `proceed`: the step's loss; while it is not finite no state is changed.
+        """Args: `rule`: a Rule, with Muon's `average` and `direct` if it has directions;
+        `proceed`: the step's loss; if it is not finite, no state is changed.
         """
         self._device, self._rule, self._proceed = shared.device, rule, proceed
         self._collectives, self._checks = shared.collectives, shared.checks
@@ -76,11 +76,13 @@ class Directions:
         return tile.index in self._directed
 
     def _state(self, tile: Tile) -> Buffer:
+        """The momentum of the tile's directed parameters, where it rests."""
         start, stop = self._range(tile)
         [state] = [buffer for plane, buffer in tile.states.items() if plane.on_device]
         return in_place(self._device, tile, state.piece(start, stop))
 
     def _range(self, tile: Tile) -> tuple[int, int]:
+        """`(start, stop)` of the tile's directed parameters in this rank's plane."""
         entries, block = self._directed[tile.index], tile.trained
         first, last = entries[0], entries[-1]
         start = max(0, first.offset - block.start)
@@ -96,12 +98,12 @@ class Directions:
                 yield entry, start, stop
 
     def fetch_state(self, tile: Tile) -> None:
-        """Start copying the state to the device, ahead of the time its gradient is complete."""
+        """Start copying the momentum to the device, before the tile's gradient is complete."""
         if not self.has_any(tile) or tile.rests.local:
             return
         device, state, lane = self._device, self._state(tile), next(self._next_room)
         device.wait(COPY_IN, lane.free, "directions' room free")
-        # It is the newest state: the tile's weights were loaded on this stream after its update.
+        # This reads the newest state: this stream has waited for the tile's update already.
         device.copy(COPY_IN, lane.buffer.piece(0, len(state.data)), state)
         lane.ready = device.record(COPY_IN)
         self._fetched[tile.index] = lane
@@ -109,9 +111,9 @@ class Directions:
     def replace_gradients(
         self, tile: Tile, sums: Buffer, settings: Mapping[str, Settings], scale: float = 1.0
     ) -> None:
-        """Replace gradients times `scale` by directions; `settings` by parameter.
+        """Replace gradients, multiplied by `scale`, by directions; of several ranks each its block.
 
-        Each rank does this for its block of gradients, states and directions.
+        Args: `settings`: the optimizer's settings by parameter.
         """
         if not self.has_any(tile):
             return
@@ -128,7 +130,7 @@ class Directions:
     def _average(
         self, tile: Tile, sums: Buffer, settings: Mapping[str, Settings], scale: float
     ) -> None:
-        """Average a tile's gradient into its momentum on the device, then send that back."""
+        """Average a tile's gradient into its momentum on the device; send the momentum back."""
         device, rule, checks = self._device, self._rule, self._checks
         at_rest, lane = self._state(tile), self._fetched.pop(tile.index, None)
         if lane is None:
@@ -159,16 +161,16 @@ class Directions:
         lane.free = device.record(COPY_OUT)
 
     def _release(self, tile: Tile, stream: str) -> None:
-        """Before `stream` overwrites a state, let it wait for a save that still reads the tile."""
-        releasing = bool(tile.readers)
+        """Let `stream`, which will overwrite a state, wait for saves that still read the tile."""
+        has_readers = bool(tile.readers)
         give_way(self._device, tile, tile.rests.updates)
-        if releasing and tile.rests.updates != stream:
+        if has_readers and tile.rests.updates != stream:
             event = self._device.record(tile.rests.updates)
             self._device.wait(stream, event, "directions' state released")
 
 
 def _matrices(entry: Entry, flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """A parameter's view in a flat plane; of stacked matrices those between `start` and `stop`."""
+    """A parameter's view in a flat plane; of a stack the matrices between `start` and `stop`."""
     values = entry.view(flat)
     if len(entry.shape) < 3:
         return values
@@ -190,16 +192,16 @@ _DAMAGED = (
     "learning rate"
 )
 
-_ALIKE = 0.05  # between two computations of one step; atomic additions differ far less
+_REL_TOL = 0.05  # between two computations of one step; atomic additions differ far less
 
 
 class _Run(NamedTuple):
-    """Elements `start` to `stop` (excluded) of a tile, their settings and states.
+    """Elements `start` to `stop` (excluded) of a tile that one update treats alike.
 
     Attributes:
-        version: the number of updates, with this one; None: this one leaves the elements alone.
+        version: the number of updates, this one included; None: the elements are not updated.
         scale: the clipping factor; 1 where the gradient is a direction, already clipped.
-        moved: how much further they lie in the layout of one rank, which decides random numbers.
+        moved: `start + moved` is the first element in the layout of one rank; it seeds rounding.
     """
 
     group: dict[str, Any]
@@ -211,11 +213,11 @@ class _Run(NamedTuple):
     moved: int = 0
 
     def within(self, first: int, last: int) -> "_Run":
-        """The part of this run that lies between two elements."""
+        """The part of this run between the elements `first` and `last` (excluded)."""
         return self._replace(start=max(self.start, first), stop=min(self.stop, last))
 
     def in_planes(self, tile: Tile) -> Iterator["_Run"]:
-        """The parts of this run that the rank has, by their places in its planes."""
+        """The parts of this run in this rank's planes, with `start` and `stop` counted there."""
         for span in tile.spans:
             part, shift = self.within(span.at, span.at + span.numel), span.at - span.start
             moved = shift - span.moved
@@ -227,11 +229,11 @@ class StepResult:
     """The result of one optimizer step.
 
     Attributes:
-        loss: of the step, before the update; mean cross entropy of its labels, if no other.
+        loss: the step's loss before the update: its labels' mean cross entropy, unless another.
         grad_norm: global 2-norm of the gradient, before clipping.
         tokens: positions in the rows of all ranks, padding included.
         seconds: from the call to the end of the backward (the update may still be running).
-        measures: what the loss measures besides (rewards of replies), by name.
+        measures: further numbers that the loss measures (rewards of replies), by name.
         experts: the loads of a mixture's experts: `expert_load_max` and `experts_starved`.
     """
 
@@ -246,8 +248,8 @@ class StepResult:
 class Update:
     """Starts each tile's update as early as possible.
 
-    With clipping that is after the backward, when the norm is known: updates then run in visiting
-    order during the next step's forward. Without, it is as soon as a gradient has landed.
+    Without clipping an update starts when its gradient has landed. With clipping all start after
+    the backward, when the norm is known; they run in visiting order under the next forward.
     """
 
     def __init__(
@@ -264,11 +266,11 @@ class Update:
         self.norm_limit = math.inf  # a step whose norm is above it is refused
         self.expected: tuple[float, float] | None = None  # loss and norm of the same step before
         self._pending: list[tuple[Tile, Lane, Any]] = []
-        self._started: list[Tile] = []  # of the step that is going on
+        self._started: list[Tile] = []  # tiles whose update has started in the current step
         self._torn = False
         self._losses: list[Tensor] = []
         self._checked: Any = None
-        self._refused = False  # updates of a step whose loss is not finite; the host stream's own
+        self._refused = False  # True: the loss is not finite, skip updates; set on the host stream
         memory = device.empty("report", len(tiles) + 3, torch.float32).data
         self._loss, self._norms = Buffer("loss", memory[:1]), Buffer("norms", memory[1:])
         self._numbers = Buffer("report", memory, (self._loss, self._norms))
@@ -287,7 +289,7 @@ class Update:
 
     @property
     def torn(self) -> bool:
-        """True if a step was aborted after some updates had begun: tiles are of different steps."""
+        """True if a step was aborted after some updates had begun: tiles differ in their steps."""
         return self._torn or bool(self._started)
 
     def begin(self) -> None:
@@ -295,22 +297,22 @@ class Update:
         self._torn = self.torn
         self._checks.begin()
         self._pending, self._started = [], []
-        # Copies: later changes of the groups' settings are for the next step.
+        # Copies, since a later change of the groups' settings is meant for the next step.
         self._group_of = self._optimizer.group_of()
         self._groups = [dict(group) for group in self._optimizer.param_groups]
         self._settings = {name: self._groups[index] for name, index in self._group_of.items()}
 
     def ready(self, tile: Tile, host_grad: Lane, landed: Any) -> None:
-        """Take a tile's gradient, complete in `host_grad` once `landed` has passed."""
+        """Take a tile's gradient, which is in `host_grad` after the event `landed`."""
         if self.waits(tile) or tile.rests.updates == COMPUTE:
             self._pending.append((tile, host_grad, landed))
-            if not self.directions.has_any(tile):  # else its gradient will be replaced
+            if not self.directions.has_any(tile):  # else directions will replace the gradient
                 self._checks.sum_gradient(tile, host_grad.buffer, landed)
         else:
             self._start(tile, host_grad, landed, 1.0)
 
     def guard(self, losses: list[Tensor]) -> None:
-        """Sum the loss over ranks; unless all updates wait for the norm, skip them if it is bad."""
+        """Sum the loss over ranks; if it is not finite, skip updates that start before the norm."""
         loss, device = self._loss, self._device
         self._losses = losses
 
@@ -332,14 +334,14 @@ class Update:
         self._checked = device.record(UPDATE)
 
     def finish(self, sink: Sink) -> tuple[float, float]:
-        """Wait for the end of the backward; then start the updates that waited for it.
+        """Wait for the end of the backward; then start the updates that wait for the norm.
 
         Returns the loss and the gradient norm.
 
         Raises:
-            StepRefused: loss or norm is not finite, or the norm above `norm_limit`. Without
-                clipping a bad norm is found too late, and the message says so; in all other cases
-                no weight has been changed.
+            StepRefused: loss or norm is not finite, or the norm is above `norm_limit`. No weight
+                has been changed, unless the norm is bad and gradients are not clipped: that is
+                found too late, as the message says.
             RunFailed: a host thread failed, or a bit has changed.
         """
         numbers, device = self._numbers, self._device
@@ -354,7 +356,7 @@ class Update:
         device.synchronize(device.record(COPY_OUT), "report landed")
         loss, *measured, differing = device.read(self._landed)
         self._checks.report(differing, self._collectives.ranks)
-        total = sum(measured) / self._collectives.ranks.hosts  # each host has measured all
+        total = sum(measured) / self._collectives.ranks.hosts  # each host has measured everything
         norm = math.sqrt(total) if total >= 0 else math.nan
         self._check((loss, norm))
         # The backward ends with the tiles that the next forward needs first: tables, layer 0, ...
@@ -370,7 +372,7 @@ class Update:
         return loss, norm
 
     def end(self) -> None:
-        """The step is counted: its updates are of one step, whatever happens from now on."""
+        """End a step, after it was counted: an abort from now on leaves no torn step."""
         self._started = []
 
     def _check(self, measured: tuple[float, float]) -> None:
@@ -385,7 +387,7 @@ class Update:
         loss_is_finite, norm_is_finite = map(math.isfinite, measured)
         if not (loss_is_finite and norm_is_finite):
             if not loss_is_finite:
-                for tile in self._started:  # only to be refused
+                for tile in self._started:  # `_apply` has skipped these updates
                     tile.version -= 1
                     tile.skipped.subtract(tile.idle)
                 self._started = []
@@ -404,7 +406,7 @@ class Update:
         raise StepRefused(f"{problem}: {damage}", intact=self.deferred, measured=measured)
 
     def _start(self, tile: Tile, host_grad: Lane, landed: Any, scale: float) -> None:
-        """Put a tile's update on its stream; it waits for the gradient and for a save's reads."""
+        """Put a tile's update on its stream, behind its gradient's arrival and a save's reads."""
         stream = tile.rests.updates
         if tile.rests.gradient is not Tier.DEVICE:
             self._device.wait(stream, landed, "gradient landed")
@@ -434,7 +436,7 @@ class Update:
         tile.updated = host_grad.free = self._device.record(stream)
 
     def _copy_masters(self, tile: Tile, stream: str) -> None:
-        """Renew the copies that layers compute with in fp32, of masters that may be on the disk."""
+        """Renew the copies of masters that layers compute with in fp32; masters may be on disk."""
         if tile.remainder is None:
             return
         device, halves = self._device, [tile.weights, tile.remainder]
@@ -447,6 +449,7 @@ class Update:
             tile.written = device.record(stream)
 
     def _runs(self, tile: Tile, scale: float) -> Iterator[_Run]:
+        """Split a tile into runs of one group and version; a rule of matrices gets each alone."""
         states = [plane for plane in tile.states if not plane.on_device]
         versions = {
             entry.name: None if entry.name in tile.idle else tile.version - tile.skipped[entry.name]
@@ -470,14 +473,14 @@ class Update:
             self.directions.fetch_state(tile)
 
     def direct(self, tile: Tile, sums: Buffer) -> None:
-        """Replace the complete gradient in `sums` by the rule's directions, if it has any."""
+        """Replace the complete gradient in `sums` by directions, if the rule has any."""
         if not self.waits(tile):
             self.directions.replace_gradients(tile, sums, self._settings)
 
     def _apply(
         self, tile: Tile, first: int, host_grad: Lane, runs: Sequence[_Run], sums: UpdateSums | None
     ) -> None:
-        """Update `runs` of a tile, whose planes here begin with this rank's element `first`."""
+        """Update `runs` of `tile`, whose planes begin with element `first` of this rank's."""
         if self._refused:
             return
         gradient = host_grad.buffer.data
@@ -491,7 +494,7 @@ class Update:
                 tile.weights.data[in_part],
                 None if tile.remainder is None else tile.remainder.data[in_part],
                 [tile.states[p].data[p.place(in_part.start, in_part.stop)] for p in run.states],
-                # Kept fp32 sums are rounded like gradients that are sent to the host.
+                # fp32 sums that stay on the device are rounded like gradients sent to the host.
                 gradient[run.start : run.stop].to(tile.weights.data.dtype),
             )
             seed_offset = tile.index * MOST_ELEMENTS + run.start + run.moved
@@ -507,4 +510,4 @@ class Update:
 def _same_result(number: float, expected: float) -> bool:
     if not math.isfinite(expected):
         return not math.isfinite(number)
-    return math.isclose(number, expected, rel_tol=_ALIKE)
+    return math.isclose(number, expected, rel_tol=_REL_TOL)

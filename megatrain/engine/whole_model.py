@@ -1,9 +1,9 @@
 """The transformers model itself, computing with weights that the engine streams.
 
-Its forward is its own, with caches and masks: whatever transformers does with a model, `generate`
-above all, it can do with this one. Before a layer runs, its weights are put in place; embedding
-tables are on the device meanwhile. If the tokens are so few that they cannot choose all experts of
-a layer, only the experts that its router has chosen are read from host memory.
+The model's forward is unchanged, so transformers' `generate` and other code can use the model with
+caches and masks. Before a layer runs, its streamed weights are put into its modules; the embedding
+tables are on the device. If the tokens are too few to choose all experts of a layer, only the
+experts that its router has chosen are read from host memory.
 """
 
 from collections import defaultdict
@@ -32,18 +32,18 @@ from megatrain.source.source import EngineSetup
 from megatrain.store.store import Store, Tile
 from megatrain.tile import Entry, TileKind
 
-# cuDNN's attention is planned anew for each length, and each new token makes another one.
+# Without cuDNN, which plans attention anew for each length, so for each new token.
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-_HELD = 0.9  # of the memory that is free; the rest is for the work
-_FEW = 1.0  # choices of a pass's tokens for each expert of a layer: with fewer, experts are chosen
+_USABLE = 0.9  # part of the free device memory that weights may take; the rest is for the work
+_FEW = 1.0  # with fewer choices for each of a layer's experts only chosen experts are copied
 
 
 @contextmanager
 def whole_model(
     opened: EngineSetup, parts: Parts, store: Store, spare: int | None, *, apart: bool
 ) -> Iterator[PreTrainedModel]:
-    """Within this context the model can be called, in its current mode (train or eval).
+    """Yield the model, ready to be called in its current mode (train or eval).
 
     With one rank, all weights are copied to the device once if that leaves `spare` bytes. Several
     ranks must call the model equally often, with ids of one shape. All get the logits of rank 0,
@@ -51,19 +51,19 @@ def whole_model(
     """
     device, ranks, spec = opened.device, opened.ranks, opened.model.spec
     with ExitStack() as stack:
-        # What was loaded ahead must not be read any more when the next update writes it.
+        # Wait at the end for loads that ran ahead: the next update overwrites what they read.
         stack.callback(lambda: device.synchronize(device.record(COPY_IN), "weights read"))
         model = stack.enter_context(spec.capture.with_layers())
         places, dtype = _Places(model), store.tiles[0].weights.data.dtype
         stack.callback(places.restore)
-        first_name, _ = next(model.named_parameters())  # which tells the model's device
+        first_name, _ = next(model.named_parameters())  # `model.device` is that of this one
         nan = torch.full((), torch.nan, device=device.torch_device, dtype=dtype)
         for name in {first_name, *spec.unused, *spec.media}:
             places.put(name, nan.expand(model.get_parameter(name).shape))
         encoders = {*spec.media}
 
         def encoded(encoder: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            """Call an encoder; before the first call put in the encoders' weights."""
+            """Call an encoder; before the first call put the encoders' weights in place."""
             if encoders and ranks.size > 1:
                 raise InputError("ranks that share a model make no texts of images; use one rank")
             for tile in store.of(TileKind.MEDIA) if encoders else ():
@@ -80,7 +80,7 @@ def whole_model(
             to_copy = {unit.tile for unit in units if not parts.stream.keeps(unit.tile)}
             numel = sum(tile.layout.unpacked.numel for tile in to_copy)
             numel += sum(entry.numel for _, entry in gathered)
-            fits = spare + numel * dtype.itemsize <= _HELD * free_bytes(device, opened.host_limit)
+            fits = spare + numel * dtype.itemsize <= _USABLE * free_bytes(device, opened.host_limit)
         tables = {entry.name: _table(opened, tile, entry) for tile, entry in gathered}
         if fits:
             for name, table in tables.items():
@@ -95,13 +95,15 @@ def whole_model(
             for hook in feed.hooks(model, [layer.module for layer in spec.layers]):
                 stack.callback(hook.remove)
             if ranks.size > 1 and not apart:
-                stack.callback(model.register_forward_hook(partial(_from_first, ranks)).remove)
+                hook = model.register_forward_hook(partial(_take_logits_of_first, ranks))
+                stack.callback(hook.remove)
         stack.enter_context(torch.no_grad())
         stack.enter_context(sdpa_kernel(_ATTENTION))
         yield model
 
 
-def _from_first(ranks: Ranks, module: nn.Module, args: Any, output: Any) -> None:
+def _take_logits_of_first(ranks: Ranks, module: nn.Module, args: Any, output: Any) -> None:
+    """A forward hook: replace the logits of each rank by those of rank 0."""
     logits = output.logits.float()
     if ranks.rank:
         logits = torch.zeros_like(logits)  # 0 * -inf is no number
@@ -114,14 +116,14 @@ class _Places:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._parameters = dict(model.named_parameters())
-        first = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._held: defaultdict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._places: defaultdict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
         for module in model.modules():
             for attribute, parameter in module.named_parameters(recurse=False):
-                self._held[first[id(parameter)]].append((module, attribute))
+                self._places[names[id(parameter)]].append((module, attribute))
 
     def put(self, name: str, values: Tensor) -> None:
-        """Let the model compute with these values."""
+        """Let the model compute with `values` for the parameter `name`."""
         # With a weight that needs no gradient, torch's matmul may copy it for each row.
         self._set(name, nn.Parameter(values, requires_grad=values.is_floating_point()))
 
@@ -131,12 +133,12 @@ class _Places:
             self._set(name, parameter)
 
     def _set(self, name: str, parameter: nn.Parameter) -> None:
-        for module, attribute in self._held[name]:
+        for module, attribute in self._places[name]:
             setattr(module, attribute, parameter)
 
 
 def _table(opened: EngineSetup, tile: Tile, entry: Entry) -> Tensor:
-    """A whole embedding table on the device; of several ranks, from the blocks that each keeps."""
+    """A whole embedding table on the device, gathered from the blocks that ranks keep."""
     flat, device, ranks = tile.weights.data, opened.device.torch_device, opened.ranks.shards
     if ranks.size == 1:
         return entry.view(flat).to(device)
@@ -149,7 +151,7 @@ def _table(opened: EngineSetup, tile: Tile, entry: Entry) -> Tensor:
 
 
 class _Experts(NamedTuple):
-    """A layer's experts, called with the numbers of the chosen ones; their stacked matrices."""
+    """A layer's experts: their module, called with the chosen ones' numbers, and its weights."""
 
     module: nn.Module
     tile: Tile
@@ -157,18 +159,18 @@ class _Experts(NamedTuple):
 
 
 def _experts(model: PreTrainedModel, units: Iterable[StreamedModule]) -> Iterator[_Experts]:
-    """The experts whose matrices can be read one by one."""
+    """Yield the layers' experts whose matrices can be copied to the device one by one."""
     tiles = [unit.tile for unit in units if Stream.reads_rows(unit.tile)]
-    placed = {entry.name: (tile, entry) for tile in tiles for entry in tile.layout.entries}
+    by_name = {entry.name: (tile, entry) for tile in tiles for entry in tile.layout.entries}
     for path, part in model.named_modules():
         if not takes_grouped_products(part, []):
             continue
         names = (f"{path}.{name}" for name, _ in part.named_parameters(recurse=False))
-        here = [placed[name] for name in names if name in placed]
-        stacks = [(tile, entry) for tile, entry in here if len(entry.shape) == 3]
-        rows = [e for tile, e in stacks if e.cut_in_rows() and e.name not in tile.layout.copies]
-        if rows:
-            yield _Experts(model.get_submodule(base_path(path)), stacks[0][0], rows)
+        entries = [by_name[name] for name in names if name in by_name]
+        stacks = [(tile, entry) for tile, entry in entries if len(entry.shape) == 3]
+        stack = [e for tile, e in stacks if e.cut_in_rows() and e.name not in tile.layout.copies]
+        if stack:
+            yield _Experts(model.get_submodule(base_path(path)), stacks[0][0], stack)
 
 
 class _Feed:
@@ -188,7 +190,7 @@ class _Feed:
         num_chosen, num_experts = experts_of_a_token(model.config)
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-            for name, table in self._tables.items():  # the head replaces a tied one
+            for name, table in self._tables.items():  # again: the head has replaced a tied table
                 self._places.put(name, table)
             ids = kwargs.get("input_ids", args[0] if args else None)
             choices = ids.numel() * num_chosen if isinstance(ids, Tensor) else 0
@@ -220,6 +222,7 @@ class _Feed:
             self._parts.stream.bring(experts.tile, experts.stack, chosen)
 
     def _next(self, number: int) -> None:
+        """Put the weights of unit `number`, which must be the next one, into the model."""
         unit, slot = next(self._visits)
         if unit is not [*self._parts.trunk, self._parts.head][number]:
             raise RunFailed("the model's forward calls its layers in another order than it did")

@@ -268,7 +268,7 @@ def forecast(
     assert model.optimizer is not None
     parts = assembly.training(model.optimizer, 1.0 if workload.clip else None)
     if joint and parts.passes > 1:  # as the engine takes such a step
-        parts = replace(parts.under(assembly.policies(device=False)), passes=1)
+        parts = replace(parts.with_policies(assembly.policies(device=False)), passes=1)
     if measured.media is not None:
         parts = replace(parts, trunk=parts.encoded)
         ledger.add_bytes("images", rows * measured.media_bytes)
@@ -366,7 +366,7 @@ def assembled(
 class CoarseSink(Sink):
     """Sends a gradient in a few pieces, through as much device memory."""
 
-    def _most_at_once(self, layer: int, lanes: int | None) -> int:
+    def _lane_numel(self, layer: int, lanes: int | None) -> int:
         """All of a layer's pieces have lanes, which take as much as if there were more of them."""
         return PIECE if lanes else max(PIECE, -(-align(layer, PIECE) // _PIECES))
 

@@ -336,7 +336,7 @@ CONFIG = LlamaConfig(**SIZES | LARGER, eos_token_id=None)
 
 @swept(together=0, apart={"alike": False, "apart": True}, precision=["bf16", "fp32"])
 def test_generation_takes_what_is_foretold(precision, apart, monkeypatch):
-    sized(monkeypatch, whole_model, _HELD=0)  # weights are streamed
+    sized(monkeypatch, whole_model, _USABLE=0)  # weights are streamed
     prompts = torch.randint(1, 500, (MANY, LONG - NEW)).tolist()
     prompts[0] = prompts[0][3:]
     sampling = Sampling(max_new_tokens=NEW, temperature=0.7, top_p=0.9)

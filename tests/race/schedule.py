@@ -258,7 +258,7 @@ def trace(
     )
     batch = Intake(setup, program, parts.embedding.rows_each, print).prepared(micro_batches, loss)
     for step in range(STEPS):
-        taken = parts.under(assembly.policies(host=step not in closed))
+        taken = parts.with_policies(assembly.policies(host=step not in closed))
         # As the engine does: a joint loss, or that of routers, sees all micro-batches at once.
         joint = isinstance(loss, JointLoss) or program.spec.routed
         train_step(replace(taken, passes=1) if joint else taken, batch)
