@@ -1,6 +1,7 @@
-"""`placement="auto"`: the fastest placement by forecast (autoplace/search.py), and whether it fits.
+"""`placement="auto"`: chooses the fastest placement by forecast (autoplace/search.py) that fits.
 
-Where the machine or the model cannot be foreseen, everything is streamed and nothing kept.
+Where no forecast of the machine or the model is possible, all weights are streamed and nothing is
+kept on the device.
 """
 
 import logging
@@ -29,13 +30,13 @@ from megatrain.telemetry.host import host_available_bytes, host_limit_bytes, pro
 
 _log = logging.getLogger(__name__)
 
-# Of the device's memory: so much may a model take that is only run, to rest there as a whole.
+# A model that is only run rests on the device if it takes no more than this share of its memory.
 _RESIDENT = 0.5
 
 
 @dataclass(frozen=True)
 class Settled:
-    """A placement, the rows of its micro-batches, and what it was chosen for, if known."""
+    """A placement, the rows of its micro-batches, and the step that it was chosen for, if any."""
 
     placement: Placement
     micro_batch: int | None
@@ -52,11 +53,13 @@ def settle(
     generation: Generation | None = None,
     media: Mapping[str, torch.Tensor] | None = None,
 ) -> Settled:
-    """The placement of an engine to come, given or chosen; what is None is as `Workload` says.
+    """The placement of an engine that is being opened: `placement`, or the one that `auto` chooses.
+
+    A size that is None has the default of `Workload`.
 
     Raises:
         InputError: a size is not a number of 1 or more; on any rank, there is no such disk.
-        DoesNotFit: nothing does, or the given placement does not.
+        DoesNotFit: no placement fits, or the given one does not.
     """
     sizes = {"tokens_per_step": tokens_per_step, "sequence_length": sequence_length}
     for name, value in {**sizes, "micro_batch": micro_batch}.items():
@@ -113,15 +116,16 @@ def settle(
 
 
 def _chosen(opened: EngineSetup, workload: Workload) -> Settled:
+    """The choice of `auto`."""
     if not opened.device.can.overlaps:
         return Settled(CPU_PLACEMENT, workload.micro_batch)
     if opened.model.optimizer is None:
-        # A model that is only run rests on the device, or is streamed; it is not compiled: each
-        # pass of sampling is a token longer, and would compile all kinds anew.
+        # A model that is only run rests on the device, or is streamed. It is not compiled: each
+        # pass of sampling is a token longer, and would compile every kind of layer again.
         tiles = [layout for layout in opened.model.layouts if layout.kind.in_every_step]
-        needed = sum(layout.numel for layout in tiles) * opened.dtype.itemsize
-        rests = needed <= _RESIDENT * available_bytes(opened.device)
-        names = tuple(layout.name for layout in tiles) if rests else ()
+        num_bytes = sum(layout.numel for layout in tiles) * opened.dtype.itemsize
+        rests_there = num_bytes <= _RESIDENT * available_bytes(opened.device)
+        names = tuple(layout.name for layout in tiles) if rests_there else ()
         return Settled(Placement(slots=3, head_tokens=8192, resident=names), workload.micro_batch)
     best = _fastest(opened, workload)
     if best is None:
@@ -133,14 +137,14 @@ def _chosen(opened: EngineSetup, workload: Workload) -> Settled:
 
 
 def _fastest(opened: EngineSetup, workload: Workload) -> Forecast | None:
-    """The fastest forecast for this device as it is now; None: machine or model are unknown."""
+    """The fastest forecast for this device as it is now; None: none is possible."""
     device, ranks = opened.device, opened.ranks
     machine = present_machine(str(device.torch_device), precision=workload.precision)
     if machine is None:
         _log.info("placement: all is streamed, since this GPU is neither measured nor listed")
         return None
     machine = machine.shared(ranks.on_host, ranks.shards.link_gbps, ranks.replicas.link_gbps)
-    # What the process has of its context is in neither free nor taken bytes.
+    # Available bytes exclude the driver's context, which the process has and forecasts count.
     memory = available_bytes(device) + machine.device_context_bytes
     host = machine.host_memory_bytes
     memory -= host * machine.one_memory
@@ -164,6 +168,7 @@ def _fastest(opened: EngineSetup, workload: Workload) -> Forecast | None:
 
 
 def _reasons(best: Forecast) -> list[str]:
+    """Lines that tell the user of a choice."""
     placement, machine = best.placement, best.machine
     choices = {name: v for name, v in vars(placement).items() if v != getattr(Placement(), name)}
     resident = {"resident tiles": len(choices.pop("resident", ()))}
@@ -188,7 +193,7 @@ def check_fits(
     tokens: int | None = None,
     reference: Needs | None = None,
 ) -> None:
-    """Refuse what cannot fit, with what is missing and what would help.
+    """Raise DoesNotFit, with the missing bytes and remedies, if an engine's memory cannot fit.
 
     Args:
         tokens: of a step, if they are known.
@@ -218,13 +223,15 @@ def check_fits(
 
 
 def _host_refusal(needs: Counter[str], host_memory: int | None, has_gpu: bool) -> str:
+    """The message for too little host memory, with remedies."""
     available, process = host_available_bytes(host_memory), process_bytes()
     machine = host_limit_bytes()
     limit = machine if host_memory is None else min(machine, host_memory)
-    binds = limit - process < available + MIB  # and not what other programs have left
-    allowed = limit if binds else available + process
+    limit_binds = limit - process < available + MIB  # else memory that other programs have taken
+    allowed = limit if limit_binds else available + process
     total = sum(needs.values())
-    remedies = ["raise host_memory"] if binds and limit == host_memory and total <= machine else []
+    raising_helps = limit_binds and limit == host_memory and total <= machine
+    remedies = ["raise host_memory"] if raising_helps else []
     if needs["boundaries"] >= total - allowed:
         remedies += ["take fewer tokens a step (batch_size)"]
     elif needs["moments"]:
@@ -234,6 +241,7 @@ def _host_refusal(needs: Counter[str], host_memory: int | None, has_gpu: bool) -
 
 
 def _refusal(place: str, needs: Counter[str], more_bytes: int, allowed: int) -> str:
+    """The message for too little memory; `more_bytes`: needed beside `needs`."""
     total = sum(needs.values()) + more_bytes
     parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in needs.most_common(4))
     return (

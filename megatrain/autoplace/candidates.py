@@ -1,8 +1,9 @@
-"""Candidates of a placement, and what their spare memory can buy.
+"""Candidates of a placement, and the ways to spend the memory that a candidate leaves.
 
-A candidate is rows of a micro-batch, slots, where layer inputs wait, tokens of a head chunk; it
-keeps nothing. The memory that it leaves can be spent on resident tiles, weights that stay, kept
-graphs, passes. The seconds of each way of spending are estimated from the candidate's forecast.
+A candidate sets the rows of a micro-batch, the slots, where layer inputs wait, and the tokens of a
+head chunk; it keeps nothing on the device. The memory that it leaves can be spent on resident
+tiles, weights that stay, kept graphs, or passes: `Spending` estimates the seconds of each way from
+the candidate's forecast.
 """
 
 from collections import Counter
@@ -24,14 +25,14 @@ from megatrain.placement import Placement
 from megatrain.store.store import Tier, on_disk, resting
 from megatrain.tile import TileKind, TileLayout
 
-# Of a budget; the rest is for what forecasts are wrong by (3 %) and for fragmentation.
+# A plan uses this share of a budget; the rest is for errors of forecasts (3 %) and fragmentation.
 _USED = 0.95
 
-# Besides what a forecast counts, a share of the driver's context (840 MiB on an H200): what
-# torch.compile tries kernels out with. 0.5B in a limit of 1600 MiB took 46 MiB more than foretold.
+# torch.compile tries out kernels in memory that no forecast counts, here as a share of the driver's
+# context (840 MiB on an H200): 0.5B in a limit of 1600 MiB took 46 MiB more than forecast.
 _LIBRARIES = 0.08
 
-_HOPELESS = 1.2  # times the seconds of the fastest, and likely: a way is not followed
+_HOPELESS = 1.2  # a way is not forecast if it likely takes so many times the fastest's seconds
 
 # From the fastest to the most sparing.
 _SMALLEST: dict[str, Any] = {"slots": 2, "head_tokens": 512, "gradient_lanes": 2}
@@ -47,15 +48,15 @@ _CANDIDATES: tuple[dict[str, Any], ...] = (
 )
 MOST_SLOTS: int = _CANDIDATES[0]["slots"]
 
-# From so many tokens a row on, layers may run in tiles, with attention's results kept: it grows
-# with the square of a row, so what computing a tile again costs is soon less than its. A layer
-# input is large then, and leaves in less time than a layer takes: candidates with few slots take
-# half the lanes.
+# In rows of so many tokens or more, layers may run in tiles, with attention's results kept:
+# attention grows with the square of a row's length, so that computing the tiles again costs less
+# than attention does. Layer inputs are large then, and leave in less time than a layer takes:
+# candidates with few slots take half the lanes.
 _LONG, _TILE = 16384, 8192
 _ATTENTION: tuple[Literal["device", "host", "none"], ...] = ("device", "host", "none")
 
-# Tokens of a micro-batch, at most. With the largest no overhead of a call counts any more; the
-# small ones are for rows shorter than they are.
+# Tokens of a micro-batch, at most. At the largest number the overhead of calls is negligible; small
+# numbers serve rows that are as short.
 _TOKENS = (49152, *(2**power for power in range(15, -1, -1)))
 
 _CHUNKS = 64  # of a micro-batch in the head, at most: forecasts count each operation
@@ -66,18 +67,18 @@ def sizes_of(workload: Workload) -> list[int]:
     if workload.micro_batch is not None:
         return [workload.micro_batch]
     limits = (max(1, tokens // workload.sequence_length) for tokens in _TOKENS)
-    # As few micro-batches as hold all rows, and as even as they can be.
+    # For each limit, as few micro-batches as hold all rows, of sizes as even as can be.
     return sorted({-(-workload.rows // -(-workload.rows // rows)) for rows in limits}, reverse=True)
 
 
 def families(workload: Workload, spilled: Mapping[str, Any], rows: int) -> list[list[Placement]]:
-    """Candidates, the fastest first, the most sparing last; for long rows also in tiles.
+    """Lists of candidates, each from the fastest to that of least memory; for long rows also tiled.
 
-    Args: `spilled`: what of the placement rests on a disk.
+    Args: `spilled`: choices of the placement that put planes on a disk.
     """
     fewest_tokens = -(-rows * workload.sequence_length // _CHUNKS)
     is_long = workload.sequence_length >= _LONG
-    own_experts = spilled.get("own_experts", False)  # such layers are whole and eager
+    own_experts = spilled.get("own_experts", False)  # layers with owned experts are whole and eager
     whole: list[Placement] = []
     for choices in _CANDIDATES:
         base = Placement(**choices, **spilled, compile=workload.compile and not own_experts)
@@ -94,9 +95,10 @@ def families(workload: Workload, spilled: Mapping[str, Any], rows: int) -> list[
 
 
 class FirstTiles:
-    """A model's tiles from the first one on, in which order they come to rest on the device.
+    """A model's tiles in the order in which they come to rest on the device.
 
-    `device_bytes` are of so many first tiles; moving them spares `host_bytes`.
+    `device_bytes[n]` are the bytes of the first `n` tiles there, `host_bytes[n]` those that the
+    host no longer needs.
     """
 
     def __init__(
@@ -109,16 +111,16 @@ class FirstTiles:
         for tile in self.tiles:
             on_device = on_host = sum(p.num_bytes(tile) for p in tile_planes(rule, dtype))
             gradient = gradient_plane(dtype).num_bytes(tile)
-            if tile.ranks > 1:  # each has the weights whole beside its block
+            if tile.ranks > 1:  # each rank has the whole weights beside its shard
                 on_device += streamed_numel([tile]) * dtype.itemsize
             summed = placement.passes > 1 and not rule.needs_matrices
-            if not (summed and tile.kind is TileKind.LAYER):  # whose sums stay in any case
+            if not (summed and tile.kind is TileKind.LAYER):  # in passes, layers' sums are there
                 on_device += gradient
-            if workload.clip and not rule.directs(tile):  # else the host holds only a few
+            if workload.clip and not rule.directs(tile):  # else the host has few gradients at once
                 on_host += gradient
             self.device_bytes.append(self.device_bytes[-1] + on_device)
             self.host_bytes.append(self.host_bytes[-1] + on_host)
-        # What leaves the disk for the device spares the host nothing.
+        # Planes that leave the disk for the device spare the host nothing.
         if placement.disk_moments or placement.disk_weights:
             counts = range(len(self.tiles) + 1)
             moved = [replace(placement, resident=self.names(count)) for count in counts]
@@ -128,29 +130,33 @@ class FirstTiles:
 
     @property
     def sums_bytes(self) -> int:
-        """Bytes of fp32 sums that all stay, beyond the room of the largest (a table has rows)."""
+        """Bytes by which fp32 sums of all tiles exceed those of the largest (a table has none)."""
         tiles = [tile for tile in self.tiles if tile.kind is not TileKind.EMBEDDING]
         summed = [tile.local.trainable_numel for tile in tiles]
         return 4 * (sum(summed) - max(summed))
 
     def rest(self, count: int) -> list[TileLayout]:
-        """Tiles whose weights could stay beside the first `count`: head first, any layers."""
+        """Tiles after the first `count` whose weights could stay: the head, then layers."""
         kinds = (TileKind.HEAD, TileKind.LAYER)
         return [tile for kind in kinds for tile in self.tiles[count:] if tile.kind is kind]
 
     def names(self, count: int) -> tuple[str, ...]:
+        """The names of the first `count` tiles."""
         return tuple(tile.name for tile in self.tiles[:count])
 
     def most(self, num_bytes: int) -> int:
-        """The number of first tiles that fit in `room` device bytes; -1 if `room` is negative."""
+        """The most first tiles that fit in `num_bytes` of the device; -1 if that is negative."""
         return sum(needed <= num_bytes for needed in self.device_bytes) - 1
 
     def fewest(self, lacking: int) -> int:
-        """The least number of first tiles whose move spares the host so much; else all and one."""
+        """The fewest first tiles that spare the host `lacking` bytes; one too many: none do."""
         return sum(num_bytes < lacking for num_bytes in self.host_bytes)
 
     def read_numel(self, placement: Placement) -> int:
-        """Elements of weights that a step at least reads from a disk; slots hold some for turns."""
+        """Elements of weights that a step reads from a disk at least.
+
+        Slots still hold the last layers of a sweep when the next one starts from them.
+        """
         if not placement.disk_weights:
             return 0
         streamed = [
@@ -163,7 +169,7 @@ class FirstTiles:
 
 
 def first_tiles(forecasts: ForecastCache, workload: Workload, placement: Placement) -> FirstTiles:
-    """The `FirstTiles` of a placement, from the cache: they depend on a few of its choices."""
+    """The `FirstTiles` of a placement, kept in the cache by the choices that they depend on."""
     names = ("disk_moments", "disk_remainder", "disk_weights", "passes", "own_experts")
     choices = Placement(**{name: getattr(placement, name) for name in names})
     key = "tiles", workload.rule, workload.ranks, workload.dtype, workload.clip, choices
@@ -174,23 +180,23 @@ def first_tiles(forecasts: ForecastCache, workload: Workload, placement: Placeme
 def disk_bytes(
     layouts: Sequence[TileLayout], workload: Workload, placements: Iterable[Placement]
 ) -> Iterator[int]:
-    """Bytes that each of some placements puts on a disk, of one rank."""
+    """The bytes that each placement puts on a disk, for one rank."""
     sizes: Counter[tuple[str, str]] = Counter()
     for plane in tile_planes(workload.rule, workload.dtype):
         sizes.update({(plane.kind.value, t.name): plane.num_bytes(t) for t in layouts})
     for placement in placements:
-        elsewhere = [t for t in layouts if t.name not in placement.resident]
-        planes = on_disk(placement, elsewhere).items()
+        not_resident = [t for t in layouts if t.name not in placement.resident]
+        planes = on_disk(placement, not_resident).items()
         yield sum(sizes[kind, name] for kind, names in planes for name in names)
 
 
 def streamed_numel(layouts: Sequence[TileLayout]) -> int:
-    """Elements of these tiles that cross the bus as a whole; of the embedding only rows do."""
+    """Elements of these tiles' weights, without the embedding, of which only rows are streamed."""
     return sum(tile.local.numel for tile in layouts if tile.kind is not TileKind.EMBEDDING)
 
 
 class Budget:
-    """Memory that a machine lends: `device` and `host` bytes may be used."""
+    """The bytes of a machine's `device` and `host` memory that a plan may use."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -199,17 +205,17 @@ class Budget:
         self.device = min(int(_USED * total), total - self._libraries)
         self.host = int(_USED * machine.host_memory_bytes)
 
-    def spare(self, frame: Forecast) -> int:
-        return self.device - frame.device_peak_bytes
+    def spare(self, forecast: Forecast) -> int:
+        return self.device - forecast.device_peak_bytes
 
-    def host_spare(self, frame: Forecast) -> int:
-        return self.host - frame.host_peak_bytes
+    def host_spare(self, forecast: Forecast) -> int:
+        return self.host - forecast.host_peak_bytes
 
-    def fits(self, frame: Forecast) -> bool:
-        return self.spare(frame) >= 0 and self.host_spare(frame) >= 0
+    def fits(self, forecast: Forecast) -> bool:
+        return self.spare(forecast) >= 0 and self.host_spare(forecast) >= 0
 
     def raised(self, device: int, host: int) -> Machine:
-        """The machine, with its memory raised to hold so many bytes where it has less."""
+        """The machine, its memories enlarged where they do not hold `device` and `host` bytes."""
         on_device, on_host = self.machine.device_memory_bytes, self.machine.host_memory_bytes
         if device > self.device:
             on_device = max(int(device / _USED), device + self._libraries) + 2
@@ -219,7 +225,7 @@ class Budget:
 
 
 class Graphs(NamedTuple):
-    """Layers whose graph waits: on the device, whole ones among these, on the host."""
+    """Numbers of layers with a kept graph: on the device, whole ones among these, on the host."""
 
     kept: int
     whole: int
@@ -231,7 +237,7 @@ _NONE = Graphs(0, 0, 0)
 
 @dataclass(frozen=True)
 class Way:
-    """A way of spending: it takes `least` seconds or more, and likely takes `likely`."""
+    """A way to spend memory; the step takes `least` seconds or more, and `likely` by estimate."""
 
     resident: int
     staying: int
@@ -240,7 +246,7 @@ class Way:
     likely: float
 
     def promises(self, best: Forecast) -> bool:
-        """True if it may be faster: what is likely has been at most a sixth too much."""
+        """True if it may be faster than `best`: estimates were at most a sixth too high."""
         return self.least < best.seconds and self.likely < _HOPELESS * best.seconds
 
 
@@ -264,7 +270,7 @@ class Spending:
         self._work = measured.layer(0, frame.micro_batch)
         self._first = first_tiles(forecasts, workload, replace(frame.placement, passes=passes))
         self._costs = CostModel(budget.machine, workload.rule, workload.ranks)
-        # Bytes of a layer's graph, and what a whole one takes beyond the half that is usually kept.
+        # Bytes of a layer's graph, and those that a whole graph (`save_all`) takes besides.
         self._graph = self._work.keeping.kept_bytes * at_once
         self._rest = self._work.again.kept_bytes * at_once - self._graph
         self._attention = self._work.again.attention_bytes * at_once
@@ -275,12 +281,12 @@ class Spending:
             self._spare += freed - self._first.sums_bytes
 
     def _more(self, where: Literal["device", "host"]) -> int:
-        """Bytes that a graph takes there beyond the attention results that wait without it."""
+        """Bytes of a graph there, beyond the attention results that it takes the place of."""
         is_kept = self._frame.placement.save_attention == where
         return max(1, self._graph - is_kept * self._attention)
 
     def _held(self, num_bytes: int, offload: int) -> Graphs:
-        """Graphs that fit in so many bytes of the device, as many as wanted on the host."""
+        """The graphs that fit in `num_bytes` of the device, and `offload` of other layers."""
         kept_bytes = self._more("device")
         kept = min(self._layers, num_bytes // kept_bytes)
         offloaded = max(0, min(offload, self._layers - kept))
@@ -290,12 +296,12 @@ class Spending:
         return Graphs(kept, whole, offloaded)
 
     def all(self) -> Iterator[Way]:
-        """Every way that is worth a look."""
+        """The ways to spend that are worth an estimate."""
         first, tiles = self._first, self._first.tiles
         host_spare = self._budget.host_spare(self._frame)
         fewest, most = first.fewest(-host_spare), first.most(self._spare)
         if fewest > len(tiles):
-            return  # the host has no room even if every tile leaves it
+            return  # the host lacks memory even if every tile leaves it
         to_first_layer = 1 + [tile.kind for tile in tiles].index(TileKind.LAYER)
         quarters = (fewest + (most - fewest) * quarter // 4 for quarter in range(5))
         for count in sorted({0, to_first_layer, *quarters}):
@@ -311,39 +317,38 @@ class Spending:
                     yield Way(count, staying, graphs, *self._seconds(count, staying, graphs))
 
     def _graphs(self, spare: int, host_spare: int) -> set[Graphs]:
-        """Graphs to keep: with none on the host, all that it holds, those that leave unnoticed."""
+        """Choices of graphs: on the host none, all that fit, or those whose copies are hidden."""
         if spare < 0:
             return set()
         if not self._graph:
             return {self._held(spare, 0)}
         most_on_host = min(self._layers, host_spare // self._more("host"))
-        unnoticed = min(
-            most_on_host, int(self._forward() / self._costs.copy(COPY_OUT, self._graph))
-        )
+        hidden = min(most_on_host, int(self._forward() / self._costs.copy(COPY_OUT, self._graph)))
         lanes_bytes = 2 * LANES * self._work.keeping.kept_bytes
         choices = set()
-        for offload in (0, most_on_host, unnoticed, unnoticed // 2):
+        for offload in (0, most_on_host, hidden, hidden // 2):
             spare_beside_lanes = spare - lanes_bytes if offload > 0 else spare
             if offload >= 0 and spare_beside_lanes >= 0:
                 choices.add(self._held(spare_beside_lanes, offload))
         return choices
 
     def _forward(self) -> float:
+        """Seconds that all layers' forwards compute in a step."""
         return self._layers * self._micro * self._costs.seconds(self._work.forward)
 
     def _seconds(self, count: int, staying: int, graphs: Graphs) -> tuple[float, float]:
-        """Seconds that the busiest resource takes at least, and those that the step likely takes.
+        """Seconds of the busiest resource, which the step takes at least, and the likely seconds.
 
-        Compute waits in the candidate for tiles on their way or in their updates; it waits less as
-        fewer are streamed. With clipping, updates run beside the first pass's forward alone. In a
-        forward weights cross twice as fast as in a backward. A head that takes the slots of layers,
-        and the layer after it, come while nothing computes.
+        In the candidate, compute waits for tiles that are copied or updated; it waits less when
+        fewer tiles are streamed. With clipping, updates run beside the first pass's forward alone.
+        In a forward, weights are needed twice as fast as in a backward. Nothing computes while the
+        head, which takes slots of layers, and the layer after it are copied.
         """
         first, passes, copy = self._first, self._passes, self._costs.copy
         tiles, resident, streamed = first.tiles, first.tiles[:count], first.rest(count)
         itemsize, bounds = self._workload.dtype.itemsize, self._frame.bounds
-        # Shares of all elements: those that the host updates, and of those that the candidate
-        # streams the ones that cross in every pass, and the ones that stay once they are there.
+        # Shares: of all elements, those that the host updates; of the elements that the candidate
+        # streams, those that are still streamed, and of these the ones that then stay.
         on_host = 1 - sum(t.numel for t in resident) / sum(t.numel for t in tiles)
         crossing = 1 - streamed_numel(resident) / streamed_numel(tiles)
         staying_share = streamed_numel(streamed[:staying]) / streamed_numel(tiles)
@@ -351,13 +356,13 @@ class Spending:
         late = max(0.0, arriving / 2 - self._forward()) if passes > 1 else 0.0
         exposed = copy(COPY_IN, itemsize * streamed_numel(streamed[:2]))
         late += exposed * (passes - 1) if streamed and not staying else -exposed
-        alone = 0.0  # updates beside which nothing computes
+        alone = 0.0  # seconds of updates beside which nothing computes
         if passes > 1 and self._workload.clip:
             alone = max(0.0, bounds[UPDATE] * on_host - self._forward() / passes)
-        crossing_graphs = graphs.offloaded * passes  # a graph of a pass each
+        crossing_graphs = graphs.offloaded * passes  # each pass has its own graphs
         leaving = crossing_graphs * copy(COPY_OUT, self._graph)
         compute = self._compute(graphs) + max(0.0, leaving - self._forward())
-        # Of tiles that rest on the device a rule without a kernel there launches its operations.
+        # Without a kernel on the device, a rule launches operations to update resident tiles.
         rule = self._workload.rule
         compute += self._costs.launching_updates(
             sum(
@@ -376,12 +381,13 @@ class Spending:
             read,
         )
         candidate_waits = self._frame.seconds - bounds[COMPUTE]
-        # The candidate waits for a disk once; other passes do again.
+        # The candidate's seconds have one wait for a disk; further passes wait again.
         reads_again = read * (1 - 1 / passes)
         likely = compute + late + max(candidate_waits * on_host, alone) + reads_again
         return least, max(least, likely)
 
     def _compute(self, graphs: Graphs) -> float:
+        """Seconds that a step computes when layers keep these graphs."""
         work, seconds = self._work, self._costs.seconds
         saved = sum(map(seconds, work.computed_twice))
         if self._frame.placement.save_attention != "none":
@@ -403,7 +409,7 @@ class Spending:
         )
 
     def spent(self, way: Way) -> Forecast | None:
-        """The forecast of a way, with fewer graphs or more as they fit; None: it does not fit."""
+        """The forecast of a way, its number of graphs corrected to fit; None: none fits."""
         graphs, best, rows = way.graphs, None, self._frame.micro_batch
         for _ in range(3):
             placement = self._placement(way.resident, way.staying, graphs)

@@ -1,7 +1,7 @@
 """The fastest placement by forecast that fits, or the least memory with which one would.
 
-A candidate that fits leaves memory to spend (autoplace/candidates.py). The likely seconds of each
-way of spending follow from the candidate's forecast; the most promising are forecast in full.
+A candidate that fits leaves memory to spend (autoplace/candidates.py). The seconds of each way to
+spend it are estimated from the candidate's forecast; the most promising ways are forecast in full.
 """
 
 from bisect import bisect_left
@@ -27,24 +27,25 @@ from megatrain.placement import Placement
 from megatrain.telemetry.gpu import most_memory
 from megatrain.tile import TileKind
 
-# Candidates of a family. What these leave free on the device may buy more than they cost: layer
-# inputs on the host, and fewer slots and smaller chunks besides.
+# Places of two slower candidates in a family: with layer inputs on the host, and with fewer slots
+# and smaller chunks besides. The memory that they leave on the device may buy more than they cost.
 _SPARING = (1, 3)
-_TRIED = 3  # ways of spending that are forecast in full
-# Numbers of passes that are tried, besides one for each micro-batch; ways forecast in full of them.
+_TRIED = 3  # ways to spend that are forecast in full
+# Numbers of passes that are tried, beside one pass for each micro-batch, and how many of their ways
+# are forecast in full.
 _PASSES, _TRIED_IN_PASSES = (2, 3, 4, 6, 8, 12, 16), 2
 _FEW = 16384  # tokens of a micro-batch in passes: enough to keep a large GPU busy
 _DISK: dict[str, Any] = {"disk_moments": 0, "disk_remainder": 0, "disk_weights": 0}
-_SPILLS_TRIED = 3  # of what may be on a disk and likely fits, from the least on
+_SPILLS_TRIED = 3  # choices of planes on a disk that likely fit, from the fewest planes on
 _DEVICE_WORTH = 8  # host bytes that are as hard to come by as one of the device
-# Of what is needed: candidates that differ by less are alike, and the fewest micro-batches decide.
+# Candidates whose needs differ by no more than this share are alike: the fastest of them is taken.
 _ALIKE = 0.01
-# Of the seconds with copies of weights, those with weights that are read in place, at most.
+# Weights are read in place if a step then takes no more than this share of its seconds with copies.
 _IN_PLACE = 0.99
-# On four H200s steps with owned experts took 1.35 times what is foretold, with cut ones 1.16 times.
+# On four H200s steps with owned experts took 1.35 times their forecast, with sharded ones 1.16.
 _OWNED = 1.2
-# Micro-batches: more are looked at only where the device is too small for fewer. The working set of
-# a layer hardly counts any more.
+# A step may have more micro-batches than this only if the device is too small for fewer: the
+# working set of a layer hardly counts any more.
 _MANY = 24
 
 
@@ -53,7 +54,7 @@ def fastest(
 ) -> Forecast:
     """The fastest forecast that fits; it uses the disk only if nothing fits without.
 
-    If not `thorough`, the first candidate and way are enough. Raises DoesNotFit: nothing fits.
+    If not `thorough`, the search stops at the first one. Raises DoesNotFit: nothing fits.
     """
     first_split, *other_splits = machine.splits()
     may_own_experts = workload.may_own and forecasts.can_own(workload)
@@ -67,13 +68,16 @@ def fastest(
         except DoesNotFit:
             if not (machine.one_memory or own_experts or fitting):
                 raise
-    if not fitting:  # a part of the one memory between those of the splits may do
+    if not fitting:  # a division of one memory that lies between the splits may do
         needed = least(forecasts, machine, workload)
         if needed.machine.both_bytes > machine.both_bytes:
             raise DoesNotFit(lacking(machine, needed.machine))
         fitting = [needed]
 
-    best = min(fitting, key=lambda it: it.seconds * (_OWNED if it.placement.own_experts else 1))
+    def likely_seconds(forecast: Forecast) -> float:
+        return forecast.seconds * (_OWNED if forecast.placement.own_experts else 1)
+
+    best = min(fitting, key=likely_seconds)
     if not thorough or workload.ranks > 1:
         return best
     without_slots = replace(best.placement, slots=0, prefetch=None)  # takes no more memory
@@ -105,9 +109,10 @@ def _fastest(
 
 
 def least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> Forecast:
-    """The forecast that lacks least memory; where the host lacks some, all is on the disk.
+    """The forecast that lacks least memory, on a machine that is enlarged to hold it.
 
-    Its machine has enough; of one memory, no more than that.
+    If the host lacks memory, all planes that may be on the disk are. A machine of one memory gets
+    no more than is needed.
     """
     if not machine.one_memory:
         return _least(forecasts, machine, workload)
@@ -121,6 +126,7 @@ def least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> For
 
 
 def _least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> Forecast:
+    """The same for a machine of two memories."""
     *_, all_on_disk = _spills(forecasts, machine, workload)
     search = Search(forecasts, machine, workload)
     if not all_on_disk or not search.lacks_host():
@@ -132,21 +138,21 @@ def _least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> Fo
 
 
 def could_fit(forecasts: ForecastCache, machine: Machine, workload: Workload) -> bool:
-    """True if there likely is a way: with the largest micro-batches, or the smallest."""
+    """True if a placement likely fits, with the largest micro-batches or the smallest."""
     *_, most_on_disk = _spills(forecasts, machine, workload)
     splits = machine.splits()
     return any(Search(forecasts, split, workload, most_on_disk).could_fit() for split in splits)
 
 
 def _spills(forecasts: ForecastCache, machine: Machine, workload: Workload) -> list[dict[str, int]]:
-    """Choices of what rests on a disk: nothing, and more and more of what it has room for."""
+    """Choices of the planes on a disk: none, then ever more of them, while the disk holds them."""
     space = machine.disk_space_bytes or 0
     if not space:
         return [{}]
     layouts = forecasts.model(workload).layouts
 
     def with_bytes() -> list[tuple[dict[str, Any], int]]:
-        """Moments of one tile more each time, then remainders, then weights; their bytes."""
+        """Each choice has one tile more: moments first, then remainders, then weights."""
         num_trained = sum(t.trainable_numel > 0 for t in layouts)
         num_layers = sum(t.kind is TileKind.LAYER for t in layouts)
         largest: dict[str, Any] = {}
@@ -163,7 +169,7 @@ def _spills(forecasts: ForecastCache, machine: Machine, workload: Workload) -> l
 
 
 class _Sparing(NamedTuple):
-    """A candidate: its family's index, its index there, its peaks on device and host in bytes."""
+    """A candidate by its family's index and its own there, with its peaks on device and host."""
 
     family: int
     place: int
@@ -190,7 +196,7 @@ class Search:
         self._tiles = candidates.first_tiles(forecasts, workload, Placement(**self._spilled))
 
     def best(self) -> Forecast:
-        """The fastest forecast, of the largest micro-batches that fit. Raises DoesNotFit."""
+        """The fastest forecast, among the largest micro-batches that fit. Raises DoesNotFit."""
         sizes, least = self._sizes, None
         while sizes:
             frames = self._fitting_frames(sizes)
@@ -204,7 +210,7 @@ class Search:
         return least or self.least()
 
     def _fastest_of(self, frames: list[Forecast]) -> Forecast | None:
-        """The fastest of candidates as they are, with memory left spent, or in several passes."""
+        """The fastest forecast of these candidates: alone, with memory spent, or in passes."""
         fitting = filter(self._budget.fits, frames)
         best = min(fitting, key=lambda frame: frame.seconds, default=None)
         spending = [self._spending(frame) for frame in frames]
@@ -214,9 +220,9 @@ class Search:
         return _best_spent(best, self._in_passes(best), _TRIED_IN_PASSES)
 
     def could_fit(self) -> bool:
-        """True if there likely is a way: with the largest micro-batches, or the smallest."""
+        """True if a candidate likely fits, with the largest micro-batches or the smallest."""
         most_rows, fewest_rows = self._sizes[0], self._sizes[-1]
-        # A search without a disk looks at the fastest candidate anyway.
+        # Without a disk, the search forecasts the fastest candidate anyway.
         fastest = [] if self._spilled else self._families(most_rows)[0][:1]
         return self._may_fit(fastest, most_rows) or any(
             self._may_fit(family, rows)
@@ -225,15 +231,19 @@ class Search:
         )
 
     def lacks_host(self) -> bool:
-        """True if what lives as long as an engine is too much for the host in every candidate."""
-        every = chain.from_iterable(self._sparing_families(self._sizes[-1]))
-        return all(self._lacks(*self._with_tiles(candidate)[1])[1] for candidate in every)
+        """True if every candidate's memory that lives as long as an engine exceeds the host's."""
+        for candidate in chain.from_iterable(self._sparing_families(self._sizes[-1])):
+            _, least_bytes = self._with_tiles(candidate)
+            _, host_lacks = self._lacks(*least_bytes)
+            if not host_lacks:
+                return False
+        return True
 
     def least(self) -> Forecast:
-        """Forecast the placement that lacks least memory, on a machine with the memory it needs.
+        """The forecast that lacks least memory, on a machine enlarged to hold it.
 
-        Where more host memory or a larger device (that is sold) will do, it does not ask for both.
-        A larger micro-batch, or a faster candidate, is taken where it needs hardly more.
+        It does not need both memories enlarged if more of one (a device that is sold) will do. Of
+        candidates that need hardly more, it has the largest micro-batch, then the fastest one.
         """
         sizes = self._sizes
         considered = [rows for rows in sizes if rows * _MANY >= self._workload.rows] or sizes
@@ -247,7 +257,7 @@ class Search:
         ]
 
         def lacks_hardly_more(placement: Placement, rows: int, *numbers_of_steps: int) -> bool:
-            for steps in numbers_of_steps:
+            for steps in numbers_of_steps:  # cheap counts of bytes first, then longer forecasts
                 _, peaks = self._with_tiles(placement, rows, steps)
                 if not all(map(le, self._lacks(*peaks), limits)):
                     return False
@@ -269,7 +279,7 @@ class Search:
         return replace(self._of(placement, rows), machine=self._budget.raised(*needed))
 
     def _lacking_least(self, rows: int) -> "_Sparing":
-        """The candidate that lacks least memory."""
+        """The candidate that lacks least memory, of micro-batches with `rows`."""
         sparing = [
             (number, family.index(placement), placement)
             for number, family in enumerate(self._sparing_families(rows))
@@ -281,7 +291,7 @@ class Search:
         largest_device = max(self._budget.device, most_memory())
 
         def rank(peaks: tuple[int, int]) -> tuple[bool, bool, int]:
-            """Lower is better: a device that is sold, not both memories, few bytes."""
+            """Lower is better: a device that is sold, then one memory alone, then few bytes."""
             device, host = self._lacks(*peaks)
             lacks_both = device_suffices and device > 0 and host > 0
             return peaks[0] > largest_device, lacks_both, _DEVICE_WORTH * device + host
@@ -290,7 +300,7 @@ class Search:
         best: _Sparing | None = None
         for i in sorted(range(len(sparing)), key=bounds.__getitem__):
             if best is not None and rank(best.peaks) <= bounds[i]:
-                break  # the others lack as much before a step is forecast
+                break  # the others lack as much even without the memory of a step
             family, place, placement = sparing[i]
             _, peaks = self._with_tiles(placement, rows)
             if best is None or rank(peaks) < rank(best.peaks):
@@ -302,11 +312,11 @@ class Search:
         return candidates.families(self._workload, self._spilled, rows)
 
     def _sparing_families(self, rows: int) -> list[list[Placement]]:
-        """The families without their candidates of most slots, which are not the most sparing."""
+        """The families without their candidates of most slots, which need most memory."""
         return [[c for c in family if c.slots < MOST_SLOTS] for family in self._families(rows)]
 
     def _most_sparing(self, family: list[Placement]) -> list[Placement]:
-        """The last candidate and that of fewest bytes, for layer inputs on either side."""
+        """The candidates of a family that may need least: two for layer inputs on each side."""
         sparing = []
         for layer_inputs in ("host", "device"):
             of_side = [placement for placement in family if placement.layer_inputs == layer_inputs]
@@ -315,7 +325,7 @@ class Search:
         return [*dict.fromkeys(sparing)]
 
     def _may_fit(self, family: list[Placement], rows: int) -> bool:
-        """True if one of a family's most sparing candidates has room."""
+        """True if one of a family's most sparing candidates fits."""
         for placement in self._most_sparing(family):
             _, least_bytes = self._with_tiles(placement)
             if any(self._lacks(*least_bytes)):
@@ -328,10 +338,11 @@ class Search:
         return False
 
     def _lacks(self, device: int, host: int) -> tuple[int, int]:
+        """Bytes by which these exceed the budget, on the device and on the host."""
         return max(0, device - self._budget.device), max(0, host - self._budget.host)
 
     def _least_bytes(self, placement: Placement, rows: int | None = None) -> tuple[int, int]:
-        """Bytes without which a candidate cannot be; with `rows`, a layer's memory is counted."""
+        """Bytes that a candidate needs before any step; with `rows`, those of a layer as well."""
         needs = self._forecasts.needs(self._workload, placement)
         device = self._machine.device_context_bytes + mapping_bytes(sum(needs.host.values()))
         if rows is not None and placement.chunk_tokens is None:
@@ -342,7 +353,10 @@ class Search:
         return device + sum(needs.device.values()), host
 
     def _peaks(self, placement: Placement, rows: int, steps: int) -> tuple[int, int]:
-        """Bytes on device and host at the peak; one step is followed with all tiles on the host."""
+        """Bytes on device and host at the peak of a step.
+
+        With one step, tiles on the host are forecast, and the bytes of other places computed.
+        """
         followed = placement
         if steps < STEADY:
             followed = replace(placement, resident=(), **_DISK)
@@ -351,7 +365,7 @@ class Search:
         except NotForeseeable:
             if placement.chunk_tokens is None:
                 raise
-            return 1 << 62, 1 << 62  # these layers cannot be foreseen in tiles
+            return 1 << 62, 1 << 62  # no forecast of these layers in tiles is possible
         (device, host), least_followed = self._least_bytes(placement), self._least_bytes(followed)
         device += frame.device_peak_bytes - least_followed[0]
         return device, frame.host_peak_bytes + host - least_followed[1]
@@ -359,14 +373,14 @@ class Search:
     def _with_tiles(
         self, placement: Placement, rows: int | None = None, steps: int = 1
     ) -> tuple[Placement, tuple[int, int]]:
-        """The placement with as many tiles on the device as the host lacks room for; its peaks.
+        """The placement with as many resident tiles as the host has no room for, and its peaks.
 
-        Each of up to four forecasts tells the number for the next one. With no `steps`, or `rows`,
-        bytes are counted and not forecast: see `_least_bytes`.
+        Up to four forecasts each correct the number of tiles for the next one. Without `steps`, or
+        without `rows`, nothing is forecast: peaks are `_least_bytes`.
         """
         tiles, budget = self._tiles, self._budget
         count, limit = 0, len(tiles.tiles)
-        if steps == STEADY:  # many fewer long forecasts: one step tells nearly as many tiles
+        if steps == STEADY:  # the number of a one-step forecast is nearly right, and quicker found
             count = len(self._with_tiles(placement, rows)[0].resident)
         for _ in range(4):
             moved = replace(placement, resident=tiles.names(count))
@@ -390,7 +404,7 @@ class Search:
         return self._forecasts.of(self._machine, placement, self._workload, rows, steps)
 
     def _fitting_frames(self, sizes: list[int]) -> list[Forecast]:
-        """Candidates that fit, of the two largest micro-batches that do, and more sparing ones."""
+        """Candidates to spend memory from: the first that fit, and more sparing ones."""
         frames = self._first_fitting(sizes)
         if not frames or not self._thorough:
             return frames
@@ -404,7 +418,7 @@ class Search:
         return frames
 
     def _first_fitting(self, sizes: list[int]) -> list[Forecast]:
-        """Of every family the first candidate that fits; of the two largest sizes."""
+        """The first candidate of each family that fits, for the two largest sizes with any."""
         frames: list[Forecast] = []
         sizes_left = 2 if self._thorough else 1
         for rows in sizes:
@@ -417,9 +431,9 @@ class Search:
         return frames
 
     def _first_of(self, family: list[Placement], rows: int) -> Forecast | None:
-        """The forecast of the first candidate that fits; None: none does."""
+        """The forecast of a family's first candidate that fits; None: none does."""
         for number, candidate in enumerate(family):
-            if number == 1 and not self._may_fit(family, rows):
+            if number == 1 and not self._may_fit(family, rows):  # spares trying all others
                 break
             least_fits = self._holds(*self._least_bytes(candidate, rows))
             if least_fits and self._holds(*self._peaks(candidate, rows, steps=1)):
@@ -432,7 +446,7 @@ class Search:
         return self._holds(frame.device_peak_bytes, frame.host_peak_bytes)
 
     def _holds(self, device: int, host: int) -> bool:
-        """True if there is room once tiles that the host lacks it for have moved to the device."""
+        """True if both memories suffice once tiles that the host cannot hold are resident."""
         fewest = self._tiles.fewest(host - self._budget.host)
         return fewest <= self._tiles.most(self._budget.device - device)
 
@@ -440,17 +454,17 @@ class Search:
         return Spending(self._forecasts, self._workload, frame, self._budget, passes)
 
     def _in_passes(self, best: Forecast) -> list[Spending]:
-        """Ways to take a step in several passes.
+        """Spending in several passes, for each number of passes.
 
-        There are none if the loss needs all micro-batches at once, if layers run over chunks of
-        tokens, or if the device has no room for the fp32 sums of all gradients.
+        There is none if the loss needs all micro-batches at once, if layers run over chunks of
+        tokens, or if the device cannot hold the fp32 sums of all gradients.
         """
         if isinstance(self._workload.loss, JointLoss) or self._forecasts.spec.balances:
             return []
         if best.placement.chunk_tokens is not None or self._tiles.sums_bytes > self._budget.device:
             return []
         spending, sizes = [], self._sizes
-        if self._workload.micro_batch is None:  # small ones: a pass is to keep few graphs at once
+        if self._workload.micro_batch is None:  # small ones, as a pass keeps few graphs at once
             sizes = [rows for rows in sizes if rows * self._workload.sequence_length <= _FEW][:2]
         for rows in sizes:
             micro_batches = -(-self._workload.rows // rows)
@@ -464,10 +478,10 @@ class Search:
 
 def _best_spent(best: Forecast | None, spending: list[Spending], tried: int) -> Forecast | None:
     """The fastest of `best` and `tried` promising ways; while there is no best, all are tried."""
-    pairs = [(way, frame) for frame in spending for way in frame.all()]
-    for number, (way, frame) in enumerate(sorted(pairs, key=lambda pair: pair[0].likely)):
+    pairs = [(way, source) for source in spending for way in source.all()]
+    for number, (way, source) in enumerate(sorted(pairs, key=lambda pair: pair[0].likely)):
         if best is None or (number < tried and way.promises(best)):
-            spent = frame.spent(way)
+            spent = source.spent(way)
             if spent is not None and (best is None or spent.seconds < best.seconds):
                 best = spent
     return best

@@ -1,4 +1,4 @@
-"""Messages in any usual format, checked: roles, contents, and the replies to learn."""
+"""Reads messages in all usual formats, and checks roles, contents, and the replies to learn."""
 
 import re
 from collections.abc import Mapping, Sequence, Set
@@ -12,7 +12,7 @@ from megatrain.errors import InputError, explained
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# ShareGPT's and LLaMA-Factory's names of roles, which some data have in `role`, too.
+# ShareGPT's and LLaMA-Factory's names of roles; some data have them in `role`, too.
 SPEAKERS = {
     **{role: role for role in ROLES}, "human": "user", "gpt": "assistant", "chatgpt": "assistant",
     "model": "assistant", "bot": "assistant", "function_call": "assistant", "observation": "tool",
@@ -28,8 +28,8 @@ _TEXT_FIELDS = {
 class Conversation(NamedTuple):
     """Messages for a chat template, and its other inputs.
 
-    learnt: for each message, True if it is a reply to learn. images: what stands in the place of
-    each character of `PLACES` in the messages: its kind, and its source.
+    learnt: for each message, True if it is a reply to learn.
+    images: for each character of `PLACES` in the messages, the image's kind and source.
     """
 
     messages: list[Message]
@@ -39,7 +39,7 @@ class Conversation(NamedTuple):
     images: Sequence[Any] = ()
 
     def upto(self, turn: int) -> "Conversation":
-        """The conversation up to, without, message `turn`."""
+        """The conversation before message `turn`."""
         return self._replace(messages=self.messages[:turn], learnt=self.learnt[:turn])
 
 
@@ -48,7 +48,7 @@ def messages(
 ) -> tuple[list[Message], list[bool]]:
     """The messages in the field `name`, and for each one, True if it is a reply to learn.
 
-    Args: `images`: contents may have some; then a message has their sources as `images`.
+    Args: `images`: contents may have images; a message then has their sources as `media`.
     """
     value = _objects(value, name, where)
     places = [f"{where}: message {number}" for number in range(1, len(value) + 1)]
@@ -65,6 +65,7 @@ def from_json(value: object, name: str, where: str) -> object:
 
 
 def _objects(value: object, name: str, where: str) -> Sequence[Any]:
+    """A field's list. Raises InputError: it is none, or empty."""
     value = from_json(value, name, where)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise InputError(f"{where}: {name!r} must be a non-empty list of objects")
@@ -122,7 +123,7 @@ def _message(message: object, where: str, images: bool) -> tuple[Message, bool]:
 
 
 def _learnt(message: Message, where: str) -> bool:
-    """Remove a message's weight (OpenAI's, or `loss_weight`); returns True if it is learnt."""
+    """True if a message is a reply to learn; takes its weight (OpenAI's, or `loss_weight`) away."""
     reply = message["role"] == "assistant"
     for name in ("weight", "loss_weight"):
         weight = message.pop(name, None)
@@ -137,7 +138,7 @@ def _learnt(message: Message, where: str) -> bool:
 
 
 def _of_parts(parts: Sequence[object], message: Message, where: str, images: bool) -> Message:
-    """Message fields made of content parts: text, media, in replies reasoning and tool calls."""
+    """The fields of a message with these content parts: text, media, reasoning, tool calls."""
     is_reply, media = message["role"] == "assistant", list[tuple[str, object]]()
     texts_of: dict[str, list[str]] = {"content": [], "reasoning_content": [], "tool_calls": []}
     for part in parts:
@@ -148,7 +149,7 @@ def _of_parts(parts: Sequence[object], message: Message, where: str, images: boo
         if images and not is_reply and kind in PARTS:
             medium = PARTS[kind]
             media.append((medium, source_of(entries, medium, where)))
-            name, text = "content", PLACES[medium]  # a character in its place
+            name, text = "content", PLACES[medium]  # a character marks the place of the medium
         if name is None or not isinstance(text, str):
             raise InputError(
                 f"{where}: 'content' must be a string or a list of parts of text (and of images, "
@@ -164,7 +165,7 @@ def _of_parts(parts: Sequence[object], message: Message, where: str, images: boo
 
 
 def _call(call: object, where: str) -> dict[str, Any]:
-    """A call in the API's form; arguments become an object, as templates would escape JSON."""
+    """A call in the API's form, with arguments as an object: templates would escape JSON text."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InputError(f"{where}: 'tool_calls' must each have a function with a name")
@@ -183,7 +184,7 @@ _KEYS = {name: re.compile(rf"""["']{name}["']\s*:""") for name in ("role", "from
 
 
 def text_or_messages(value: object, name: str, where: str) -> object:
-    """A list of messages if a table stores one as JSON; any other string is plain text.
+    """The messages that a table stores as JSON, decoded; any other value as it is.
 
     A text may begin as JSON does ("[INST]", a list of numbers), or be JSON (a reply in a format).
 
@@ -201,4 +202,5 @@ def text_or_messages(value: object, name: str, where: str) -> object:
 
 
 def _of_message(keys: Set[str]) -> bool:
+    """True if these are the keys of a message."""
     return "role" in keys or {"from", "value"} <= keys

@@ -1,4 +1,4 @@
-"""Rows of tokens ready to train on, and the batches made of them."""
+"""Data sets of token rows, and the micro-batches made of their rows."""
 
 import hashlib
 import json
@@ -26,28 +26,31 @@ MicroBatch = dict[str, Tensor]
 Overlong = Literal["truncate", "drop", "error"]
 
 ROWS = "image_rows"
-"""A micro-batch's tensor `[lines, 2]`: each line's row and its number there, for `with_images`."""
+"""Name of a micro-batch's tensor `[lines, 2]`: each line's row, and its number in the row."""
 CLASSES = ("classes", "class_sets", "tags")
-"""Kinds of data with classes: one of a text, several, or one of each word."""
+"""Kinds of data with classes: one for each text, several, or one for each word."""
 REPLIES = ("pairs", "margins", "anchors")
-"""Kinds of data whose rows are several texts that a loss compares."""
+"""Kinds of data whose rows have several texts, which a loss compares."""
 _NAMES = {"text": "documents", "pairs": "replies", "margins": "replies"}
 _NAMES |= dict.fromkeys(("anchors", *CLASSES), "texts")
 
 PLAIN = ("input_ids", "labels", "attention_mask")
 _log = logging.getLogger("megatrain.data")
 _WIDTH_MULTIPLE = 8  # of tokens in unpacked batches, for matrix units
-_MAX_PLACES = 8  # named in one description
+_MAX_PLACES = 8  # places that one description names
 
 
 def documents_named(kind: str) -> str:
-    """What messages call documents of data of this kind."""
+    """The word for documents of this kind of data, for messages."""
     return _NAMES.get(kind, "conversations")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How documents become rows of `sequence_length` tokens."""
+    """Arranges documents in rows of `sequence_length` tokens, and rows in micro-batches.
+
+    Attributes: `lines`: documents of a row; more than one if a loss compares them.
+    """
 
     kind: DataKind
     sequence_length: int
@@ -55,10 +58,10 @@ class Layout:
     overlong: Overlong
     pad_id: int
     num_classes: int = 0
-    lines: int = 1  # documents of a row that is compared with itself
+    lines: int = 1
 
     def arrange(self, documents: Segments) -> PackedRows:
-        """The rows of these documents, without those that have nothing to predict."""
+        """The rows of these documents, without rows that have no token to predict."""
         if self.lines > 1:
             return PackedRows(documents, np.arange(0, len(documents) + 1, self.lines))
         if not self.packing:
@@ -67,19 +70,19 @@ class Layout:
             rows = row_packing.fill_rows(documents, self.sequence_length)
         else:
             rows = row_packing.fit_rows(documents, self.sequence_length)
-        if len(rows) == 0 or self.num_classes:  # a lone token has a class
+        if len(rows) == 0 or self.num_classes:  # a text of one token has a class to predict
             return rows
-        # The first token of a segment is not predicted, so a segment of one teaches nothing.
+        # The first token of a segment is not predicted: a segment of one token teaches nothing.
         longest = np.maximum.reduceat(rows.segments.lengths, rows.first[:-1])
         return rows.keep(longest > 1)
 
     def batch(self, rows: Sequence[Sequence[tuple[Ints, Ints]]]) -> MicroBatch:
-        """Rows, each the ids and labels of its segments, as CPU int64 tensors of [rows, width].
+        """A micro-batch of rows, each given as its segments' ids and labels; on the CPU.
 
-        input_ids, labels (-100: not predicted). Packed: width is `sequence_length`; position_ids
-        if a row holds several segments; padding is a segment of its own, because transformers
-        keeps segments apart only where no attention_mask is given. Unpacked: width is that of the
-        longest row; attention_mask if others are shorter.
+        Its tensors are int64 `[rows, width]`: input_ids, and labels (-100: not predicted). Packed
+        rows have `sequence_length` tokens, and position_ids if a row has several segments; padding
+        is a segment of its own, as transformers separates segments only without an attention_mask.
+        Unpacked rows are as wide as the longest, with an attention_mask if others are shorter.
         """
         lengths = np.array([sum(len(ids) for ids, _ in row) for row in rows])
         width = self.sequence_length
@@ -108,14 +111,15 @@ class Layout:
 class PackedDataset:
     """Rows of at most `sequence_length` tokens; the tokens stay on disk.
 
-    Row order is fixed by the data and the seed. `fingerprint` is equal exactly when the rows are:
-    it follows from the tokens and settings, not from paths or times.
+    The data and the seed decide the order of rows. `fingerprint` is equal exactly when the rows
+    are: it depends on tokens and settings, not on paths or times.
 
     Attributes:
-        store: the tokens. documents: numbers of the documents to learn from.
+        store: the tokens on disk.
+        documents: the documents to learn from.
         kind: text, chat (completions included), pairs, or classes.
         packing: True if rows may hold several documents (and all have the same length).
-        has_images: some document has images; then `with_images` completes micro-batches.
+        has_images: True if a document has images; `with_images` then completes micro-batches.
         pad: the model's padding token, for heads that score rows.
     """
 
@@ -140,7 +144,7 @@ class PackedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of everything that decides what the rows hold."""
+        """A hex digest of all tokens and settings that decide the rows."""
         layout = self._layout
         parts = [self.store.digest, layout.kind, layout.sequence_length, layout.packing,
                  layout.overlong, self._part]  # fmt: skip
@@ -148,7 +152,7 @@ class PackedDataset:
 
     @cached_property
     def row_lengths(self) -> Ints:
-        """[rows] tokens in each, padding not counted."""
+        """`[rows]`: tokens in each row, padding not counted."""
         return np.add.reduceat(self._rows.segments.lengths, self._rows.first[:-1])
 
     @cached_property
@@ -158,14 +162,14 @@ class PackedDataset:
 
     @property
     def fill(self) -> float:
-        """The share of the rows' room that holds tokens, 0 to 1."""
+        """The share of rows that is tokens rather than padding, 0 to 1."""
         return self.num_tokens / (len(self) * self.sequence_length * self._layout.lines)
 
     def hold_out(self, fraction: float) -> tuple[Self, Self]:
-        """(train, evaluation): disjoint, and fixed by data and seed.
+        """Disjoint data sets to train and to evaluate on, which data and seed decide.
 
         About `fraction` of the tokens (text; at most one document is cut) or conversations (chat)
-        go to the evaluation part.
+        go to the second one.
 
         Raises InputError: the fraction leaves a part without rows.
         """
@@ -183,25 +187,27 @@ class PackedDataset:
         )
 
     def batches(self, size: int, of_step: int = 1 << 62) -> Iterator[MicroBatch]:
-        """One pass over the rows in their fixed order, `size` at once; no batch is of two steps."""
+        """Micro-batches of all rows in order, `size` rows in each; none has rows of two steps."""
         for first in range(0, len(self), of_step):
             rows = range(len(self))[first : first + of_step]
             yield from (self.batch(rows[i : i + size]) for i in range(0, len(rows), size))
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
-        """A micro-batch of rows as `Layout.batch` makes it."""
+        """The micro-batch of these rows."""
         batch = self._layout.batch([list(self.pieces(row)) for row in rows])
         if self.has_images:
-            batch[ROWS] = torch.tensor([(row, 0) for row in rows])  # a row is one line
+            batch[ROWS] = torch.tensor([(row, 0) for row in rows])  # rows have one line each
         return batch
 
     def images(self, row: int, lines: slice, *, whole: bool = True) -> list[Medium]:
-        """The images of some documents in a row; not `whole`: without bytes that no file holds."""
+        """The images of documents (`lines`) in a row; not `whole`: without bytes in the store."""
         documents = self._segments(row).document[lines].tolist() if self.has_images else ()
-        return [image for at in documents for image in self.store.images_of(at, whole=whole)[1]]
+        return [image for n in documents for image in self.store.images_of(n, whole=whole)[1]]
 
     def most_images(self) -> MicroBatch | None:
-        """Blank images of the sizes in the row whose images take the most tokens; None: no images.
+        """A micro-batch of blank images, as large as those of the row with most tokens of images.
+
+        None: no row has images.
 
         Raises InputError: the model's processor cannot be used.
         """
@@ -217,17 +223,17 @@ class PackedDataset:
         return processor.example([image.shape for image in images]) if images else None
 
     def with_images(self, batch: MicroBatch) -> MicroBatch:
-        """A micro-batch with its images' tensors, as the model's processor makes them.
+        """The micro-batch, with the tensors that the model's processor makes of its images.
 
         Raises InputError: an image's file has changed.
         """
-        if ROWS not in batch:  # it has none, or has them already
+        if ROWS not in batch:  # it has no images, or has their tensors already
             return batch
         batch, packed = dict(batch), self.packing
         images = [
-            self.images(row, slice(at, at + 1))
+            self.images(row, slice(document, document + 1))
             for row, line in batch.pop(ROWS).tolist()
-            for at in (range(len(self._segments(row).document)) if packed else (line,))
+            for document in (range(len(self._segments(row).document)) if packed else (line,))
         ]
         return batch | self.image_processor.inputs(batch["input_ids"].tolist(), images)
 
@@ -259,18 +265,18 @@ class PackedDataset:
 
 
 class ClassDataset(PackedDataset):
-    """Texts, each a row."""
+    """Rows of one text each, whose labels are classes."""
 
     def pieces(self, row: int) -> Iterator[tuple[Ints, Ints]]:
         [(ids, labels)] = super().pieces(row)
-        labels[:-1] = IGNORED  # a text's classes are those of its last token
+        labels[:-1] = IGNORED  # a text's class is the label of its last token
         if self.kind == "tags":
             labels[:] = self._labels(row)[: len(ids)]
         yield ids, labels
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
         batch, of_rows = super().batch(rows), [self._labels(row) for row in rows]
-        if self.kind == "tags":  # also of a row's first token, which texts do not learn
+        if self.kind == "tags":  # the first token has a tag, although texts do not predict it
             batch["labels"][:, 0] = torch.tensor([int(labels[0]) for labels in of_rows])
             return batch
         labels = scored(batch["input_ids"], batch.get("attention_mask"), self.pad)
@@ -290,11 +296,11 @@ class ClassDataset(PackedDataset):
 
 
 class ReplyDataset(PackedDataset):
-    """Rows of several lines of tokens: a better reply, and another; or an anchor, its positive, ...
+    """Rows of several lines of tokens: a better and a worse reply, or an anchor, its positive, ...
 
     Attributes:
-        loss: whose inputs micro-batches get; set it first.
-        reference: log-probabilities of the replies, `[rows, lines]`; None: they get none.
+        loss: micro-batches get its inputs; set it before the first one.
+        reference: the reference model's log-probabilities of replies, `[rows, lines]`; None: none.
     """
 
     loss: Any
@@ -306,7 +312,7 @@ class ReplyDataset(PackedDataset):
         return self._layout.lines
 
     def pieces(self, row: int) -> Iterator[tuple[Ints, Ints]]:
-        """As of any data set; a text to embed that is cut keeps the tokenizer's tokens after it."""
+        """Ids and labels of each line; a cut text to embed keeps its closing special tokens."""
         num_after = self.store.notes.get("after", 0) if self.kind == "anchors" else 0
         for (document, _, end), piece in zip(self._segments(row), super().pieces(row), strict=True):
             if num_after and end < (length := self.store.length(document)):
@@ -314,14 +320,14 @@ class ReplyDataset(PackedDataset):
             yield piece
 
     def plain(self, rows: Sequence[int]) -> MicroBatch:
-        """Rows as `Layout.batch` lays them out, a line for each reply, without a loss's inputs."""
+        """The micro-batch of these rows, a line for each reply, without the loss's inputs."""
         batch = self._layout.batch([[line] for row in rows for line in self.pieces(row)])
         if self.has_images:
             batch[ROWS] = torch.tensor([(row, line) for row in rows for line in range(self.lines)])
         return batch
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
-        """A micro-batch as `plain` makes it, with the inputs of the loss."""
+        """The micro-batch of these rows, a line for each reply, with the loss's inputs."""
         batch = self.plain(rows)
         labels, ids = batch["labels"], batch["input_ids"]
         pairs = torch.arange(len(rows)).repeat_interleave(self.lines)
@@ -353,7 +359,7 @@ OF_KIND |= dict.fromkeys(CLASSES, ClassDataset)
 
 
 def scored(ids: Tensor, mask: Tensor | None, pad: int) -> Tensor:
-    """`[B, T]`: 0 at the token where transformers' models score a row, -100 elsewhere.
+    """Labels `[B, T]`: 0 at the token at which transformers' models score a row, else -100.
 
     This is the last token that is neither `pad` nor masked by `mask`.
     """
@@ -363,7 +369,7 @@ def scored(ids: Tensor, mask: Tensor | None, pad: int) -> Tensor:
 
 
 def numbered(step: list[MicroBatch]) -> list[MicroBatch]:
-    """Micro-batches with their pairs numbered anew, unique in the step."""
+    """The micro-batches of a step, their pairs numbered so that no number occurs twice."""
     first = 0.0
     for micro in step:
         if "pair" in micro:
@@ -373,9 +379,9 @@ def numbered(step: list[MicroBatch]) -> list[MicroBatch]:
 
 
 def choose(store: TokenStore, layout: Layout, seed: int) -> Segments:
-    """The documents to learn from, shuffled, conversations not longer than a row.
+    """The documents to learn from, shuffled; conversations are no longer than a row.
 
-    Raises InputError: there are none, or one is longer than a row and that is an error.
+    Raises InputError: there are none, or one is longer than a row and `overlong` is "error".
     """
     documents = store.documents()
     lengths = (documents["end"] - documents["begin"]).astype(np.int64)
@@ -383,12 +389,12 @@ def choose(store: TokenStore, layout: Layout, seed: int) -> Segments:
     dropped = np.zeros_like(learnable)
     if layout.kind != "text":
         lengths = _shorten(store, lengths, learnable, layout)
-        dropped = learnable & (lengths == 0)  # which has been said
+        dropped = learnable & (lengths == 0)  # `_shorten` has logged these
         learnable &= documents["first_target"] < lengths
     elif layout.overlong != "truncate":
         _log.warning("data.overlong: %s is not for texts, which are cut", layout.overlong)
     _report_unlearnable(store, learnable | dropped, layout)
-    per_row = layout.lines  # both replies of a pair, or none
+    per_row = layout.lines  # all documents of a row are usable, or none
     usable = np.logical_and.reduce(learnable.reshape(-1, per_row), 1)
     order = shuffled(len(usable), 0, seed)
     order = (per_row * order[usable[order]][:, None] + np.arange(per_row)).reshape(-1)
@@ -398,7 +404,7 @@ def choose(store: TokenStore, layout: Layout, seed: int) -> Segments:
 def _shorten(
     store: TokenStore, lengths: NDArray[np.int64], learnable: NDArray[np.bool_], layout: Layout
 ) -> NDArray[np.int64]:
-    """The tokens to keep of each conversation, by the rule for overlong ones; 0: it is dropped."""
+    """The number of tokens to keep of each conversation, by `overlong`; 0: it is dropped."""
     limit, documents = layout.sequence_length, documents_named(layout.kind)
     overlong = np.flatnonzero(learnable & (lengths > limit))
     if len(overlong) == 0:
@@ -428,6 +434,7 @@ def _shorten(
 
 
 def _report_unlearnable(store: TokenStore, learnable: NDArray[np.bool_], layout: Layout) -> None:
+    """Log documents without a token to learn. Raises InputError: all are such."""
     useless = np.flatnonzero(~learnable)
     if len(useless) == 0:
         return

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from megatrain.errors import InputError, explained
 
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
-_ALPHABET = 256  # single bytes, each a token
-# Not the library itself: installed packages, tests, tables, old or bundled programs.
+_ALPHABET = 256  # each byte is a token
+# Folders beside the library's own code: installed packages, tests, tables, old programs.
 _LEFT_OUT = {
     "__pycache__", "dist-packages", "distutils", "encodings", "ensurepip", "idle_test",
     "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests", "turtledemo",
@@ -46,10 +46,10 @@ def stdlib_corpus(max_bytes: int | None = None) -> list[Path]:
 def train_bpe_tokenizer(
     files: Sequence[str | Path], vocab_size: int, folder: str | Path
 ) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE tokenizer on text files and saves it in `folder`.
+    """Train a byte-level BPE tokenizer on text files, and save it in `folder`.
 
-    The same files always give the same tokenizer. `END_OF_TEXT` ends documents and stands at their
-    beginning when the model generates from nothing; `PADDING` fills rows.
+    The same files always give the same tokenizer. `END_OF_TEXT` ends documents, and is the prompt
+    when a model generates without one; `PADDING` fills rows.
 
     Raises InputError: the vocabulary is too small for all bytes, or a file cannot be read.
     """

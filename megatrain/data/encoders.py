@@ -1,9 +1,9 @@
-"""Rows as examples, and these as documents of tokens: texts, completions, and conversations.
+"""Makes examples of rows, and documents of tokens of these: texts, completions, conversations.
 
-In a text all tokens are learnt, after a prompt its completion, in conversations the replies. If the
-chat template marks replies with `{% generation %}`, the marks decide, else `reply_spans` finds
-them. The end-of-turn token belongs to the reply; white space which the template writes after that
-does not.
+All tokens of a text are learnt, of a prompt with its completion the completion, of a conversation
+the replies. If the chat template marks replies with `{% generation %}`, the marks decide, else
+`reply_spans` finds them. The end-of-turn token belongs to the reply; white space that the template
+writes after it does not.
 """
 
 import logging
@@ -36,11 +36,11 @@ from megatrain.errors import InputError
 BadRows = Literal["stop", "skip"]
 SHOWN = 20  # rows left out and unread fields that are listed
 _NO_PLACE = "use a template that has, or leave it out"
-_BATCH_PIECES, _BATCH_CHARS = 1024, 1 << 22  # in a batch: enough for all cores
+_BATCH_PIECES, _BATCH_CHARS = 1024, 1 << 22  # tokenised together: enough for all cores
 
 
 def _has_empty_reply(example: Example) -> bool:
-    """True if a reply to learn is empty, for example where a table has no answer."""
+    """True if a reply to learn is empty, for example because a table has no answer."""
     if isinstance(example, Pair):
         return any(map(_has_empty_reply, example.replies))
     if isinstance(example, Completion):
@@ -52,7 +52,7 @@ def _has_empty_reply(example: Example) -> bool:
 
 
 def say_left_out(log: logging.Logger, unit: str, number: int, reasons: Sequence[str]) -> None:
-    """Warn of rows that were left out: how many, and why the first of them were."""
+    """Log a warning of rows that were left out, with the reasons of the first of them."""
     log.warning("left out %d %s:", number, unit)
     for reason in reasons[:SHOWN]:
         log.warning("  %s", reason)
@@ -61,7 +61,7 @@ def say_left_out(log: logging.Logger, unit: str, number: int, reasons: Sequence[
 
 
 class PlacedExample(NamedTuple):
-    """An example, or a piece of a text, and where it is."""
+    """An example, or a piece of a text, with the number of its source and of its row there."""
 
     source: int
     number: int
@@ -70,13 +70,13 @@ class PlacedExample(NamedTuple):
 
 
 class Examples:
-    """All examples of some sources in order; notes findings on the way.
+    """All examples of the sources, in order; `notes` records findings while they are read.
 
     Attributes:
-        notes: all findings, for JSON. kind: text or chat. formats: title -> [number of
-            sources, name of the first]. unread: fields that were passed over. num_bad, bad: rows
-            that were left out, and the first of them with the reason. empty: rows that teach an
-            empty reply, and the first of them. after: special tokens after a text, if it was asked.
+        notes: findings, for JSON. kind: text or chat. formats: title -> [number of sources, name
+            of the first]. unread: fields that were not read. num_bad, bad: number of rows left
+            out, and the reasons of the first. empty: number of rows that teach an empty reply, and
+            the first of them. after: special tokens after a text, for texts with labels.
     """
 
     def __init__(self, sources: Sequence[DataSource], reading: Reading, bad_rows: BadRows) -> None:
@@ -124,12 +124,12 @@ class Examples:
                 yield PlacedExample(index, number, where, example)
 
     def pass_over(self, names: Iterable[str]) -> None:
-        """Remember fields that are not read."""
+        """Note fields that are not read."""
         unread = self.notes["unread"]
         unread += [n for n in names if n not in unread][: SHOWN - len(unread)]
 
     def bad(self, error: InputError) -> None:
-        """Count a row that cannot be trained on; raises its error unless such rows are skipped."""
+        """Note a row that cannot be trained on; raises its error unless such rows are skipped."""
         if self._bad_rows == "stop":
             raise error
         self.notes["num_bad"] += 1
@@ -137,6 +137,7 @@ class Examples:
             self.notes["bad"].append(str(error))
 
     def _note(self, title: str, form: Format, source: DataSource) -> None:
+        """Note a source's format. Raises InputError: it is of another kind than those before."""
         formats = self.notes["formats"]
         if self.notes["kind"] not in (None, form.kind):
             first, (_, where) = next(iter(formats.items()))
@@ -150,14 +151,16 @@ class Examples:
 
 
 class Document(NamedTuple):
-    """A tokenised document (or piece of one), where it came from, and which tokens to predict.
+    """A tokenised document (or a piece of one), its source and line, and the tokens to predict.
 
-    ids: [n] int32. targets: [n] bool; a document without any true one has nothing to learn from.
-    good: True but for the worse reply of a pair. Only digests hold it: without it, runs of pairs
-        whose tokens are made again would find them changed, and not go on.
+    ids: `[n]` int32.
+    targets: `[n]` bool; if none is True, there is nothing to learn from the document.
+    good: False for the worse reply of a pair. Only the digest of a store depends on it, so that
+        runs of pairs can resume whose tokens are made again.
     margin: by how much the pair's better reply is preferred.
-    labels: [m] int32, of classes: those of the document, or of each token (-100: none).
-    images: in the order of their tokens. images_end: tokens up to, with, the last one's.
+    labels: `[m]` int32: the document's classes, or the class of each token (-100: none).
+    images: in the order of their tokens.
+    images_end: the number of tokens up to the end of the last image's.
     """
 
     source: int
@@ -172,11 +175,11 @@ class Document(NamedTuple):
 
 
 class Encoder:
-    """Tokenises examples, each by its type: texts, with labels, completions, conversations, pairs.
+    """Tokenises examples of all types: texts, texts with labels, completions, conversations, pairs.
 
-    The tokenizer's own special tokens go around each text, and its end-of-sequence token after it,
-    but where the text has them already. A long text becomes several pieces, of which only the last
-    has the end token. Pieces are tokenised in batches, which the tokenizer spreads over all cores.
+    A text gets the tokenizer's special tokens around it, and the end-of-sequence token after it,
+    unless it has them already. Of the pieces of a long text only the last one gets the end token.
+    Pieces are tokenised in batches, which the tokenizer spreads over all cores.
     """
 
     def __init__(
@@ -186,7 +189,7 @@ class Encoder:
 
     @cached_property
     def _added(self) -> set[int]:
-        """Ids of added tokens, read only when needed: some tokenizers cannot list them."""
+        """The ids of added tokens; listed only when needed, as some tokenizers cannot."""
         return {*self._tokenizer.added_tokens_decoder, *self._tokenizer.all_special_ids}
 
     @cached_property
@@ -203,7 +206,7 @@ class Encoder:
 
     @cached_property
     def _surroundings(self) -> tuple[list[int], list[int]]:
-        """The special tokens before and after a text. Raises InputError: none ends documents."""
+        """The special tokens around a document. Raises InputError: there is no end token."""
         eos = self._tokenizer.eos_token_id
         if eos is None:
             raise InputError(
@@ -230,12 +233,12 @@ class Encoder:
             yield from self._pieces(batch)
 
     def _row(self, placed: PlacedExample, examples: Examples) -> Sequence[Document]:
-        """The documents of an example; none if it cannot be used, which `examples` notes."""
+        """The documents of an example; none, with a note in `examples`, if it cannot be used."""
         example = placed.example
         talks = example.replies if isinstance(example, Pair) else [example]
         conversations = [talk for talk in talks if isinstance(talk, Conversation)]
         if any(talk.images for talk in conversations) and self._images is not None:
-            self._images.load()  # a row is not bad if the processor is
+            self._images.load()  # an unusable processor makes no row bad
         try:
             for talk in conversations:
                 examples.pass_over(f"{name} (of messages)" for name in self._unread(talk))
@@ -251,7 +254,7 @@ class Encoder:
             return []
 
     def _encoded(self, placed: PlacedExample, talk: Any, examples: Examples) -> Document:
-        """A conversation, whose images are read, or a completion, as a document."""
+        """A labelled text, a completion, or a conversation with its images, as a document."""
         if isinstance(talk, Labelled):
             examples.notes["after"] = len(self._own_surroundings[1])
             return self._labelled(placed, talk)
@@ -285,10 +288,10 @@ class Encoder:
             yield Document(place.source, place.number, tokens, np.ones(len(tokens), dtype=bool))
 
     def _completion(self, placed: PlacedExample, example: Completion) -> Document:
-        """A prompt, not learnt, and its completion with the end token, which is learnt.
+        """A prompt and its completion as a document; the completion and its end token are learnt.
 
-        A token that spans the prompt's end and the completion's beginning is learnt, but not a
-        special token of the prompt that includes white space of the completion.
+        So is a token with characters of both, unless it is a special token of the prompt that
+        includes white space of the completion.
         """
         (prompt, completion), (opening, closing) = example, self._surroundings
         ids, offsets = placed_tokens(self._tokenizer, prompt + completion, placed.where)
@@ -303,24 +306,24 @@ class Encoder:
         return Document(placed.source, placed.number, tokens, targets)
 
     def _labelled(self, placed: PlacedExample, example: Labelled) -> Document:
-        """A text with the tokenizer's own special tokens, and its classes or those of its words."""
+        """A text with special tokens around it as a document, with its or its words' classes."""
         (text, labels, words), (opening, closing) = example, self._own_surroundings
         of_text, offsets = placed_tokens(self._tokenizer, text, placed.where)
         ids = token_ids([*opening, *of_text, *closing], self._vocab_size, placed.where)
         classes = np.array(labels, np.int32)
         if words is not None:
             firsts = [first_token(text, offsets, of_text, self._added, start) for start in words]
-            places, of_tokens = np.array(firsts), np.full(len(ids), -100, np.int32)
+            places, token_classes = np.array(firsts), np.full(len(ids), -100, np.int32)
             has_token = places < len(of_text)
-            of_tokens[len(opening) + places[has_token]] = classes[has_token]
-            classes = of_tokens
+            token_classes[len(opening) + places[has_token]] = classes[has_token]
+            classes = token_classes
         targets = np.ones(len(ids), bool)
         return Document(placed.source, placed.number, ids, targets, labels=classes)
 
     def conversation(self, placed: PlacedExample) -> Document:
-        """The conversation as a document; one without a reply to learn has no tokens.
+        """A conversation as a document; without a reply to learn it has no tokens.
 
-        Raises InputError: the template refuses it, or has no place for what it says.
+        Raises InputError: the template refuses the conversation, or leaves out a part of it.
         """
         assert isinstance(placed.example, Conversation)
         talk, where = placed.example, placed.where
@@ -348,7 +351,7 @@ class Encoder:
         for turn in np.flatnonzero(talk.learnt).tolist():
             begin, end = map(moved, replies.span(turn))
             first = first_token(text, offsets, ids, self._added, begin)
-            # What follows the closing special token is white space between two turns.
+            # White space after the closing special token is between two turns: it is not learnt.
             visible = begin + len(text[begin:end].rstrip())
             last, closing = np.searchsorted(starts, (end, visible))
             closed = closing > first and int(ids[closing - 1]) in self._added
@@ -356,7 +359,7 @@ class Encoder:
         return document._replace(targets=targets & marked if is_marked else targets)
 
     def _refuse_tokens(self, text: str, where: str) -> None:
-        """Raises InputError: a text has a token that stands for an image, and the row has none."""
+        """Raises InputError: a text without images has a token that stands for one."""
         if self._images is None or not self._images.identity:  # the model takes text alone
             return
         for name in self._names:
@@ -367,14 +370,14 @@ class Encoder:
                 )
 
     def _unread(self, talk: Conversation) -> list[str]:
-        """Fields of messages that the template does not name."""
+        """The fields of messages that the template does not mention."""
         names = dict.fromkeys(n for m in talk.messages for n, v in m.items() if not empty(v))
         read = ("role", *SAID)
         return [n for n in names if n not in read and not self._template.has_place(talk, n)]
 
 
 def absent(special: list[int], present: list[int]) -> list[int]:
-    """The special tokens to add at an end of a text: none if it has them (`present`) already."""
+    """The special tokens to add at one end of a text; none if the tokens there are the same."""
     return [] if present == special else special
 
 

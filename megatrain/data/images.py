@@ -1,8 +1,8 @@
-"""Images, films and sounds of rows: their files, checked; what a processor makes of them.
+"""Images, films and sounds of rows: reads their files, and calls the model's processor.
 
-In a conversation each is a character of `PLACES` in a message's content, and an entry of the row's
-media. Kept tokens name each one's files, size and digest; pixels and waves are made anew for each
-micro-batch, from bytes with the same digest.
+In a conversation a character of `PLACES` in a message's content marks the place of each medium.
+Kept tokens have its files, size and digest; pixels and waves are decoded for each micro-batch, from
+bytes whose digest is compared.
 """
 
 import base64
@@ -41,18 +41,18 @@ from megatrain.data.refused_fields import empty
 from megatrain.errors import InputError, explained, in_one_line
 
 PLACES = {"image": "\ufdd0", "video": "\ufdd1", "audio": "\ufdd2"}
-"""Marks of each kind in a message's content: no characters, so in no text."""
+"""The mark of each kind in a message's content; Unicode promises that no text has these."""
 KINDS = {place: kind for kind, place in PLACES.items()}
 PARTS = {
     **{name: kind for kind in PLACES for name in (kind, f"{kind}_url")}, "input_audio": "audio",
 }  # fmt: skip
-"""Types of content parts, and the kind of each."""
-MOST_PIXELS = 89_478_485  # as Pillow warns of: 256 MiB when decoded
+"""The kind of medium of each type of content part."""
+MOST_PIXELS = 89_478_485  # Pillow warns of more: 256 MiB when decoded
 _MOST_OF_FILMS = 1 << 31  # pixels of all frames that the model sees: 6 GiB when decoded
 MOST_BYTES = 512 << 20  # of a file
 _FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://")
-_SIZES = 4096  # whose tokens are remembered
+_SHAPES = 4096  # media whose tokens are remembered by their shape
 
 
 Source = str | bytes | tuple[str | bytes, ...]
@@ -60,16 +60,16 @@ Shape = tuple[str, tuple[int, ...], str, int]
 
 
 class Medium(NamedTuple):
-    """An image, film or sound as kept tokens know it.
+    """An image, film or sound, as it is kept beside tokens.
 
     Attributes:
-        path: of its file, or of each frame, a line each; empty if the row itself holds the bytes.
-        digest: of its encoded bytes.
-        size: width and height in pixels, after the number of a film's frames; samples of a sound.
-        state: size and time (ns) of each file; of frames in a row the bytes of each.
+        path: of the file, or of each frame, a line each; empty if the row itself has the bytes.
+        digest: of the encoded bytes.
+        size: width and height in pixels, after a film's number of frames; or a sound's samples.
+        state: size and time (ns) of each file; or the number of bytes of each frame in the row.
         data: the encoded bytes, unless they are in a file.
-        film: what its processor has to know of a film's frames (rate, places), as JSON.
-        together: how many images its conversation has, if its processor makes them by that.
+        film: the facts about a film's frames that the processor needs (rate, places), as JSON.
+        together: the number of images in the conversation, if the tokens of one depend on it.
     """
 
     path: str
@@ -83,25 +83,28 @@ class Medium(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """All that the number of its tokens depends on."""
+        """All that the number of the medium's tokens depends on."""
         return self.kind, self.size, self.film, self.together
 
     @property
     def name(self) -> str:
-        """Its kind, first file and size in messages."""
+        """The kind, first file and size, for messages."""
         size = " x ".join(f"{number}" for number in self.size)
         size += " samples" if self.kind == "audio" else ""
         return f"{self.kind} {self.path.partition(chr(10))[0] or 'in the row'} ({size})"
 
     def changed(self) -> bool:
-        """True if a file is missing, or not as it was."""
+        """True if a file is missing, or has changed."""
         try:
             return bool(self.path) and _state(self.path.split("\n")) != self.state
         except OSError:
             return True
 
     def decoded(self, processor: "ImageProcessor") -> Any:
-        """An upright RGB image, frames `[F, H, W, 3]` with facts, or a wave at the model's rate."""
+        """An upright RGB image, frames `[F, H, W, 3]` with facts, or a wave at the model's rate.
+
+        Raises InputError: the file has changed.
+        """
         if self.path:
             data = [_read(path, path) for path in self.path.split("\n")]
         else:
@@ -116,13 +119,13 @@ class Medium(NamedTuple):
 
 
 def sources(field: object, kind: str, where: str) -> list[Source]:
-    """The images, films or sounds of a row's field: one, or a list."""
+    """The sources of a row's field, which has one medium or a list of media."""
     values = field if isinstance(field, list) else [field]
     return [] if empty(field) else [_source(value, kind, where) for value in values]
 
 
 def source_of(part: Mapping[str, Any], kind: str, where: str) -> Source | None:
-    """The file that a content part names; None: it takes the next of the row's own field."""
+    """The source that a content part names; None: it stands for the next of the row's field."""
     names = (kind, f"{kind}_url", "input_audio", "url", "path", "base64", "bytes")
     values = [part[name] for name in names if not empty(part.get(name))]
     return _source(values[0], kind, where) if values else None
@@ -158,11 +161,11 @@ def _source(value: object, kind: str, where: str) -> Source:
 def place_media(
     turns: Sequence[dict[str, Any]], media: Mapping[str, list[Source]], where: str
 ) -> list[tuple[str, Source]]:
-    """Put characters where media are; returns kinds and sources, each kind in its order.
+    """Mark the places of media in messages; returns kinds and sources in the order of the marks.
 
-    The row's own media take the places of parts that name none, or of `<image>`, `<video>` and
-    `<audio>` in texts (LLaVA); where there are no such places, they come before the first question
-    (TRL).
+    Args: `media`: those of the row's fields. They take the places of parts that name no source, or
+        of `<image>`, `<video>` and `<audio>` in texts (LLaVA); without such places they come
+        before the first question (TRL).
     """
     placed: list[tuple[str, Source | None]] = []  # None: the next of the row's field
     for message in turns:
@@ -202,7 +205,7 @@ def read_media(
 def read_medium(
     kind: str, source: Source, folder: Path, where: str, processor: "ImageProcessor"
 ) -> Medium:
-    """A medium, read and decoded once. Raises InputError: it is none, or cannot be trained on."""
+    """A medium, decoded once to check it. Raises InputError: it is broken, or not supported."""
     with explained(where, of=InputError):
         processor.token(kind)
     parts = source if isinstance(source, tuple) else (source,)
@@ -215,7 +218,7 @@ def read_medium(
         data = [_read(path, f"{where}: {kind} {path}") for path in paths]
         state = _state(paths)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's, of sizes and of palettes
+        warnings.simplefilter("ignore")  # Pillow warns of sizes and of palettes
         decoded = _decoded(kind, data, name, processor)
     if kind == "video":
         frames, facts = decoded
@@ -228,6 +231,7 @@ def read_medium(
 
 
 def _state(paths: Sequence[str]) -> tuple[int, ...]:
+    """Size and time (ns) of each file."""
     statuses = [Path(path).stat() for path in paths]
     return tuple(part for status in statuses for part in (status.st_size, status.st_mtime_ns))
 
@@ -247,7 +251,7 @@ def _digest(data: bytes) -> str:
 
 
 def _decoded(kind: str, data: Sequence[bytes], name: str, processor: "ImageProcessor") -> Any:
-    """Decode an image, as `Medium.decoded`. Raises InputError: it is broken, moves, or is huge."""
+    """A decoded medium, as of `Medium.decoded`. Raises InputError: it is broken or too large."""
     try:
         if kind == "audio":
             return _wave(data[0], processor.rate)
@@ -262,19 +266,19 @@ def _decoded(kind: str, data: Sequence[bytes], name: str, processor: "ImageProce
 
 
 def _image(data: bytes) -> Image.Image:
-    """Decode an image as transformers' `load_image` does."""
+    """A decoded image, as of transformers' `load_image`."""
     image = Image.open(io.BytesIO(data))
-    if image.width * image.height > MOST_PIXELS:  # Pillow refuses those of twice as many
+    if image.width * image.height > MOST_PIXELS:  # Pillow itself only refuses twice as many
         raise InputError(f"it has more than {MOST_PIXELS:,} pixels: make it smaller")
     if getattr(image, "is_animated", False) and image.format != "MPO":
         raise InputError("it has several frames: save the one to train on")
-    if image.mode[0] in "IF":  # Pillow would make all that is above 255 white
+    if image.mode[0] in "IF":  # Pillow would make all values above 255 white
         raise InputError("its pixels have more than 8 bits: save it with 8")
     return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def _wave(data: bytes, rate: int) -> NDArray[np.float32]:
-    """A sound `[samples]`, as transformers decodes it; plain .wav also without a package for it."""
+    """A sound `[samples]`, as transformers decodes it; plain .wav needs no package for that."""
     if has_decoder_of_sound():
         encoded = base64.b64encode(data).decode()
         return np.asarray(load_audio(f"data:;base64,{encoded}", sampling_rate=rate), np.float32)
@@ -290,27 +294,27 @@ def _wave(data: bytes, rate: int) -> NDArray[np.float32]:
 
 
 class ImageProcessor:
-    """A model's processor: the text in place of images, films and sounds, and their tensors.
+    """A model's processor: makes the tokens and tensors of images, films and sounds.
 
-    It is loaded when the first of them comes. Any thread may call it.
+    The processor is loaded when it is first needed. Any thread may call it.
     """
 
     def __init__(self, folder: Path | None, *, trust_remote_code: bool = False) -> None:
-        """Args: `folder`: of the model; None: it has none."""
+        """Args: `folder`: of the model; None: the model has no processor."""
         self._folder, self._trusted = folder, trust_remote_code
         self._lock, self._of_thread = threading.Lock(), threading.local()
         self._loaded: Any = None
-        self.replacement = lru_cache(_SIZES)(self._replacement)
+        self.replacement = lru_cache(_SHAPES)(self._replacement)
 
     @property
     def identity(self) -> list[str]:
-        """The contents of its files; none for a model of text."""
+        """The contents of the processor's files; none for a model of text."""
         paths = [] if self._folder is None else [self._folder / name for name in _FILES]
         return [path.read_text(errors="replace") for path in paths if path.is_file()]
 
     @property
     def digest(self) -> str:
-        """Of the contents of its files."""
+        """A digest of the processor's files."""
         return _digest("".join(self.identity).encode())
 
     def load(self) -> None:
@@ -320,24 +324,24 @@ class ImageProcessor:
 
     @property
     def counts_images(self) -> bool:
-        """True if several images of a conversation are made smaller than one (LLaVA-OneVision)."""
+        """True if an image's tokens depend on the number of images beside it (LLaVA-OneVision)."""
         processor = getattr(self._processor(), "image_processor", None)
         return "batch_num_images" in getattr(processor, "model_input_names", ())
 
     @property
     def rate(self) -> int:
-        """The rate (Hz) of the sounds that the model hears."""
+        """The rate (Hz) of the sounds that the model takes."""
         return int(getattr(_hearing(self._processor()), "sampling_rate", 0))
 
     def token(self, kind: str) -> str:
-        """The text of a chat template for an image, a film or a sound. Raises InputError: none."""
+        """The token with which chat templates mark a medium. Raises InputError: there is none."""
         if token := getattr(self._processor(), f"{kind}_token", None):
             return str(token)
         name = type(self._processor()).__name__
         raise InputError(f"a {name} has no place for {kind}s: leave them out")
 
     def film(self, data: Sequence[bytes]) -> Any:
-        """The frames that the model sees of a film's file, or of all its frames, with facts."""
+        """The frames that the model sees, with facts, of a film's file or of all its frames."""
         if len(data) > 1:
             frames = np.stack([np.asarray(_image(frame)) for frame in data])
             return film_of(self._processor(), frames, _refuse_large)
@@ -354,7 +358,7 @@ class ImageProcessor:
     def _replacement(
         self, kind: str, size: tuple[int, ...], film: str = "", together: int = 1
     ) -> str:
-        """The text in place of a medium, which follows from its shape alone."""
+        """The text of all tokens that stand for a medium of this shape."""
         count = together if kind == "image" else 1
         blank = {kind: [[_blank(kind, size, film)] * count]}
         processed = self._processed(blank, 1, return_text_replacement_offsets=True)
@@ -373,14 +377,14 @@ class ImageProcessor:
         return text
 
     def inputs(self, ids: Any, rows: Sequence[Sequence[Medium]]) -> dict[str, Tensor]:
-        """The tensors of documents in tokens `[B, T]` with media, beside those of their text.
+        """The processor's tensors of the media of rows, and the type of each token `[B, T]`.
 
-        These are the processor's of all media, and the type of each token `[B, T]`.
+        Args: `ids`: `[B, T]`; `rows`: the media of each document.
         """
         processor, types = self._processor(), dict[str, Tensor]()
         if types_tokens(processor):
-            of_ids = torch.tensor(processor.create_mm_token_type_ids(ids))
-            types = dict.fromkeys(self._type_names, of_ids)
+            types_BT = torch.tensor(processor.create_mm_token_type_ids(ids))
+            types = dict.fromkeys(self._type_names, types_BT)
         rows = [row for row in rows if row]
         if not rows:
             return types
@@ -396,12 +400,12 @@ class ImageProcessor:
         }
 
     def example(self, shapes: Sequence[Shape]) -> dict[str, Tensor]:
-        """All tensors of a row that is nothing but blank media, as `Medium.shape` has them."""
+        """All tensors of a row that has nothing but blank media of these shapes."""
         blank = {kind: [[_blank(*s[:3]) for s in shapes if s[0] == kind]] for kind, *_ in shapes}
         return dict(self._processed(blank, 1))
 
     def _processed(self, media: Mapping[str, list[list[Any]]], rows: int, **options: Any) -> Any:
-        """The processor's tokens and tensors of the media of rows, by kind."""
+        """The processor's result for `rows` rows of media, given by kind and row."""
         processor, text = self._processor(), [""] * rows
         inputs: dict[str, Any] = {}
         for kind, of_rows in media.items():
@@ -419,7 +423,7 @@ class ImageProcessor:
         return processor(text=text, **inputs, **options)
 
     def _processor(self) -> Any:
-        """This thread's copy: tokenizers are not for several threads."""
+        """This thread's copy of the processor: its tokenizer serves one thread at a time."""
         if not hasattr(self._of_thread, "processor"):
             with self._lock:
                 self._loaded = self._loaded or self._load()
@@ -446,6 +450,7 @@ _NAMES = {"video": "videos", "audio": "audio"}
 
 
 def _hearing(processor: Any) -> Any:
+    """The part of a processor for sounds, which has one of two names; None: there is none."""
     return getattr(processor, "audio_processor", getattr(processor, "feature_extractor", None))
 
 
@@ -458,6 +463,7 @@ def _refuse_large(frames: int, film: Any) -> None:
 
 
 def _blank(kind: str, size: tuple[int, ...], film: str = "") -> Any:
+    """A decoded medium of zeros."""
     if kind == "image":
         return Image.new("RGB", (size[0], size[1]))
     if kind == "audio":
@@ -468,11 +474,12 @@ def _blank(kind: str, size: tuple[int, ...], film: str = "") -> Any:
 def with_media(
     text: str, media: Sequence[Medium], processor: ImageProcessor | None, where: str
 ) -> tuple[str, Callable[[int], int], int]:
-    """A chat template's text with media's tokens, where a place in it has moved, and an end.
+    """A chat template's text with the tokens of media in place of their marks.
 
-    That is the end of the last medium's tokens in the new text.
+    Returns also a function from places in the old text to places in the new one, and the end of the
+    last medium's tokens there.
 
-    Raises InputError: the text has not one place for each of them.
+    Raises InputError: the text has not one mark for each medium.
     """
     if not media or processor is None:
         return text, lambda place: place, 0

@@ -1,8 +1,8 @@
 """The endless sequence of training steps: a pure function of data, seed and position.
 
-Rows come in an order that depends on (seed, epoch) only, and a step takes the next `rows_per_step`
-of them, across the end of an epoch if need be. The number of rows taken is therefore the whole
-state, and neither workers nor micro-batch sizes can change what is learnt from.
+The order of rows depends on (seed, epoch) only, and a step takes the next `rows_per_step` of them,
+across the end of an epoch if need be. The number of rows taken is therefore the whole state, and
+neither workers nor micro-batch sizes change the rows of a step.
 """
 
 import functools
@@ -20,18 +20,18 @@ from megatrain.errors import InputError
 
 Step = list[MicroBatch]
 
-# Ending of an error: the only cause of changed rows that no user intends.
+# An error names the one cause of changed rows that no user intends.
 _DATED = f" (a chat template that writes the date: {shipped('docs/reliability.md')})"
 
 
 class StepLoader:
-    """Endless iterator over steps, each a list of micro-batches.
+    """An endless iterator over steps, each a list of micro-batches.
 
     Args:
-        rows_per_micro_batch: rows that pass a layer together; a step's last may have fewer. The
-            attribute may be set before the first step is taken.
-        workers: steps prepared ahead, each by a thread; 0 prepares a step when it is asked for.
-        finish: what a thread makes of a step, such as adding images; None: it stays as it is.
+        rows_per_micro_batch: rows that pass a layer together; a step's last micro-batch may have
+            fewer. The attribute may be set before the first step is taken.
+        workers: steps prepared ahead, each by a thread; 0: a step is prepared when it is taken.
+        finish: completes a step in its thread, by adding images for example; None: nothing to add.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class StepLoader:
 
     @property
     def epoch(self) -> float:
-        """Epochs taken so far, with fraction."""
+        """The number of epochs taken so far, with a fraction."""
         return self._first_row(self._steps) / self._num_rows
 
     def steps_of(self, epochs: float) -> int:
-        """Number of steps for so many epochs; the last step may begin another epoch."""
+        """The number of steps that take `epochs` epochs; the last one may begin another epoch."""
         return max(1, math.ceil(round(epochs * self._num_rows / self._rows_per_step, 6)))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last step returned, and the loader's settings, for JSON."""
+        """The position after the last step taken, and the loader's settings, for JSON."""
         return {
             "steps": self._steps,
             "rows": self._first_row(self._steps),
@@ -94,7 +94,7 @@ class StepLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken; workers and rows per (micro-)step may differ.
+        """Continue from the position of a `state_dict`; workers and batch sizes may differ.
 
         Raises InputError: the state is of other data or another seed.
         """
@@ -114,13 +114,13 @@ class StepLoader:
         self._resumed_at = (self._steps, rows)
 
     def describe(self) -> str:
-        """The places in the data that the rows of the last step taken come from."""
+        """The places in the data of the rows of the last step taken."""
         rows = [row for micro_batch in self._plan(max(self._steps - 1, 0)) for row in micro_batch]
         places = "; ".join(self.dataset.describe(row) for row in rows[:4])
         return places + (f"; and {len(rows) - 4} more rows" if len(rows) > 4 else "")
 
     def close(self) -> None:
-        """Ends the threads; the loader prepares steps on demand afterwards."""
+        """End the threads; afterwards a step is prepared when it is taken."""
         if self._pool is not None:
             self._drop_ahead()
             self._pool.shutdown()
@@ -136,12 +136,13 @@ class StepLoader:
         return micro_batches if self._finish is None else self._finish(micro_batches)
 
     def _plan(self, step: int) -> list[list[int]]:
+        """The rows of each micro-batch of a step."""
         first = self._first_row(step)
         places = range(first, first + self._rows_per_step)
         epochs = [divmod(place, self._num_rows) for place in places]
         rows = [int(self._order(epoch)[offset]) for epoch, offset in epochs]
         if not self.dataset.packing:
-            # Rows of like length together need less padding; the step's mean loss is the same.
+            # Sorted by length, rows need less padding; the step's mean loss is the same.
             rows.sort(key=lambda row: -self.dataset.row_lengths[row])
         size = self.rows_per_micro_batch
         return [rows[i : i + size] for i in range(0, len(rows), size)]

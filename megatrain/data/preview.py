@@ -1,4 +1,4 @@
-"""Summaries of a data set: counts, lengths, repetitions, and rows as they are trained."""
+"""Previews of a data set: counts, lengths, repetitions, and rows as they are trained."""
 
 import base64
 import hashlib
@@ -16,14 +16,14 @@ from megatrain.data.images import ImageProcessor, Medium
 from megatrain.data.row_packing import Ints
 
 _REPEATED = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])\1{3,}")  # an image's tokens
-_SOURCES = 20  # that are listed
-_SAMPLES, _IMAGES, _CHARACTERS = 3, 4, 1000  # of a report; images of a document
+_SOURCES = 20  # that a summary lists
+_SAMPLES, _IMAGES, _CHARACTERS = 3, 4, 1000  # documents of a report, and of each at most
 
 
 class ShownDocument(NamedTuple):
-    """A document in a row, or a part of it.
+    """A document in a row, or a part of one, for people to read.
 
-    runs: the text of neighbouring tokens that are all learnt, or all not, and True if they are.
+    runs: texts of neighbouring tokens, each with True if all are learnt, or False if none is.
     images: the file, size and number of tokens of each.
     """
 
@@ -34,7 +34,7 @@ class ShownDocument(NamedTuple):
 
 
 def summary(data: PackedDataset) -> list[str]:
-    """A data set in numbers, a line each, from reading every token twice."""
+    """Lines with a data set's numbers; every token is read twice for them."""
     store, documents = data.store, data.documents
     unit, lengths = documents_named(data.kind), documents.lengths
     formats = ", ".join(name for name in store.notes["formats"] if name != unit)
@@ -54,6 +54,7 @@ def summary(data: PackedDataset) -> list[str]:
 
 
 def _of_media(data: PackedDataset) -> Iterator[str]:
+    """A line about images, if there are any."""
     counts = [len(data.images(row, slice(None), whole=False)) for row in range(len(data))]
     rows, lengths = np.flatnonzero(counts), data.row_lengths
     if len(rows):
@@ -65,6 +66,7 @@ def _of_media(data: PackedDataset) -> Iterator[str]:
 
 
 def _repeated(data: PackedDataset, unit: str) -> Iterator[str]:
+    """A line about documents with the tokens of another one, if there are any."""
     store, folder = data.store, folder_of(data.store.names)
     first_of: dict[bytes, int] = {}
     repeated: list[tuple[int, int]] = []
@@ -80,6 +82,7 @@ def _repeated(data: PackedDataset, unit: str) -> Iterator[str]:
 
 
 def _by_source(data: PackedDataset, unit: str) -> Iterator[str]:
+    """Lines with the tokens and documents of each source, the largest first."""
     names, documents = data.store.names, data.documents
     folder, sources = folder_of(names), data.store.documents()["source"][documents.document]
     tokens = np.bincount(sources, documents.lengths, minlength=len(names)).astype(np.int64)
@@ -101,7 +104,7 @@ def folder_of(names: Sequence[str]) -> str:
 
 
 def shown(data: PackedDataset, row: int, tokenizer: Any) -> list[ShownDocument]:
-    """The documents of a row as they are trained."""
+    """The documents of a row as they are trained, for people to read."""
     places, folder = data.places(row), folder_of(data.store.names)
 
     def described(image: Medium) -> str:
@@ -120,7 +123,7 @@ def shown(data: PackedDataset, row: int, tokenizer: Any) -> list[ShownDocument]:
 
 
 def samples(data: PackedDataset, tokenizer: Any) -> list[dict[str, Any]]:
-    """A run's first documents with images, for its report: cut texts, thumbnails as data URLs."""
+    """The first documents with images, for a run's report: cut texts, thumbnails as data URLs."""
     documents = (
         {
             "place": piece.place,
@@ -147,6 +150,7 @@ def _thumbnail(medium: Medium, processor: ImageProcessor) -> str:
 
 
 def _runs(ids: Ints, labels: Ints, tokenizer: Any) -> list[tuple[str, bool]]:
+    """`ShownDocument.runs` of a document's tokens; an image's repeated token is counted."""
     learnt = labels != -100
     learnt[:1] = False  # no token before it predicts it
     edges = [0, *(np.flatnonzero(np.diff(learnt)) + 1).tolist(), len(ids)]

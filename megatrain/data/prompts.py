@@ -1,4 +1,4 @@
-"""Prompts as tokens, the ends of replies, and rows of prompts for rollouts."""
+"""Prompts as tokens, the token that ends replies, and data sets of prompts for rollouts."""
 
 import hashlib
 import json
@@ -40,9 +40,9 @@ def prompt_ids(
     where: str,
     images: ImageProcessor | None = None,
 ) -> tuple[list[int], list[Medium]]:
-    """Tokens of a text as a document's beginning, or of messages up to the reply's beginning.
+    """The tokens of a text that begins a document, or of messages and the header of their reply.
 
-    Also the images of messages; only a processor takes images.
+    Also the images of messages, which only a processor can read.
 
     Raises InputError: the prompt is empty, or the tokenizer or its template refuses it.
     """
@@ -70,36 +70,39 @@ def prompt_ids(
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """The token with which the chat template ends a reply, perhaps only before another turn.
+    """The token with which the chat template ends a reply, some only before another turn.
 
-    None: there is no template, or it ends replies otherwise.
+    None: there is no template, or no single token ends replies.
     """
     ends = (_end_of_reply(tokenizer, talk) for talk in (_TALK, _LONGER))
     return next((end for end in ends if end is not None), None)
 
 
 def _end_of_reply(tokenizer: Any, talk: Conversation) -> int | None:
-    """The last added token after the answer in a conversation's first reply, if there is one."""
+    """The last added token after the answer in the conversation's first reply, if any."""
     if not tokenizer.chat_template or not tokenizer.is_fast:
         return None
     added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
     try:
         replies = ReplySpans(Template(tokenizer), list(added), talk, "the chat template")
         begin, end = replies.span(1)
-    except InputError:  # it takes other conversations only
+    except InputError:  # the template refuses this conversation
         return None
     _, _, closing = replies.text[begin:end].rpartition(_ANSWERED)
     places = {closing.rfind(token): token for token in added if token and token in closing}
     return added[places[max(places)]] if places else None
 
 
-_OWN = ("prompts", "completion", "completions", "completion_ids", "trainer_state", "log_metric")
+# Arguments of TRL's reward functions that no field of a row may replace.
+_RESERVED = (
+    *("prompts", "completion", "completions", "completion_ids", "trainer_state", "log_metric"),
+)
 
 log = logging.getLogger("megatrain.data")
 
 
 class PromptRow(NamedTuple):
-    """A prompt, its tokens, the other fields of its row, and where it is."""
+    """A prompt, its tokens, the other fields of its row (`beside`), and its `file:line`."""
 
     prompt: Prompt
     ids: list[int]
@@ -108,12 +111,12 @@ class PromptRow(NamedTuple):
 
 
 class Prompts:
-    """Rows that are prompts, in the order of the data; all are held in memory.
+    """A data set whose rows are prompts, in the order of the data; all are held in memory.
 
     Args: `seed` decides which rows `hold_out` takes.
 
     Attributes:
-        packing: always false: no row holds several prompts.
+        packing: always False: no row holds several prompts.
     """
 
     kind: ClassVar[str] = "prompts"
@@ -127,7 +130,7 @@ class Prompts:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of all that the rows hold."""
+        """A hex digest of all rows' tokens and fields."""
         digest = hashlib.blake2b(digest_size=16)
         for row in self._rows:
             digest.update(json.dumps([row.ids, row.beside], default=str).encode())
@@ -147,7 +150,7 @@ class Prompts:
         return self._rows[row].where
 
     def hold_out(self, fraction: float) -> tuple["Prompts", "Prompts"]:
-        """(train, evaluation): disjoint, and fixed by data and seed."""
+        """Disjoint data sets to train and to evaluate on, which data and seed decide."""
         split = len(self) - max(1, round(len(self) * fraction))
         if not split:
             raise InputError(f"data.eval_fraction {fraction} leaves no prompt to train on")
@@ -171,14 +174,15 @@ def open_prompts(
     hub_split: str = "train",
     seed: int = 0,
 ) -> Prompts:
-    """Reads rows with a `prompt`: a text, or messages that ask for a reply.
+    """The data set of rows with a `prompt`: a text, or messages that ask for a reply.
 
     Args:
-        source, bad_rows, hub_config, hub_split: as of `open_dataset`. seed: as of `Prompts`.
-        longest: tokens of a prompt; longer ones are never cut.
+        source, bad_rows, hub_config, hub_split: as of `open_dataset`.
+        longest: tokens of a prompt, at most; longer prompts are never cut.
         fields: name for reward functions -> the data's name; None: the field is ignored.
         drop: leave longer prompts out; else they are an error.
-        chat: texts are messages of a user.
+        chat: a text is the message of a user.
+        seed: as of `Prompts`.
 
     Raises InputError: a row cannot be used; names the file and line, and the remedy.
     """
@@ -223,6 +227,7 @@ def open_prompts(
 def _prompt_row(
     row: DataRow, where: str, fields: Fields, tokenizer: Any, vocab_size: int, *, chat: bool
 ) -> PromptRow:
+    """The prompt of a row. Raises InputError: the row has none, or cannot be used."""
     renamed = {ours: theirs for ours, theirs in fields.items() if theirs is not None}
     values = {n: v for n, v in row.items() if n not in renamed.values() and n not in fields}
     values |= {ours: row[theirs] for ours, theirs in renamed.items() if theirs in row}
@@ -239,4 +244,5 @@ def _prompt_row(
         prompt = [{"role": "user", "content": prompt}]
     refuse_unheeded({name: values.get(name) for name in BESIDE_PROMPTS}, where, text=False)
     ids, _ = prompt_ids(tokenizer, prompt, vocab_size, where)
-    return PromptRow(prompt, ids, {n: v for n, v in values.items() if n not in _OWN}, where)
+    beside = {name: value for name, value in values.items() if name not in _RESERVED}
+    return PromptRow(prompt, ids, beside, where)

@@ -1,6 +1,6 @@
-"""Streaming readers: every row of a file with its number, or one error that names it.
+"""Streaming readers: each row of a file with its number, or with an error that names the row.
 
-Memory stays bounded whatever a file holds: text comes in pieces, rows of JSON have a longest size.
+Memory stays bounded whatever a file holds: text is read in pieces, a row of JSON has a limit.
 """
 
 import bz2
@@ -26,7 +26,7 @@ from megatrain.errors import InputError, explained
 
 DataRow = Mapping[str, Any]
 Wanted = Callable[[str], bool]
-UNREAD: Any = ...  # the value of columns that are not wanted, whose names rows have all the same
+UNREAD: Any = ...  # stands for the value of a column that is not wanted; rows still have its name
 _BATCH_ROWS = 256
 
 # First bytes of files that are neither rows nor text, whatever their name says.
@@ -65,9 +65,9 @@ def open_file(file: DataSource) -> IO[bytes]:
 
 @contextmanager
 def reading(file: DataSource) -> Iterator[None]:
-    """Turns read errors, also of a wrong format, into one line that names the file.
+    """Within this context errors of reading, and of a wrong format, are one line with the file.
 
-    Raises InputError: it cannot be read, or is plainly something else.
+    Raises InputError: the file cannot be read, or has another format than its name says.
     """
     errors = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
     remedy = "give the whole file, text in UTF-8"
@@ -77,6 +77,7 @@ def reading(file: DataSource) -> Iterator[None]:
 
 
 def _refuse_other(file: DataSource) -> None:
+    """Raises InputError: the file's first bytes are those of another format."""
     with file.path.open("rb") as stream:
         begins = stream.read(64)
     packed = file.path.suffix.lower() in (*_UNPACKED, ".zst")
@@ -91,7 +92,7 @@ def _refuse_other(file: DataSource) -> None:
 PIECE_BYTES = 256 * 1024  # long documents are tokenised in pieces of about this size
 _BOM = "\ufeff"
 MAX_LINE_BYTES = 32 * MIB  # parsed JSON can take 20 times its text
-# Rows of JSON: an object, in a list or not, that has a field of rows among its first ones.
+# Rows of JSON begin with an object, in a list or not, that has one of these fields among its first.
 _FIELDS = (
     "messages|conversations?|instruction|prompt|completion|text|question|answer|input|output|"
     "response|problem|solution|query|chosen|rejected"
@@ -101,7 +102,7 @@ _BLANK = re.compile(r"[ \t\r\n,]*")
 
 
 class TextPiece(NamedTuple):
-    """A part of a document that starts at `line`; a short document is one piece."""
+    """A part of a document, which starts at `line` of its file; a short document is one piece."""
 
     line: int
     text: str
@@ -119,7 +120,7 @@ def read_text(file: DataSource) -> Iterator[TextPiece]:
     offset = 0
     with reading(file), open_file(file) as stream:
         while block := stream.read(PIECE_BYTES):
-            # To the end of its line, so that pieces rarely cut a word; a line may be endless.
+            # Read on to the end of the line, so that pieces rarely cut a word; a line may be long.
             if len(block) == PIECE_BYTES:
                 block += stream.readline(PIECE_BYTES)
             if text:
@@ -150,9 +151,9 @@ def split_text(text: str, line: int) -> Iterator[TextPiece]:
 
 
 def read_rows(source: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow | InputError]]:
-    """The rows of a source, numbered from 1; of tables only the `wanted` columns.
+    """The rows of a source, numbered from 1; a table's only with the values of `wanted` columns.
 
-    A malformed row is yielded as an error, and reading goes on after it.
+    A malformed row is yielded as an error, and reading continues after it.
     """
     number, read = 0, read_hub if source.format == "hub" else _read_file
     for number, row in read(source, wanted):
@@ -181,6 +182,7 @@ def _read_file(file: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow 
 def _decode(
     decoder: codecs.IncrementalDecoder, block: bytes, offset: int, file: DataSource, *, final: bool
 ) -> str:
+    """The text of a block of a file. Raises InputError: it is not UTF-8, or has NUL bytes."""
     nul = block.find(b"\0")
     if nul >= 0:
         raise InputError(
@@ -203,6 +205,7 @@ def _not_utf8(where: str, offset: int, error: UnicodeDecodeError) -> InputError:
 
 
 def _read_jsonl(file: DataSource, stream: IO[bytes]) -> Iterator[tuple[int, DataRow | InputError]]:
+    """The object of each line."""
     number, offset = 0, 0
     while line := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -218,7 +221,7 @@ def _read_jsonl(file: DataSource, stream: IO[bytes]) -> Iterator[tuple[int, Data
 
 
 def _read_json(file: DataSource, stream: IO[bytes]) -> Iterator[tuple[int, DataRow]]:
-    """The objects of a list, or consecutive objects; one at a time is in memory."""
+    """The objects of a list, or consecutive objects; memory holds one at a time."""
     decode = json.JSONDecoder(object_pairs_hook=each_key_once).raw_decode
     reader = codecs.getreader("utf-8-sig")(stream)
     text, number, at_end = reader.read(PIECE_BYTES), 0, False
@@ -251,7 +254,7 @@ def _read_json(file: DataSource, stream: IO[bytes]) -> Iterator[tuple[int, DataR
 def _decoded(
     decode: Callable[[str, int], tuple[object, int]], text: str, place: int, where: str, ended: bool
 ) -> tuple[DataRow | None, int]:
-    """A row and its end in the text; None while it is incomplete."""
+    """The row at `place` and its end in the text; None while the text has only a part of it."""
     try:
         row, end = decode(text, place)
     except (RecursionError, ValueError) as error:
@@ -294,23 +297,23 @@ def read_hub(source: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow]
     """The rows of a hub data set."""
     rows, names = source.rows, source.rows.column_names
     if any(map(wanted, names)):
-        encoded = rows.with_format("arrow")  # images stay so
+        encoded = rows.with_format("arrow")  # without decoding images
         yield from _rows(
             source, names, wanted, lambda present: encoded.select_columns(present).iter(_BATCH_ROWS)
         )
-    elif len(rows):  # reading no columns gives no rows, and an error is to name the columns
+    elif len(rows):  # one row without values, so that an error can name the columns
         yield 1, dict.fromkeys(names, UNREAD)
 
 
 def read_parquet(file: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
     """The rows of a Parquet file."""
     with _arrow(file, "Parquet") as arrow, arrow.parquet.ParquetFile(file.path) as table:
-        batches = partial(table.iter_batches, _BATCH_ROWS, None)  # of all groups of rows
+        batches = partial(table.iter_batches, _BATCH_ROWS, None)  # None: all row groups
         yield from _rows(file, table.schema_arrow.names, wanted, batches)
 
 
 def read_arrow(file: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
-    """The rows of an Arrow file, as a stream (what `datasets` saves) or with random access."""
+    """The rows of an Arrow file: a stream (as `datasets` saves), or a file with random access."""
     with _arrow(file, "Arrow") as arrow, arrow.memory_map(str(file.path)) as stream:
         try:
             table: Any = arrow.ipc.open_stream(stream)
@@ -331,7 +334,7 @@ def read_arrow(file: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow]
 def read_csv(
     file: DataSource, wanted: Wanted, stream: IO[bytes], longest: int
 ) -> Iterator[tuple[int, DataRow]]:
-    """The rows of a CSV or TSV file with a header; every value is the string that is written."""
+    """The rows of a CSV or TSV file with a header; every value is a string."""
     text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
     csv.field_size_limit(longest)
     number = 0
@@ -358,13 +361,14 @@ def read_csv(
 
 
 def _without_nulls(value: Any) -> Any:
-    """A value without the nulls that tables put for absent keys of nested objects."""
+    """A value without the nulls with which tables fill absent keys of nested objects."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _once(names: list[str], file: DataSource) -> None:
+    """Raises InputError: two columns have the same name."""
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is not None:
         raise InputError(f"{file.name}: column {twice!r:.40} is there twice: rename one")
@@ -373,7 +377,7 @@ def _once(names: list[str], file: DataSource) -> None:
 def _rows(
     file: DataSource, names: list[str], wanted: Wanted, parts: Callable[[list[str]], Iterable[Any]]
 ) -> Iterator[tuple[int, DataRow]]:
-    """The rows of a table, of which `parts` gives some columns, some rows at a time."""
+    """The rows of a table with these columns; `parts` returns those of some columns in batches."""
     _once(names, file)
     present = [n for n in names if wanted(n)]
     unread = dict.fromkeys((n for n in names if n not in present), UNREAD)

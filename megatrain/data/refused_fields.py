@@ -1,6 +1,6 @@
-"""Fields that say how to train a row, and that are not supported: refused, not ignored.
+"""Refuses rows with fields that ask for training that is not supported.
 
-A row trained without regard to such a field would be trained wrongly without a word.
+If such a field were ignored, its row would silently be trained wrongly.
 """
 
 import re
@@ -31,7 +31,7 @@ _ROW_OF_TURNS = dict.fromkeys(
      "chat_template_kwargs"),
     _PLACE,
 )  # fmt: skip
-BESIDE_PROMPTS = (*_OF_MEDIA, *_ROW_OF_TURNS)  # a reply to the prompt would depend on them
+BESIDE_PROMPTS = (*_OF_MEDIA, *_ROW_OF_TURNS)  # the reply to a prompt would depend on these
 _WEIGHT = re.compile(r"(.+_)?(weights?|masks?)")
 
 _MESSAGE = {
@@ -40,7 +40,7 @@ _MESSAGE = {
     "function_call": "it is not read: write it as 'tool_calls'",
     **_OF_MEDIA,
 }
-# Fields that a template may read, in place of calls and tools; nothing else reads them.
+# Fields that only some templates read, in place of calls and tools.
 OF_CALLS = {
     "function_calls": "write it as 'tool_calls'",
     "functions": "write it as 'tools' of the row",
@@ -50,7 +50,7 @@ _MESSAGE_WEIGHT = re.compile(r"(.+_)?(weights?|masks?|masked|train|training|trai
 
 
 def says_training(column: str) -> bool:
-    """True if a table's column may say how to train its rows."""
+    """True if a table's column may ask for some training of its rows."""
     return column in _ROW or column in _ROW_OF_TURNS or _WEIGHT.fullmatch(column) is not None
 
 
@@ -61,11 +61,11 @@ def refuse_unheeded(rest: Mapping[str, Any], where: str, *, text: bool) -> None:
         remedy = refusals.get(name) or (_WEIGHTS if _WEIGHT.fullmatch(name) else None)
         if remedy is None or empty(value):
             continue
-        objects = isinstance(value, list) and isinstance(value[0], dict)  # a split's rows
+        objects = isinstance(value, list) and isinstance(value[0], dict)  # rows, not weights
         if remedy is _WEIGHTS and (objects or (type(value) in (int, float) and value == 1)):
             continue
         if name == "label" and text and not isinstance(value, bool):
-            continue  # the class of a text
+            continue  # it is the class of a text
         passing = f"data.fields: {{{name}: null}} passes it over"
         raise InputError(f"{where}: field {name!r}: {remedy} ({passing})")
 
@@ -79,10 +79,10 @@ def refuse_unheeded_of_message(message: Mapping[str, Any], where: str) -> None:
 
 
 def empty(value: object) -> bool:
-    """True if a value is null or empty: tables fill absent ones with null."""
+    """True if a value is null or empty: tables fill absent values with null."""
     return value is None or (isinstance(value, (str, list, dict)) and not value)
 
 
 def listed(names: Sequence[str] | Mapping[str, Any]) -> str:
-    """The first names, escaped so that they fit on one line."""
+    """The first names, escaped and cut to fit on one line."""
     return ", ".join(f"{name!r:.40}" for name in [*names][:12]) or "none (or null)"

@@ -1,10 +1,9 @@
 """Finds the replies of a conversation in its text.
 
 A template may write a turn differently when more turns follow: without its reasoning, with another
-end, with the tools elsewhere. So replies are found by signs: a unique character
-is put at the end of each message's content, and shows where that is in the whole text. A
-reply begins after the text between the message before it and the place where the template asks
-for a reply, and ends with the template's text that ends a turn.
+end, with the tools elsewhere. A reply is therefore found by signs: a unique character after each
+message's content shows where the content ends in the whole text. A reply begins after the header
+with which the template asks for it, and ends with the tokens that end a turn.
 """
 
 import re
@@ -53,7 +52,7 @@ class ReplySpans:
             self._refuse_tools_left_out()
 
     def span(self, turn: int) -> TextRange:
-        """The reply `messages[turn]` in the text, with its end of turn."""
+        """The place of the reply `messages[turn]` in the text, with its end-of-turn tokens."""
         if turn == 0:
             raise InputError(f"{self._where}: the conversation begins with a reply: drop it")
         request = self._render(turn, asking=True)
@@ -79,7 +78,7 @@ class ReplySpans:
         return span[0], self._with_end_tokens(turn, span[0], self._closed(turn, *span))
 
     def _closed(self, turn: int, begin: int, end: int) -> int:
-        """The end of the first tokens after a reply's content; templates may write more."""
+        """The end of the first added tokens after a reply's content; text may follow them."""
         content = self._said(turn, begin, end)
         if content is None or "tool_calls" in self._talk.messages[turn]:
             return end
@@ -87,10 +86,10 @@ class ReplySpans:
         return end if tokens is None else tokens.end()
 
     def _with_end_tokens(self, turn: int, begin: int, end: int) -> int:
-        """The end of the reply text[begin:end], moved behind the end tokens that follow.
+        """The end of the reply text[begin:end] together with the end tokens that follow.
 
         Some templates have no end tokens (GLM): the first token of the next message's header ends
-        the reply. Others write end tokens only before a question: they are the tokens between the
+        the reply. Others write end tokens only before a question: these are the tokens between the
         reply and the question's header.
         """
         later = self._talk.messages[turn + 1 :]
@@ -127,7 +126,7 @@ class ReplySpans:
         return start, start + len(content)
 
     def _render(self, num_messages: int, *, asking: bool = False) -> str:
-        """The text of the first messages, and the template's request for a reply."""
+        """The text of the first messages; `asking`: with the template's request for a reply."""
         key = (num_messages, asking)
         if key not in self._texts:
             talk = self._talk.upto(num_messages)
@@ -136,8 +135,8 @@ class ReplySpans:
         return self._texts[key]
 
     def _by_headers(self, turn: int, request: str) -> TextRange | None:
-        """The part between a family's known header and end."""
-        header = next((each_header for each_header in HEADERS if each_header in request), None)
+        """The reply's place, found by a family's known header and end."""
+        header = next((known for known in HEADERS if known in request), None)
         if header is None:
             return None
         pattern = f"{re.escape(header)}(.*?(?:{HEADERS[header]}))"
@@ -151,17 +150,17 @@ class ReplySpans:
         return (begin, end) if follows and self._says_alone(turn, begin, end) else None
 
     def _by_prefixes(self, turn: int, request: str) -> TextRange | None:
-        """The part that a reply adds, if the text before it begins the whole text."""
+        """The reply's place, if the texts without and with it both begin the whole text."""
         is_last = turn + 1 == len(self._talk.messages)
-        upto = self.text if is_last else self._render(turn + 1)
-        if not (self.text.startswith(upto) and upto.startswith(request)):
+        with_reply = self.text if is_last else self._render(turn + 1)
+        if not (self.text.startswith(with_reply) and with_reply.startswith(request)):
             return None
-        return len(request), len(upto)
+        return len(request), len(with_reply)
 
     def _opens_another(self, turn: int, request: str, begin: int, end: int) -> bool:
-        """True if text[begin:end], found for a reply, has the header of a further turn in it.
+        """True if text[begin:end], found for a reply, includes the header of another turn.
 
-        Replies with calls or reasoning are not checked: they have tokens of that kind themselves.
+        Replies with calls or reasoning are not checked: they have tokens of headers themselves.
         """
         message = self._talk.messages[turn]
         if any(message.get(name) for name in ("tool_calls", *REASONING)):
@@ -178,7 +177,10 @@ class ReplySpans:
         return len(tokens_after) > 1 and tokens_after[-1:] == self._token.findall(request)[-1:]
 
     def _unheaded(self, turn: int, request: str, begin: int, end: int) -> int:
-        """The beginning of a reply after a header that is written differently, or only once."""
+        """The beginning of text[begin:end] after a header that the request does not have.
+
+        The template may write the header differently there, or ask for the first reply alone.
+        """
         first = next(i for i, m in enumerate(self._talk.messages) if i and m["role"] == "assistant")
         header = self._header(first, self._render(first, asking=True))
         asks = header.strip() in self._header(turn, request)
@@ -186,10 +188,10 @@ class ReplySpans:
             return begin
         content = self._start(turn)
         previous_end = self._places.get(turn - 1, begin)
-        start, stop = self._headed(header, previous_end, end if content is None else content)
+        start, stop = self._find_header(header, previous_end, end if content is None else content)
         return begin if asks and self.text[begin:start].strip() else max(begin, stop)
 
-    def _headed(self, header: str, begin: int, end: int) -> TextRange:
+    def _find_header(self, header: str, begin: int, end: int) -> TextRange:
         """The place of a header in text[begin:end], whatever its white space; -1: not found."""
         words = r"\s*".join(map(re.escape, header.split())) or r"(?!)"
         match = re.compile(words).search(self.text, begin, end)
@@ -198,28 +200,28 @@ class ReplySpans:
         return match.start(), match.end() + self._same(header[len(header.rstrip()) :], match.end())
 
     def _header(self, turn: int, request: str) -> str:
-        """The text that asks for a reply; it may replace the end of the text."""
-        unasked = self._render(turn)
-        if not request.startswith(unasked) and self._talk.messages[turn - 1]["role"] != "assistant":
-            unasked = unasked.rstrip()
-            ends = (token for token in self._names if token and unasked.endswith(token))
-            unasked = unasked.removesuffix(max(ends, key=len, default=""))
-        return request[len(unasked) :] if request.startswith(unasked) else ""
+        """The header of a reply: the text that `request` adds, or puts in place of an end token."""
+        before = self._render(turn)
+        if not request.startswith(before) and self._talk.messages[turn - 1]["role"] != "assistant":
+            before = before.rstrip()
+            ends = (token for token in self._names if token and before.endswith(token))
+            before = before.removesuffix(max(ends, key=len, default=""))
+        return request[len(before) :] if request.startswith(before) else ""
 
     def _by_signs(self, turn: int, request: str) -> TextRange | None:
         """The reply's place, found by the text around it when it is the last message."""
         places = self._places
         start_sign = self._find(turn, request, asking=True).get(turn - 1)
-        upto = self._render(turn + 1)
-        end_sign = self._find(turn + 1, upto).get(turn)
+        with_reply = self._render(turn + 1)
+        end_sign = self._find(turn + 1, with_reply).get(turn)
         if start_sign is None or end_sign is None or not {turn - 1, turn} <= places.keys():
             return None
         header = self._header(turn, request)
         begin = self._begin(request[start_sign:], header, places[turn - 1], places[turn])
         closings = self._token.findall(request[start_sign : len(request) - len(header)])
-        end = self._end(upto[end_sign:], closings, places[turn], turn)
+        end = self._end(with_reply[end_sign:], closings, places[turn], turn)
         messages = self._talk.messages
-        if begin is None and messages[turn - 1]["role"] == "tool":  # it continues the turn
+        if begin is None and messages[turn - 1]["role"] == "tool":  # the reply continues its turn
             content = messages[turn].get("content", "").rstrip()
             start = places[turn] - len(content)
             if content and "tool_calls" not in messages[turn]:
@@ -229,20 +231,28 @@ class ReplySpans:
         return begin, end
 
     def _begin(self, query: str, header: str, place: int, end: int) -> int | None:
-        """The end of the longest beginning of `asked`, which ends with `header`, at `place`."""
+        """The beginning of the reply in text[place:end], where the message before it ends.
+
+        `query` is the text after that message, with `header` last, when a reply is asked for.
+        """
         common = self._common(query, place)
-        is_past = common > len(query) - len(header)  # it includes a part of the request for a reply
-        if is_past if header else self._token.search(query, common) is None:
+        reaches_header = common > len(query) - len(header)
+        if reaches_header if header else self._token.search(query, common) is None:
             return place + common
         opening = self._token.match(header.lstrip())
         start = -1 if opening is None else self.text.find(opening.group(), place, end)
         if start >= 0:
             return start + self._common(header.lstrip(), start)
-        start, stop = self._headed(header, place, end)
+        start, stop = self._find_header(header, place, end)
         return None if start < 0 or self.text[place:start].strip() else stop
 
     def _end(self, closing: str, closings: list[str], place: int, turn: int) -> int:
-        """The end of the tokens that end the turn; `closing` follows the reply as last message."""
+        """The end of the reply, whose content ends at `place`, with its end-of-turn tokens.
+
+        Args:
+            closing: the text that follows the content if the reply is the last message.
+            closings: tokens that end the message before the reply.
+        """
         length = self._same(closing, place)
         first = self._tokens.search(closing)
         if "tool_calls" not in self._talk.messages[turn] and first and first.end() <= length:
@@ -255,7 +265,7 @@ class ReplySpans:
         return place + self._common(closing, place)
 
     def _past(self, tokens: list[str], place: int) -> int:
-        """The end of those of these tokens that are at `place`, with white space between them."""
+        """The end of the tokens that follow `place` one by one, with white space between them."""
         for token in tokens:
             start = self._past_space(place)
             if not self.text.startswith(token, start):
@@ -267,19 +277,20 @@ class ReplySpans:
         return len(self.text) - len(self.text[place:].lstrip())
 
     def _same(self, expected: str, place: int) -> int:
+        """The number of characters at `place` that are those of `expected`."""
         actual = self.text[place : place + len(expected)]
         pairs = enumerate(zip(expected, actual, strict=False))
         return next((i for i, (a, b) in pairs if a != b), len(actual))
 
     def _common(self, expected: str, place: int) -> int:
-        """Length of `expected` found at `place`: all, or up to the end of a token or a space."""
+        """The same, if all are equal; else only up to the end of a token or a space."""
         length = self._same(expected, place)
         if length == len(expected):
             return length
         return max((m.end() for m in self._borders.finditer(expected, 0, length)), default=0)
 
     def _says_alone(self, turn: int, begin: int, end: int) -> bool:
-        """True if all of this message is in this part of the text, and no other one ends there."""
+        """True if text[begin:end] has all of this message, and the end of no other one."""
         message, text = self._talk.messages[turn], self.text[begin:end]
         parts = [*words_of_calls(message), message.get("content", "").split("</think>")[-1].strip()]
         alone = not any(begin < place < end for t, place in self._places.items() if t != turn)
@@ -290,8 +301,8 @@ class ReplySpans:
         return self._find(len(self._talk.messages), self.text)
 
     def _find(self, num_messages: int, text: str, *, asking: bool = False) -> Mapping[int, int]:
-        """The ends of messages in `text`; those without a visible sign are left out."""
-        for empty in (True, False):  # templates may write empty content differently
+        """The ends of messages in `text`, without those whose sign the template does not write."""
+        for empty in (True, False):  # a sign in an empty content may change how it is written
             shown = self._shown(num_messages, asking=asking, empty=empty)
             if self._sign.sub("", shown) == text:
                 break
@@ -309,7 +320,7 @@ class ReplySpans:
         return ends
 
     def _shown(self, num_messages: int, *, asking: bool = False, empty: bool = False) -> str:
-        """The text of the first messages with signs; with `empty`, also in empty replies."""
+        """The text of the first messages with signs; `empty`: in empty replies as well."""
         talk = self._talk.upto(num_messages)
         signed = [with_signs(*signs, empty=empty) for signs in self._signs[:num_messages]]
         talk = talk._replace(messages=[*signed, *talk.messages[len(signed) :]])
@@ -329,7 +340,7 @@ class ReplySpans:
             )
 
     def _refuse_left_out(self) -> None:
-        """Raises InputError: a message's content is not in the text, in no notation."""
+        """Raises InputError: a message's content is not in the text, even in another notation."""
         messages = self._talk.messages
         contents = [message.get("content", "").strip() for message in messages]
         missing = any(content not in self.text for content in contents)
@@ -352,7 +363,7 @@ class ReplySpans:
         )
 
 
-_WORD = re.compile(r"[A-Za-z0-9]+")  # the same in every notation of strings
+_WORD = re.compile(r"[A-Za-z0-9]+")  # characters that no notation of strings escapes
 
 
 def tool_names(talk: Conversation) -> list[str]:
@@ -376,7 +387,7 @@ def _function(tool: Any) -> Mapping[str, Any]:
 
 
 def words_of_calls(message: Message) -> list[str]:
-    """Names and argument words of a message's tool calls; any text that shows these has them."""
+    """The names, and words of arguments, of a message's calls: a text with the calls has them."""
     functions = [call["function"] for call in message.get("tool_calls", ())]
     values = [value for function in functions for value in function["arguments"].values()]
     words = [word for value in values if isinstance(value, str) for word in _WORD.findall(value)]

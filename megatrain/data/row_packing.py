@@ -1,7 +1,7 @@
-"""Packs ranges of documents into rows; by numbers alone, without reading tokens.
+"""Packs ranges of documents into rows, by their lengths alone, without reading tokens.
 
-A *segment* is a range of one document's tokens. A row is a run of segments which do not see one
-another: positions restart at each, and the first token of each is not predicted.
+A *segment* is a range of one document's tokens. A row is a series of segments that do not attend to
+one another: positions restart at each, and the first token of each is not predicted.
 """
 
 import bisect
@@ -19,7 +19,10 @@ _WINDOW = 4096  # conversations packed together: enough to fill rows, few enough
 
 @dataclass(frozen=True)
 class Segments:
-    """Ranges of documents, in order. document, begin, end: [n] int64, begin and end inside it."""
+    """Ranges of documents, in order; each array is `[n]` int64.
+
+    `begin` and `end` count tokens of the document.
+    """
 
     document: Ints
     begin: Ints
@@ -27,7 +30,7 @@ class Segments:
 
     @property
     def lengths(self) -> Ints:
-        """[n] number of tokens in each segment."""
+        """`[n]`: the number of tokens in each segment."""
         return self.end - self.begin
 
     def __len__(self) -> int:
@@ -41,7 +44,7 @@ class Segments:
         return Segments(self.document[index], self.begin[index], self.end[index])
 
     def cut(self, places: Ints) -> "Segments":
-        """Cut segments also at `places`, offsets into all the tokens end to end."""
+        """These segments, cut at `places` too: offsets into all their tokens end to end."""
         edges = np.concatenate([[0], np.cumsum(self.lengths)])
         starts = np.unique(
             np.concatenate([edges[:-1], places[(places > 0) & (places < edges[-1])]])
@@ -54,7 +57,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows of segments: row r is `segments[first[r]:first[r + 1]]`. first: [num_rows + 1] int64."""
+    """Rows of segments: row r is `segments[first[r]:first[r + 1]]`; `first` is `[rows + 1]`."""
 
     segments: Segments
     first: Ints
@@ -63,15 +66,15 @@ class PackedRows:
         return len(self.first) - 1
 
     def keep(self, wanted: NDArray[np.bool_]) -> "PackedRows":
-        """Only the rows for which `wanted` [num_rows] is true."""
+        """The rows for which `wanted` `[rows]` is True."""
         sizes = np.diff(self.first)
         return PackedRows(self.segments[np.repeat(wanted, sizes)], _offsets(sizes[wanted]))
 
 
 def shuffled(count: int, *key: int) -> Ints:
-    """The numbers below `count`, in an order that follows from `key` (not negative) alone.
+    """The numbers below `count`, in an order that depends on `key` (not negative) alone.
 
-    Raw Philox output is sorted because NumPy promises to never change it, unlike `permutation`.
+    They are sorted by raw Philox output, which NumPy promises never to change.
     """
     random = np.random.Philox(np.random.SeedSequence(list(key))).random_raw(count)
     return np.argsort(random, kind="stable")
@@ -80,13 +83,14 @@ def shuffled(count: int, *key: int) -> Ints:
 def mixed(
     segments: Segments, groups: Ints, weights: Sequence[float], repeat: bool, seed: int
 ) -> Segments:
-    """Choose segments such that each group has its share of the tokens.
+    """Whole segments, chosen such that each group has its share of the tokens, and shuffled.
 
     Args:
-        segments: in the order in which they are taken, whole.
-        groups: [documents] the group of each.
-        weights: [groups] shares of the tokens, of any sum.
-        repeat: take every segment at least once, and some groups more often; else none twice.
+        segments: taken from the first one on.
+        groups: `[documents]`: the group of each.
+        weights: `[groups]`: shares of the tokens, of any sum.
+        repeat: take every segment at least once, and those of some groups more often; else no
+            segment is taken twice.
     """
     group_of = groups[segments.document]
     tokens = np.bincount(group_of, segments.lengths, minlength=len(weights))
@@ -107,7 +111,7 @@ def mixed(
 
 
 def fill_rows(segments: Segments, row_length: int) -> PackedRows:
-    """Every row full but the last: segments follow one another and are cut where a row ends."""
+    """Rows that are all full but the last: segments are cut where a row ends."""
     pieces = segments.cut(np.arange(0, segments.lengths.sum(), row_length, dtype=np.int64))
     starts = np.cumsum(pieces.lengths) - pieces.lengths
     first = np.flatnonzero(starts % row_length == 0)
@@ -115,9 +119,9 @@ def fill_rows(segments: Segments, row_length: int) -> PackedRows:
 
 
 def fit_rows(segments: Segments, row_length: int) -> PackedRows:
-    """Whole segments only, each into the fullest row that has room (best-fit decreasing).
+    """Rows of whole segments, each put into the fullest row that has room (best-fit decreasing).
 
-    Fitted in windows of `_WINDOW`, so that long ones do not all come first.
+    Segments are fitted in windows of `_WINDOW`, so that long ones do not all come first.
     Source: Ding et al., "Fewer Truncations Improve Language Modeling", 2024.
     """
     rows: list[list[int]] = []
@@ -131,7 +135,7 @@ def fit_rows(segments: Segments, row_length: int) -> PackedRows:
 
 
 def split_rows(segments: Segments, row_length: int) -> PackedRows:
-    """One segment in each row; segments longer than a row are cut."""
+    """Rows of one segment each; segments longer than a row are cut."""
     starts = np.cumsum(segments.lengths) - segments.lengths
     cuts = [np.arange(s + row_length, s + n, row_length, dtype=np.int64)
               for s, n in zip(starts.tolist(), segments.lengths.tolist(), strict=True)
@@ -141,6 +145,7 @@ def split_rows(segments: Segments, row_length: int) -> PackedRows:
 
 
 def _best_fit(order: list[int], lengths: Ints, row_length: int) -> list[list[int]]:
+    """The segments of each row, by best fit in this order."""
     rows: list[list[int]] = []
     free_rows: list[tuple[int, int]] = []  # (tokens free, row), sorted
     for segment in order:

@@ -1,7 +1,7 @@
-"""The formats that rows come in, found by their fields, and the examples made of these.
+"""The formats of rows, recognised by their fields, and the examples made of rows.
 
-A format has names of fields and a function; each field may have several names. The formats
-are those of TRL's dataset formats, OpenAI's chat, Alpaca and ShareGPT (as LLaMA-Factory reads it).
+A format lists its fields, each with the names that data give it, and a function that makes the
+example. The formats are TRL's, OpenAI's chat, Alpaca and ShareGPT (as LLaMA-Factory reads it).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,10 +25,10 @@ from megatrain.errors import InputError
 
 _RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversations",
              "documents", "messages", "return_assistant_tokens_mask", "tools"}  # fmt: skip
-# Characters that a text may have in common with its prompt by chance.
+# A reply may begin with a prompt of no more characters by chance.
 _BY_CHANCE = 20
-_LARGE = 1e30  # no margin is as large; infinity is
-# Fields that are texts in every format that has them.
+_LARGE = 1e30  # a limit of margins that excludes infinity
+# Fields that must be texts in every format that has them.
 _TEXTS = ("question", "answer", "instruction", "input", "output", "reasoning", "system", "text")
 
 
@@ -40,7 +40,7 @@ class Completion(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The better reply to a prompt and the other, each with the prompt; the margin.
+    """The better reply to a prompt and the worse one, each with the prompt; and the margin.
 
     Or texts to embed: an anchor, its positive, and its hard negatives.
     """
@@ -50,7 +50,7 @@ class Pair(NamedTuple):
 
 
 class Labelled(NamedTuple):
-    """A text and its classes; or that of each word, which begins at this place in the text."""
+    """A text and its classes; or a class for each word, with the words' places in the text."""
 
     text: str
     labels: Sequence[int]
@@ -61,7 +61,7 @@ Example = str | Conversation | Completion | Pair | Labelled
 
 
 def of_text(row: DataRow, where: str) -> str:
-    """A text as a document."""
+    """The text of a row."""
     return str(row["text"])
 
 
@@ -82,7 +82,7 @@ def of_tags(row: DataRow, where: str) -> Labelled:
 
 
 def of_anchor(row: DataRow, where: str) -> Pair:
-    """A text, one to be near it (its positive), and others to be far from it (hard negatives)."""
+    """A text, one with a near embedding (its positive), and others with far ones (negatives)."""
     texts = [row["anchor"], row["positive"]]
     for value in (row.get(name) for name in _NEGATIVES):
         if isinstance(value, list):
@@ -98,8 +98,8 @@ def of_messages(row: DataRow, where: str) -> Conversation:
     """A conversation; its replies are learnt."""
     turns, learnt = messages(row["messages"], "messages", where, images=True)
     first = from_json(row["messages"], "messages", where)
-    shared = isinstance(first, Sequence) and "from" in first[0]
-    return _conversation(turns, learnt, row, where, wrap=shared)
+    is_sharegpt = isinstance(first, Sequence) and "from" in first[0]
+    return _conversation(turns, learnt, row, where, wrap=is_sharegpt)
 
 
 def of_completion(row: DataRow, where: str) -> Conversation | Completion:
@@ -143,13 +143,14 @@ def of_pair(row: DataRow, where: str) -> Pair:
     return Pair([_completed(row, prompt, reply, where) for reply in replies], float(margin))
 
 
-def _is_said(question: str, messages: Any) -> bool:
+def _is_in(question: str, messages: Any) -> bool:
     """True if a question is in this text or these messages."""
     contents = [messages] if isinstance(messages, str) else map(_content, messages)
     return " ".join(question.split()) in " ".join(" ".join(contents).split())
 
 
 def _content(message: Any) -> str:
+    """The text of a message that is not checked yet."""
     content = message.get("content", message.get("value")) if isinstance(message, dict) else None
     parts = content if isinstance(content, list) else [{"text": content}]
     return "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
@@ -167,7 +168,7 @@ def _taken_apart(replies: list[Any], prompt: Any, where: str) -> tuple[Any, list
             f"{where}: 'chosen' and 'rejected' must begin with the same messages, and "
             "each must then have a reply"
         )
-    if isinstance(prompt, str) and shared and prompt.strip() and not _is_said(prompt, shared):
+    if isinstance(prompt, str) and shared and prompt.strip() and not _is_in(prompt, shared):
         raise InputError(
             f"{where}: 'prompt' is not among the messages that begin 'chosen' and 'rejected': make "
             "it one of them, or ignore it with data.fields: {prompt: null}"
@@ -183,13 +184,14 @@ def _repeats(prompt: Any, reply: Any, where: str) -> bool:
         return len(prompt) > _BY_CHANCE and bool(goes_on)
     if not (isinstance(prompt, list) and isinstance(reply, list) and prompt and reply):
         return False
-    given_replies, replied = (
+    of_prompt, of_reply = (
         messages(part, "messages", where, images=True)[0] for part in (prompt, reply)
     )
-    return given_replies == replied[: len(given_replies)]
+    return of_prompt == of_reply[: len(of_prompt)]
 
 
 def _completed(row: DataRow, prompt: Any, completion: Any, where: str) -> Conversation | Completion:
+    """A prompt with its completion, both texts or both messages."""
     texts = [part for part in (prompt, completion) if isinstance(part, str)]
     if len(texts) == 2:
         refuse_unheeded({n: row.get(n) for n in ("system", "tools", *_MEDIA)}, where, text=False)
@@ -198,9 +200,9 @@ def _completed(row: DataRow, prompt: Any, completion: Any, where: str) -> Conver
         raise InputError(
             f"{where}: 'prompt' and 'completion' must both be strings, or both lists of messages"
         )
-    given, _ = messages(prompt, "prompt", where, images=True)
-    replied, learnt = messages(completion, "completion", where)
-    return _conversation(given + replied, [False] * len(given) + learnt, row, where)
+    of_prompt, _ = messages(prompt, "prompt", where, images=True)
+    replies, learnt = messages(completion, "completion", where)
+    return _conversation(of_prompt + replies, [False] * len(of_prompt) + learnt, row, where)
 
 
 def of_question(row: DataRow, where: str) -> Conversation:
@@ -245,12 +247,12 @@ _REASONING = {"reasoning": ("reasoning", "reasoning_content", "thinking")}
 
 @dataclass(frozen=True)
 class Format:
-    """Fields by our name, each with the names that it goes by in data.
+    """A format of rows: its fields by our name, each with the names that data give it.
 
     Attributes:
-        needs: fields without which a row has another format.
+        needs: fields that every row of this format has.
         may: fields that a row may have besides.
-        read: an example of the fields found, by our names.
+        read: makes the example of a row's fields by our names, and `file:line`.
     """
 
     title: str
@@ -260,7 +262,7 @@ class Format:
     read: Callable[[DataRow, str], Example]
 
     def names(self, row: DataRow, fields: Fields, where: str) -> dict[str, str] | None:
-        """Our name -> the row's, for each field of the row; None: a needed field is missing."""
+        """Our name -> the row's name of each field; None: a needed field is missing."""
         names: dict[str, str] = {}
         for name, aliases in {**self.needs, **self.may}.items():
             mapped = fields.get(name)
@@ -326,18 +328,19 @@ _OF_KIND = {"pairs": (PAIRS,), "margins": (MARGINS,), "anchors": (_ANCHORS,),
             "classes": (_CLASSES,), "class_sets": (_CLASSES,), "tags": (_TAGS,)}  # fmt: skip
 _EVERY = (*FORMATS, MARGINS)
 KNOWN = sorted({name for f in (*_EVERY, _CLASSES, _TAGS, _ANCHORS) for name in (*f.needs, *f.may)})
-_NONE = -100, "tags"  # of a word without a class
-# Fields that a reply depends on: without them another conversation would be learnt.
+_NO_CLASS = -100, "tags"  # the label of a word without a class, and the only kind that has it
+# Fields that replies depend on: if they were not read, another conversation would be learnt.
 _PROMPTS = ("instruction", *_QUESTIONS, *_TALKS["messages"])  # names of prompts beside replies
 _BESIDE = ("instruction", "input", "context", "history", "choices", "options")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How to read rows: the formats to look for, and the names of fields.
+    """Reads rows: finds their format, and makes their examples.
 
-    fields: our name -> the data's; null: a field of the data that is passed over on purpose.
-    lines: texts of a row that is several: 2 of a pair; an anchor, its positive, its negatives.
+    fields: our name -> the data's name; None: a field of the data that is ignored on purpose.
+    labels: names of the classes.
+    lines: texts of a row: 2 of a pair; of texts to embed the anchor, its positive and negatives.
     """
 
     kind: DataKind
@@ -353,7 +356,7 @@ class Reading:
                 raise InputError(f"data.fields: {name!r:.40} is not a field; fields are {kinds}")
 
     def wanted(self, column: str) -> bool:
-        """True if a column of a table should be read."""
+        """True if the values of a table's column are needed."""
         mapped = column in self.fields.values()
         names = _names_of((*_EVERY, *_OF_KIND.get(self.kind, ())))
         is_known = column in (*names, *_BESIDE, "role") or says_training(column)
@@ -388,9 +391,9 @@ class Reading:
         )
 
     def example(self, form: Format, row: DataRow, where: str) -> tuple[Example, list[str]]:
-        """The example in a row of this format, and the names of unread fields.
+        """The example of a row of this format, and the names of unread fields.
 
-        Raises InputError: the row is malformed, of another format, or asks for what is ignored.
+        Raises InputError: the row is malformed, of another format, or asks for other training.
         """
         names = form.names(row, self.fields, where)
         if names is None:
@@ -410,7 +413,7 @@ class Reading:
         refuse_unheeded(others, where, text=form.kind == "text")
         values = {name: row[theirs] for name, theirs in names.items()}
         for name in (n for n in _TEXTS if not isinstance(values.get(n, ""), str)):
-            needed = name in form.needs and name != "instruction"  # beside it, the input may ask
+            needed = name in form.needs and name != "instruction"  # `input` may ask in its place
             if needed or values[name] is not None:
                 kind = "null" if values[name] is None else type(values[name]).__name__
                 raise InputError(
@@ -428,15 +431,15 @@ class Reading:
                 )
             example = example._replace(replies=example.replies[: self.lines])
         if isinstance(example, Labelled):
-            of_two = self.kind == "class_sets" and len(self.labels) == 2
-            if of_two and {*map(repr, example.labels)} == {"0", "1"}:  # numbers, or yes and no
+            two_classes = self.kind == "class_sets" and len(self.labels) == 2
+            if two_classes and {*map(repr, example.labels)} == {"0", "1"}:  # or it is no and yes
                 raise InputError(
                     f"{where}: 'label' may say which of both classes the text has, or name both; "
                     f"write their names, {' and '.join(self.labels)}"
                 )
             numbers = [self._number(label, where) for label in example.labels]
-            right = 1 if self.kind == "classes" else len({*numbers})
-            if form.kind != "tags" and len(numbers) != right:
+            expected = 1 if self.kind == "classes" else len({*numbers})
+            if form.kind != "tags" and len(numbers) != expected:
                 raise InputError(
                     f"{where}: 'label' must be one class, or a list of different ones with "
                     "loss.problem_type: multi_label_classification"
@@ -445,12 +448,13 @@ class Reading:
         return example, unread
 
     def _number(self, label: Any, where: str) -> int:
+        """The number of a class, which data may give by name or by number."""
         if label in self.labels:
             return self.labels.index(label)
         is_number = type(label) is int and 0 <= label < len(self.labels)
         if is_number and (self.labels[label] == str(label) or str(label) not in self.labels):
-            return label  # else it may mean the class of that name
-        if type(label) is int and (label, self.kind) == _NONE:
+            return label  # no class has the number as its name
+        if type(label) is int and (label, self.kind) == _NO_CLASS:
             return label
         names = ", ".join(self.labels[:8])
         raise InputError(
@@ -460,5 +464,6 @@ class Reading:
 
 
 def _names_of(forms: Iterable[Format]) -> set[str]:
+    """All names that data may give fields of these formats."""
     fields = [names for form in forms for names in (*form.needs.values(), *form.may.values())]
     return {name for names in fields for name in names}

@@ -1,4 +1,4 @@
-"""From what a person wrote (files, folders, globs, a hub id) to a sorted list of readable files."""
+"""Finds the files that the user's paths, folders, globs or hub ids name."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ _SUFFIXES: dict[str, FileFormat] = {
     ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
 _PACKED = (".gz", ".bz2", ".xz", ".zst")
-# Files of `datasets` beside the saved rows: their description, and caches of `map`.
+# Files that `datasets` saves beside rows: descriptions, and caches of `map`.
 _NOT_SAVED = re.compile(
     r"dataset_infos?\.json|dataset_dict\.json|state\.json|cache-[0-9a-f]{8,}(_\d+_of_\d+)?\.arrow"
 )
@@ -40,9 +40,10 @@ class DataSource:
     """A file to read, or a data set of the hub, which `datasets` keeps in memory-mapped files.
 
     Attributes:
-        place: equal for all names of one file: links, other spellings of its path.
-        identity: equal as long as the source does not change.
-        named: the user wrote this very path, so an empty file is an error.
+        place: the same for all names of one file: links, other spellings of its path.
+        identity: the same as long as the source does not change.
+        named: True if the user named this file itself: it is an error if it is empty.
+        rows: of a hub data set, the object of `datasets`.
     """
 
     name: str
@@ -56,7 +57,7 @@ class DataSource:
 
 
 def load_hub(name: str, config: str | None, split: str) -> DataSource:
-    """A hub data set through `datasets`: downloaded if there is a network, else from its cache.
+    """A hub data set, which `datasets` downloads, or without a network takes from its cache.
 
     Raises InputError: no such data set, configuration or split, or it cannot be reached.
     """
@@ -78,9 +79,9 @@ def open_sources(
     *,
     weighted: bool = False,
 ) -> tuple[list[DataSource], list[int]]:
-    """The sources, each once, and for each the number of the argument that named it.
+    """The sources, each once, and for each the number of the entry of `source` that named it.
 
-    A file with several names (links, other ways to write its path) is one file.
+    A file with several names (links, other spellings of its path) is one file.
 
     Raises InputError: as `find_files` and `load_hub`; `weighted` sources share a file.
     """
@@ -105,10 +106,10 @@ def open_sources(
 def find_files(source: str | Path, kind: DataKind) -> list[DataSource] | None:
     """The files that a path or glob names; None: it can only be a hub id.
 
-    Folders are searched in sorted order for everything but hidden files and what `datasets` writes
-    about its own or keeps of what `map` made; where there are files of rows, text files beside them
-    are only read if the kind is text. Links to folders inside them are not followed, so a loop of
-    links ends; that is said. Empty files are passed over unless named.
+    Folders are searched in sorted order for all but hidden files and those that `datasets` keeps
+    beside rows. Where there are files of rows, text files beside them are read only if the kind is
+    text. Links to folders inside a folder are not followed, with a warning. Empty files are skipped
+    unless they are named.
 
     Raises InputError: a path is missing, unreadable, a broken or looping link, or not a plain file;
         nothing fits; chat data has no rows.
@@ -159,6 +160,7 @@ def _refuse_splits(text: str, folder: Path, files: list[DataSource]) -> None:
 
 
 def _describe(path: Path, *, named: bool) -> DataSource:
+    """A file as a source. Raises InputError: it is not a plain file."""
     status = _status(path)
     if not stat.S_ISREG(status.st_mode):
         raise InputError(f"{path}: not a plain file (a device or a pipe?): copy its data to a file")
@@ -170,13 +172,13 @@ def _describe(path: Path, *, named: bool) -> DataSource:
 
 
 def _status(path: Path) -> os.stat_result:
-    # Loops of links, links to nothing, no permission, NUL in the name.
+    # Loops of links, links to nothing, missing permission, a NUL in the name.
     with explained(f"{path}: cannot be read", "check the path", of=(OSError, ValueError)):
         return path.stat()
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Files below `folder`, sorted, hidden ones left out."""
+    """The files below `folder`, sorted, without hidden ones."""
 
     def refuse(error: OSError) -> None:
         raise InputError(f"{os_reason(error)}: check who may read it") from error

@@ -1,8 +1,8 @@
 """A tokenizer's chat template as a function from conversation to text.
 
-Templates differ in their input for the same conversation: arguments of calls as objects or as
-JSON, content as a string or as parts, reasoning under several names. The right form is found
-by trying the template on a conversation of two turns.
+Templates expect the same conversation in different forms: arguments of calls as objects or as
+JSON, content as a string or as parts, reasoning under several names. The right form is found by
+trying the template on an invented conversation.
 """
 
 import json
@@ -21,9 +21,9 @@ _LONGEST = 64 << 20  # characters, twice a row's limit; tokenising takes 50 time
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 SAID = ("content", "tool_calls", *REASONING)
-# What replies begin with and end with where a template always asks for another reply (Command R7B,
-# the first of Llama 3), ends calls with the next header (Command R+), writes them otherwise at the
-# end (Apriel), or has the tokens that begin and end a turn within it, too (Kimi K3).
+# Known beginnings of replies, each with a pattern of their ends, for templates that always ask for
+# another reply (Command R7B, the first of Llama 3), end calls with the next header (Command R+),
+# write the last reply otherwise (Apriel), or repeat a turn's own tokens within it (Kimi K3).
 HEADERS = {
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>": (
         r"<\|END_OF_TURN_TOKEN\|>|(?=<\|START_OF_TURN_TOKEN\|>)"
@@ -48,20 +48,20 @@ class MessageForm:
 
     parts: bool = False  # content as a list of parts
     json: bool = False  # arguments as a string
-    empty: bool = False  # calls without content have an empty one
+    empty: bool = False  # an empty content beside calls without one
 
     def put(self, message: Message) -> Message:
         """The message in this form."""
-        message_put = dict(message)
-        content = message_put.get("content")
+        formed = dict(message)
+        content = formed.get("content")
         if content is not None and (self.parts or not KINDS.keys().isdisjoint(content)):
-            message_put["content"] = _as_parts(content)
-        if "tool_calls" in message_put:
+            formed["content"] = _as_parts(content)
+        if "tool_calls" in formed:
             if self.empty:
-                message_put.setdefault("content", "")
+                formed.setdefault("content", "")
             if self.json:
-                message_put["tool_calls"] = [_as_json(call) for call in message_put["tool_calls"]]
-        return message_put
+                formed["tool_calls"] = [_as_json(call) for call in formed["tool_calls"]]
+        return formed
 
 
 class Template:
@@ -74,12 +74,12 @@ class Template:
                 "an instruct model, or name a template's file as model.chat_template"
             )
         self._tokenizer = tokenizer
-        self._shapes: dict[tuple[str, bool], MessageForm] = {}
+        self._forms: dict[tuple[str, bool], MessageForm] = {}
         self._reasoning: dict[tuple[str, str, bool], str | None] = {}
         self._headers: dict[tuple[str, str], tuple[int, bool]] = {}
 
     def source(self, talk: Conversation) -> str:
-        """The source of the conversation's template: there may be a separate one for tools."""
+        """The source of the template for this conversation: tools may have one of their own."""
         try:
             source: str = self._tokenizer.get_chat_template(tools=talk.tools)
         except ValueError as error:
@@ -91,15 +91,15 @@ class Template:
         return source
 
     def is_marked(self, talk: Conversation) -> bool:
-        """True if the template marks replies itself."""
+        """True if the template marks replies with `{% generation %}`."""
         return _MARKS.search(self.source(talk)) is not None
 
     def has_place(self, talk: Conversation, name: str) -> bool:
-        """True if the template mentions a name."""
+        """True if the template mentions this name."""
         return re.search(rf"\b{re.escape(name)}\b", self.source(talk)) is not None
 
     def heeds(self, talk: Conversation, turn: int, name: str, where: str) -> bool:
-        """True if a message's field changes the text.
+        """True if a message's field `name` changes the text.
 
         Raises InputError: the template refuses the conversation, or takes too long.
         """
@@ -126,8 +126,9 @@ class Template:
         return text, marks
 
     def _put(self, talk: Conversation, messages: list[Message]) -> list[Message]:
-        shape = self._shape(talk)
-        return [shape.put(self._named(talk, message)) for message in messages]
+        """The messages in the template's form, with its name for reasoning."""
+        form = self._form(talk)
+        return [form.put(self._named(talk, message)) for message in messages]
 
     def _rendered(self, talk: Conversation, **options: bool) -> tuple[str, list[tuple[int, int]]]:
         variables = {**self._tokenizer.special_tokens_map, **talk.options, **options}
@@ -137,8 +138,8 @@ class Template:
         return text, [span for spans in marked for span in spans]
 
     def reasoning(self, talk: Conversation, message: Message) -> str | None:
-        """The name of the field that the template writes as such a reply's reasoning, if any."""
-        calls = "tool_calls" in message  # some write reasoning only beside calls
+        """The field that the template writes as the reasoning of such a message, if any."""
+        calls = "tool_calls" in message  # some templates write reasoning only beside calls
         key = (self.source(talk), repr(sorted(talk.options.items())), calls)
         if key not in self._reasoning:
             names = (n for n in REASONING if self.has_place(talk, n))
@@ -147,34 +148,35 @@ class Template:
         return self._reasoning[key]
 
     def _writes(self, name: str, talk: Conversation, *, calls: bool) -> bool:
+        """True if the template writes a reply's field `name`."""
         reply = {**(_CALLS if calls else _SAID), name: "some thought"}
-        # Some drop the reasoning of the only reply.
+        # Some templates drop the reasoning of a conversation's only reply.
         trial = [_ASKED, reply] if calls else [_ASKED, _SAID, _ASKED, reply]
-        shape = self._shape(talk._replace(messages=trial))
-        return "some thought" in self._tried(talk, map(shape.put, trial))
+        form = self._form(talk._replace(messages=trial))
+        return "some thought" in self._tried(talk, map(form.put, trial))
 
     def header(self, talk: Conversation, token: re.Pattern[str]) -> tuple[int, bool]:
-        """Number of tokens that begin a question, and True if nothing else ends replies (GLM's)."""
+        """The number of tokens that begin a question; True if only these end replies (GLM's)."""
         key = (self.source(talk), repr(sorted(talk.options.items())))
         if key not in self._headers:
             trial = [_ASKED, {"role": "assistant", "content": _VALUE}, _ASKED]
-            shape = self._shape(talk._replace(messages=trial))
-            text, alone = (self._tried(talk, map(shape.put, part)) for part in (trial, trial[:2]))
+            form = self._form(talk._replace(messages=trial))
+            text, last = (self._tried(talk, map(form.put, part)) for part in (trial, trial[:2]))
             opening = token.findall(text.partition(_ASKED["content"])[0])
-            tokens = token.findall(text.rpartition(_VALUE)[2].partition(_ASKED["content"])[0])
-            pairs = zip(reversed(opening), reversed(tokens), strict=False)
+            between = token.findall(text.rpartition(_VALUE)[2].partition(_ASKED["content"])[0])
+            pairs = zip(reversed(opening), reversed(between), strict=False)
             common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-            ended = token.search(alone.rpartition(_VALUE)[2]) is not None
-            self._headers[key] = common, 0 < common == len(tokens) and not ended
+            ends_last = token.search(last.rpartition(_VALUE)[2]) is not None
+            self._headers[key] = common, 0 < common == len(between) and not ends_last
         return self._headers[key]
 
     def _named(self, talk: Conversation, message: Message) -> Message:
-        """A message whose reasoning has the template's name for it."""
-        theirs = next((n for n in REASONING if message.get(n)), None)
-        ours = None if theirs is None else self.reasoning(talk, message)
-        if theirs is None or ours is None or theirs == ours:
+        """The message, its reasoning in the field that the template writes."""
+        present = next((n for n in REASONING if message.get(n)), None)
+        written = None if present is None else self.reasoning(talk, message)
+        if present is None or written is None or present == written:
             return message
-        return {**{n: v for n, v in message.items() if n != theirs}, ours: message[theirs]}
+        return {**{n: v for n, v in message.items() if n != present}, written: message[present]}
 
     def _tried(self, talk: Conversation, messages: Iterable[Message]) -> str:
         """The text of invented messages; empty if the template refuses them."""
@@ -183,20 +185,21 @@ class Template:
         except Exception:  # templates raise errors of any type, too
             return ""
 
-    def _shape(self, talk: Conversation) -> MessageForm:
+    def _form(self, talk: Conversation) -> MessageForm:
+        """The form of messages that the template takes, for conversations with calls or without."""
         calls = any("tool_calls" in message for message in talk.messages)
         key = (self.source(talk), calls)
-        if key not in self._shapes:
-            # Of a conversation without calls only the content's form matters.
-            shapes = [MessageForm(*form) for form in product((False, True), repeat=1 + 2 * calls)]
-            tried = ((shape, trial) for trial in _trials(calls) for shape in shapes)
-            fitting = (shape for shape, trial in tried if self._fits(shape, trial, talk))
-            self._shapes[key] = next(fitting, MessageForm())
-        return self._shapes[key]
+        if key not in self._forms:
+            # Without calls only the content's form matters.
+            forms = [MessageForm(*f) for f in product((False, True), repeat=1 + 2 * calls)]
+            tried = ((form, trial) for trial in _trials(calls) for form in forms)
+            fitting = (form for form, trial in tried if self._fits(form, trial, talk))
+            self._forms[key] = next(fitting, MessageForm())
+        return self._forms[key]
 
-    def _fits(self, shape: MessageForm, trial: list[Message], talk: Conversation) -> bool:
+    def _fits(self, form: MessageForm, trial: list[Message], talk: Conversation) -> bool:
         """True if the text of messages in this form has all their content, rightly written."""
-        text = self._tried(talk, map(shape.put, trial))
+        text = self._tried(talk, map(form.put, trial))
         garbled = f'\\"{_KEY}' in text or f"'{_KEY}'" in text
         return "some words" in text and _VALUE in text and not garbled
 
@@ -212,6 +215,7 @@ def _trials(calls: bool) -> Iterator[list[Message]]:
 
 
 def _as_parts(content: str) -> list[Message]:
+    """A content as parts of text and of images, which characters of `PLACES` mark."""
     pieces = re.split(f"([{''.join(KINDS)}])", content)
     parts = [{"type": KINDS[p]} if p in KINDS else {"type": "text", "text": p} for p in pieces]
     return [part for part in parts if part.get("text") != ""] or [{"type": "text", "text": ""}]

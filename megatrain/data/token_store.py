@@ -1,16 +1,16 @@
 """Tokenised documents on disk: written once, then read row by row, so that memory stays flat.
 
 A store is a folder of four files. `tokens.bin`: int32, all documents end to end; a token to
-predict is stored as it is, one that is only read as its bitwise complement (a negative number);
-behind a document with classes those. `images.bin`: for each document with images their names in
-JSON, then bytes that no file holds. `documents.bin`: one record per document. `meta.json`: the
-names of the sources, what was found in them, a digest of the tokens, sizes, times and checksums of
-the other files, and a checksum of itself. Flat files rather than Arrow tables because rows cut
-documents anywhere, and so that nothing but numpy is needed to train.
+predict is stored as it is, one that is only read as its bitwise complement (a negative number); a
+document's classes follow it. `images.bin`: for each document with images their names in JSON, then
+the bytes of those that are in no file. `documents.bin`: one record per document. `meta.json`: the
+names of the sources, notes about them, a digest of the tokens, sizes, times and checksums of the
+other files, and a checksum of itself. Files are flat rather than Arrow tables because rows cut
+documents anywhere, and so that training needs nothing but numpy.
 
 Nothing is memory-mapped. A mapped file that somebody cuts short kills the process with SIGBUS, and
-a page that was right when it was mapped need not stay so; a read fails in one line, and the run can
-save what it has learnt. The open file also stays readable when its name is deleted.
+a page that was right when it was mapped may change; a failed read is one line, and the run can
+still save its weights. An open file also stays readable when its name is deleted.
 """
 
 import hashlib
@@ -40,30 +40,32 @@ from megatrain.errors import InputError, RunFailed, explained
 _log = logging.getLogger("megatrain.data")
 _FILES = ("tokens.bin", "documents.bin", "images.bin")
 _TOKEN = np.dtype("<i4")
-# first_target: place in the document of the first token to predict, -1 if there is none
-# images: place in their file of the JSON that names them, of images_size bytes
+# begin, end: of the document's tokens in `tokens.bin`; labels: the number of its classes
+# first_target: the document's first token to predict, -1 if there is none
+# images: byte in `images.bin` of the JSON that names the document's images, of images_size bytes
 _RECORD = np.dtype([("begin", "<i8"), ("end", "<i8"), ("first_target", "<i8"),
                     ("line", "<i8"), ("source", "<i4"), ("good", "<i4"),
                     ("margin", "<f8"), ("labels", "<i8"),
                     ("images", "<i8"), ("images_size", "<i8")])  # fmt: skip
 
-# Bytes for one checksum: a row of 4,096 tokens touches two blocks at most, sums take 0.01 %.
+# Bytes of one checksum: a row of 4,096 tokens touches two blocks at most; checksums take 0.01 %.
 _BLOCK_BYTES = 32 * KIB
 _SECONDS_BETWEEN_NEWS = 5.0
 
 
 class TokenStore:
-    """Documents and their tokens on disk; reading raises RunFailed where they are damaged.
+    """Documents and their tokens on disk; a read raises RunFailed if they are damaged.
 
     Attributes:
-        notes: findings about them, as JSON.
+        names: of the sources.
+        notes: findings about the sources, as JSON (`Examples.notes`).
         digest: of all tokens and records.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open a store. Raises an error of `_DAMAGES`: something is not as it was written."""
+        """Open a store. Raises an error of `_DAMAGES`: a file is not as it was written."""
         for name in ("meta.json", *_FILES):
-            if not (folder / name).is_file():  # a pipe would be waited for
+            if not (folder / name).is_file():  # reading a pipe would wait
                 raise ValueError(f"{name} is not a plain file")
         meta = json.loads((folder / "meta.json").read_text())
         if meta.pop("crc32") != json_crc32(meta):
@@ -76,13 +78,13 @@ class TokenStore:
         self._records_bytes, self.has_images = records.num_bytes, images.num_bytes > 0
 
     def documents(self) -> NDArray[Any]:
-        """The records of all documents; large, so use it only once, at the start."""
+        """The records of all documents; they are large: call this once, at the start."""
         return np.frombuffer(self._records(0, self._records_bytes), _RECORD)
 
     def read(
         self, document: int, begin: int, end: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Ids and labels (-100: nothing to predict) of some tokens of a document, copied."""
+        """Copies of the ids and labels (-100: not predicted) of tokens `begin` to `end`."""
         size, first = _TOKEN.itemsize, int(self._record(document)["begin"])
         raw = self._tokens((first + begin) * size, (end - begin) * size)
         tokens = np.frombuffer(raw, _TOKEN).astype(np.int64)
@@ -95,7 +97,7 @@ class TokenStore:
         return int(record["end"] - record["begin"])
 
     def margin(self, document: int) -> float:
-        """By how much the better reply of a document's pair is preferred."""
+        """The margin by which the better reply of the document's pair is preferred."""
         return float(self._record(document)["margin"])
 
     def labels(self, document: int) -> NDArray[np.int64]:
@@ -107,7 +109,7 @@ class TokenStore:
     def images_of(self, document: int, *, whole: bool = True) -> tuple[int, list[Medium]]:
         """The end of the tokens of a document's last image, and its images.
 
-        Not `whole`: without bytes that no file holds.
+        Not `whole`: without the bytes of images that are in no file.
         """
         record, images = self._record(document), list[Medium]()
         offset, size = int(record["images"]), int(record["images_size"])
@@ -136,9 +138,9 @@ def open_store(
 ) -> TokenStore:
     """The store in `folder`, made from the documents of `make` unless a complete one exists.
 
-    `notes` (JSON) are saved with it after the last document, which may have changed them.
+    The folder appears only when the store is complete; processes that need the same store wait.
 
-    It appears under its name only when complete; processes that want the same one wait.
+    Args: `notes`: saved (as JSON) after the last document, as `make` may change them.
 
     Raises InputError: the folder cannot be written, or whatever reading the documents raises.
     """
@@ -178,7 +180,7 @@ class _KeptFile:
     """A file to read, whose bytes must be as they were written."""
 
     def __init__(self, path: Path, record: tuple[int, int, list[int]]) -> None:
-        """Open a file; `kept`: as `_kept` had it. Raises OSError, ValueError: another file."""
+        """Open a file; `record`: of `_kept`. Raises OSError, ValueError: the file has changed."""
         self._path, (self.num_bytes, time_ns, sums) = path, record
         self._sums = array("I", sums)
         self._file = path.open("rb", buffering=0)
@@ -225,7 +227,7 @@ def _load(folder: Path) -> TokenStore | None:
         return None
     try:
         store = TokenStore(folder)
-        # Reads all records: damage is repaired at once.
+        # All records are read, so that damage is repaired now.
         with_images = np.flatnonzero(store.documents()["images_size"]).tolist()
         media = (m for n in with_images for m in store.images_of(n, whole=False)[1])
         changed = next((medium for medium in media if medium.changed()), None)
@@ -240,6 +242,7 @@ def _load(folder: Path) -> TokenStore | None:
 def _build(
     folder: Path, names: list[str], documents: Iterable[Document], notes: dict[str, Any]
 ) -> None:
+    """Write a store. Raises InputError: the documents have no token to learn."""
     with whole_folder(folder, replace=True) as part:
         digest, num_documents, num_tokens = _write(part, documents)
         if not num_tokens:
@@ -262,7 +265,7 @@ def _write(part: Path, documents: Iterable[Document]) -> tuple[str, int, int]:
         tokens, index, images = (stack.enter_context((part / name).open("wb")) for name in _FILES)
         for document in documents:
             stored, record = _encoded(document, num_tokens)
-            # Without the last fields if they are 0, as in old runs.
+            # The digest is without the last fields if they are 0, as in old runs.
             end = -16 if len(document.labels) else -24 if document.margin else -32
             digest.update(stored.tobytes() + record.tobytes()[:end])
             digest.update("".join(image.digest for image in document.images).encode())
@@ -285,8 +288,8 @@ def _encoded(document: Document, begin: int) -> tuple[NDArray[np.int32], NDArray
     """The stored tokens [n] of a document, which begin at `begin`, and its record [1]."""
     ids, targets = document.ids, document.targets.copy()
     targets[:1] = False  # no token before it predicts it
-    alone = len(ids) == 1 and len(document.labels) > 0  # it has a class
-    first = int(targets.argmax()) if alone or targets.any() else -1
+    has_class = len(ids) == 1 and len(document.labels) > 0  # one token, but something to learn
+    first = int(targets.argmax()) if has_class or targets.any() else -1
     of_row = document.line, document.source, document.good, document.margin, len(document.labels)
     record = np.array([(begin, begin + len(ids), first, *of_row, 0, 0)], _RECORD)
     stored = np.concatenate([np.where(targets, ids, ~ids), document.labels])

@@ -1,4 +1,4 @@
-"""From names of sources to a data set: find, tokenise (once), choose documents, arrange rows."""
+"""Opens a data set: finds files, tokenises them once, chooses documents, arranges rows."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from megatrain.data.token_store import open_store
 from megatrain.data.tokenizer import identity, pad_id
 from megatrain.errors import InputError
 
-_FORMAT = 19  # of kept tokens: raise it when the same input gives other tokens
+_FORMAT = 19  # of kept tokens: raise this number when the same input gives other tokens
 _log = logging.getLogger("megatrain.data")
 
 
@@ -46,23 +46,23 @@ def open_dataset(
     labels: Sequence[str] = (),
     lines: int = 2,
 ) -> dataset.PackedDataset:
-    """Tokenises `source` (once: the tokens are kept in `cache_dir`) and arranges it in rows.
+    """The data set of `source`, tokenised once (the tokens are kept in `cache_dir`), in rows.
 
     Args:
         source: files, folders and globs (docs/data.md), or the id of one hub data set.
         tokenizer: of transformers; chat data needs its chat template.
         sequence_length: tokens in a row, at most (packed: exactly).
         cache_dir: the folder for tokens; safe to delete between runs.
-        packing: several documents share a row without seeing one another; text is cut where a row
-            is full, conversations stay whole; replies that are compared share none.
+        packing: documents share rows without attending to one another; text is cut where a row
+            is full, conversations stay whole; rows of compared replies are not packed.
         kind: "text"; "chat"; "auto": by the fields; "pairs", or pairs with "margins"; texts with
             "classes", "class_sets", or words with "tags"; "anchors": texts to embed.
-        fields: our name of a field -> the data's, or None: to be ignored.
+        fields: our name of a field -> the data's name, or None: the field is ignored.
         bad_rows: raise at the first unusable row, or leave such rows out and list them.
         weights, repeat: shares of the tokens, one for each source; see `row_packing.mixed`.
         seed: decides which documents share rows and which are held out.
-        overlong: what to do with conversations longer than a row. (Text is always split.)
-        lines: texts of each row: 2 of "pairs"; of "anchors" these, their positives and negatives.
+        overlong: the rule for conversations longer than a row. (Text is always split.)
+        lines: texts of a row: 2 of "pairs"; of "anchors" the anchor, its positive and negatives.
 
     Raises InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
     """
@@ -75,8 +75,8 @@ def open_dataset(
     settings = [kind, reading.fields, bad_rows, vocab_size, identity(tokenizer), *labels]
     settings += [lines] if kind == "anchors" else []
     images = images or ImageProcessor(None)
-    of_images = [images.identity] if images.identity else []
-    key = json.dumps([_FORMAT, settings, [s.identity for s in sources], *of_images])
+    processor = [images.identity] if images.identity else []
+    key = json.dumps([_FORMAT, settings, [s.identity for s in sources], *processor])
     name = "tokens-" + hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
     store = open_store(
         Path(cache_dir).expanduser() / name,
@@ -84,17 +84,17 @@ def open_dataset(
         lambda: Encoder(tokenizer, vocab_size, images).documents(examples),
         examples.notes,
     )
-    _say(store.notes)
-    of_rows: Any = "pairs" if kind == "margins" else store.notes["kind"]
-    of_rows = kind if kind in dataset.CLASSES else of_rows
+    _log_notes(store.notes)
+    row_kind: Any = "pairs" if kind == "margins" else store.notes["kind"]
+    row_kind = kind if kind in dataset.CLASSES else row_kind
     packs = packing and kind not in dataset.OF_KIND
     pad = pad_id(tokenizer, vocab_size)
     lines = lines if kind in dataset.REPLIES else 1
-    layout = dataset.Layout(of_rows, sequence_length, packs, overlong, pad, len(labels), lines)
+    layout = dataset.Layout(row_kind, sequence_length, packs, overlong, pad, len(labels), lines)
     documents, part = dataset.choose(store, layout, seed), f"seed {seed}"
     if weights is not None:
-        of_source = np.array(groups, np.int64)[store.documents()["source"]]
-        documents = mixed(documents, of_source, weights, repeat, seed)
+        group_of_document = np.array(groups, np.int64)[store.documents()["source"]]
+        documents = mixed(documents, group_of_document, weights, repeat, seed)
         part += f", weights {list(weights)}{' with repetition' if repeat else ''}"
     if store.has_images:
         images.load()
@@ -105,8 +105,8 @@ def open_dataset(
     return opened
 
 
-def _say(notes: Mapping[str, Any]) -> None:
-    """Log the formats of the data in a line, and rows that were left out."""
+def _log_notes(notes: Mapping[str, Any]) -> None:
+    """Log the formats of the data in one line, then rows that were left out."""
     formats = ", ".join(
         f"{where}: {title}" if number == 1 else f"{number} files (first: {where}): {title}"
         for title, (number, where) in notes["formats"].items()

@@ -1,4 +1,4 @@
-"""Loads a tokenizer, identifies it, and refuses ids that its model lacks."""
+"""Loads a tokenizer, and checks texts and the ids that it gives."""
 
 import hashlib
 import json
@@ -45,7 +45,7 @@ def load_tokenizer(
             folder = Path(snapshot_download(name, revision=revision, allow_patterns=files))
         _refuse_endless(folder)
         for file in _SETTINGS:
-            if (folder / file).exists():  # of a key that is there twice the last value would count
+            if (folder / file).exists():  # refuses a key that is there twice
                 read_json(folder / file)
         for file in _VOCABULARIES:
             _refuse_aborting(folder / file)
@@ -63,7 +63,7 @@ def load_tokenizer(
 
 
 def _stop_sampling(tokenizer: Any, path_or_id: str | Path) -> None:
-    """Switch off dropout of merges: kept tokens must equal those of the same text later."""
+    """Switch off dropout of merges: the same text must always give the same tokens."""
     if not tokenizer.is_fast:
         if (tokenizer.init_kwargs.get("sp_model_kwargs") or {}).get("enable_sampling"):
             raise InputError(
@@ -96,7 +96,7 @@ def tokenising(where: str, remedy: str = "check the tokenizer's files") -> Itera
     except InputError:
         raise
     except BaseException as error:
-        # The Rust library's are bare Exceptions, or a panic, which is no Exception.
+        # The Rust library raises bare Exceptions, or panics, which are no Exceptions.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise InputError(f"{where}: {in_one_line(error, 300)} ({remedy})") from error
@@ -127,9 +127,9 @@ def _refuse_endless(folder: Path) -> None:
 
 
 def _refuse_aborting(path: Path) -> None:
-    """Raises InputError: the Rust library would abort the process without an exception.
+    """Raises InputError: a file would make the Rust library abort the process.
 
-    It allocates room for all ids below the largest, and cuts a prefix off all tokens.
+    The library allocates memory for all ids below the largest, and cuts a prefix off all tokens.
     """
     try:
         tree = json.loads(path.read_bytes())
@@ -149,7 +149,7 @@ def _refuse_aborting(path: Path) -> None:
 
 
 def identity(tokenizer: Any) -> str:
-    """A digest that is equal for tokenizers that give the same ids for every text."""
+    """A digest that is the same for tokenizers that give the same ids for every text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     model = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
     parts = [type(tokenizer).__name__, model, tokenizer.chat_template,
@@ -191,11 +191,11 @@ def token_ids(ids: Sequence[int], vocab_size: int | None, where: str) -> NDArray
 def first_token(
     text: str, offsets: Ints, ids: Sequence[int] | NDArray[np.int32], added: set[int], begin: int
 ) -> int:
-    """The first token that has a part of text[begin:]; the place after the last one if none has.
+    """The number of the first token with a part of text[begin:]; the number of tokens if none has.
 
-    An earlier added token that includes white space after it (`rstrip`) does not count.
+    An added token that begins before and includes only white space of text[begin:] does not count.
 
-    Args: `offsets`: [n, 2], where each token begins and ends in the text.
+    Args: `offsets`: `[n, 2]`: begin and end of each token in the text.
     """
     first = int(np.searchsorted(offsets[:, 1], begin, side="right"))
     if first < len(ids) and int(ids[first]) in added:
@@ -205,7 +205,7 @@ def first_token(
 
 
 def check_encodable(text: str, where: str) -> None:
-    """Refuse half of a surrogate pair, which JSON can write but is no character."""
+    """Raises InputError: the text has half of a surrogate pair, which JSON can write."""
     if text.isascii():
         return
     try:
@@ -215,7 +215,7 @@ def check_encodable(text: str, where: str) -> None:
 
 
 def pad_id(tokenizer: Any, vocab_size: int | None) -> int:
-    """An id to fill rows with; it is never learnt, but must be within the model's vocabulary."""
+    """An id of the model's vocabulary to fill rows with; it is never learnt."""
     for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if candidate is not None and (vocab_size is None or candidate < vocab_size):
             return int(candidate)

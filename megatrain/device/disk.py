@@ -33,7 +33,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def disk_bytes(folder: str | os.PathLike[str], limit: int | None) -> int:
-    """Free bytes of a disk, and no more than `most`.
+    """Free bytes of a disk, and no more than `limit`.
 
     Raises InputError: there is no such folder, or no file can be made there.
     """

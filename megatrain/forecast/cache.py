@@ -1,6 +1,6 @@
-"""Forecasts of one model for one workload after the other, each made once.
+"""Forecasts of one model for several workloads and placements, each computed once.
 
-A reference or a teacher is an engine of its own, whose forward alone runs.
+The memory of a second, frozen model (a reference, a teacher) is added: it has an engine of its own.
 """
 
 from collections import Counter
@@ -28,10 +28,10 @@ from megatrain.source.tiles import DTYPES, Model
 from megatrain.store.store import Tile
 from megatrain.tile import TileKind
 
-# Memory of a step that is free while replies are generated.
-_FREE = tuple(value for name, value in vars(Place).items() if name.isupper())
+# Parts of a step's memory that are free while replies are generated.
+_FREE_BETWEEN_STEPS = tuple(value for name, value in vars(Place).items() if name.isupper())
 
-# Under this name counts the working set of the smallest step.
+# The part of `Needs.device` that stands for the least working set of any step.
 UNSUMMED = "gradients before they are summed"
 _BOUNDARIES = "boundaries"
 
@@ -44,7 +44,9 @@ class Needs:
     host: Counter[str] = field(default_factory=Counter)
 
 
-class _Counting(MetaDevice):
+class _CountingDevice(MetaDevice):
+    """Counts the bytes of all buffers that are made on it."""
+
     def __init__(self) -> None:
         self.needs = Needs()
 
@@ -67,9 +69,9 @@ def needs_of(
 ) -> Needs:
     """All long-lived memory of an engine, and the largest gradient on its way to its sum.
 
-    Of a step's `tokens`, if they are known, `distinct` ones differ; None: they may all.
+    Args: `tokens`: of a step, if known; `distinct`: how many of them differ, None: maybe all.
     """
-    counting, model = _Counting(), model.placed(placement)
+    counting, model = _CountingDevice(), model.placed(placement)
     assembly = assembled(counting, model, placement)
     device, host = counting.needs.device, counting.needs.host
     parts: Parts
@@ -78,7 +80,7 @@ def needs_of(
     else:
         parts = assembly.training(model.optimizer, 1.0 if clip else None)
     if tokens is not None:
-        # The range is replaced by a larger one, if it must grow: the first is given back.
+        # A larger buffer of sums takes the place of the first one, which is given back.
         sums = device.pop(Memory.SUMS.value)
         parts.embedding.reserve(tokens if distinct is None else distinct)
         device[Memory.SUMS.value] = max(sums, device[Memory.SUMS.value])
@@ -88,27 +90,28 @@ def needs_of(
         layers = zip(model.spec.layers, model.spec.outputs, strict=True)
         examples = [layer.kind.example[ref.leaf] for layer, refs in layers for ref in refs]
         numels = [e.numel() // prod(PROBE_SHAPE) for e in examples if torch.is_tensor(e)]
-        tokens_of_pass = (tokens or 0) // placement.passes  # at least
+        tokens_of_pass = (tokens or 0) // placement.passes  # of the smallest pass
         where = host if placement.layer_inputs == "host" else device
         where[_BOUNDARIES] += sum(numels) * dtype.itemsize * tokens_of_pass
     return counting.needs
 
 
 def _unsummed_bytes(tile: Tile, dtype: torch.dtype) -> int:
-    """Bytes of a tile's largest gradient of one backward: a head has each parameter's in turn."""
+    """The most bytes of a tile's gradients at once in a backward: a head's come one by one."""
     copies, trained = tile.layout.copies, tile.layout.local.trainable
     sizes = [e.numel * (4 if e.name in copies else dtype.itemsize) for e in trained]
     return max(sizes, default=0) if tile.layout.kind is TileKind.HEAD else sum(sizes)
 
 
 class ForecastCache(Once):
-    """Forecasts of one model, each made once."""
+    """Forecasts of one model, each computed once."""
 
     def __init__(self, spec: ModelSpec, notes: Notes | None = None) -> None:
         super().__init__()
         self.spec, self._notes = spec, notes or Notes(lambda: spec)
 
     def model(self, workload: Workload) -> Model:
+        """The model as the workload trains it."""
         key = workload.rule, workload.ranks, workload.hosts, workload.precision
         return self.once(key, lambda: Model(self.spec, *key))
 
@@ -120,6 +123,7 @@ class ForecastCache(Once):
 
     def needs(self, workload: Workload, placement: Placement) -> Needs:
         """The memory that lives as long as an engine for the workload."""
+        # Placements that differ in these choices alone have the same needs, or boundaries moved.
         choices = replace(placement, head_tokens=1, layer_inputs="device", layer_input_lanes=1)
         choices = replace(choices, chunk_tokens=None, save_attention="none")
 
@@ -140,7 +144,7 @@ class ForecastCache(Once):
         return needs
 
     def least_host_bytes(self, machine: Machine, workload: Workload, placement: Placement) -> int:
-        """All resident memory of the process, but for graphs and attention results that wait."""
+        """Resident memory of the process without graphs and attention results on the host."""
         host = self.needs(workload, placement).host
         planes = sum(host[kind.value] for kind in PlaneKind if kind is not PlaneKind.GRADIENT)
         later, measured = sum(host.values()) - planes, self.measured(workload)
@@ -148,7 +152,7 @@ class ForecastCache(Once):
         return planes + later + process
 
     def measured(self, workload: Workload, placement: Placement | None = None) -> Profile:
-        """The works of the model's parts, in a placement that is not the simplest."""
+        """The works of the model's parts; `placement`: with its chunks and owners of experts."""
         shape = workload.precision, workload.sequence_length, workload.compile, workload.media
         chunk_tokens = None if placement is None else placement.chunk_tokens
         owners = workload.ranks if placement is not None and placement.own_experts else 1
@@ -164,11 +168,12 @@ class ForecastCache(Once):
         micro_batch: int,
         steps: int = STEADY,
     ) -> Forecast:
-        """A forecast; budgets of memory do not enter it."""
+        """The forecast of a step of `micro_batch` rows at a time, and of what runs beside it."""
+        # Machines that differ in their memory alone share a forecast.
         rates = replace(machine, device_memory_bytes=0, host_memory_bytes=0)
         key = (rates, placement, replace(workload, micro_batch=micro_batch), steps)
 
-        def make() -> Forecast:
+        def with_all_models() -> Forecast:
             measured = self.measured(workload, placement)
             model = self.model(workload)
             step = forecast(model, machine, placement, measured, workload, micro_batch, steps)
@@ -178,10 +183,10 @@ class ForecastCache(Once):
                 return step
             return self._with_second(step, second.name, second.spec, workload)
 
-        return replace(self.once(key, make), machine=machine)
+        return replace(self.once(key, with_all_models), machine=machine)
 
     def _with_generation(self, step: Forecast, workload: Workload) -> Forecast:
-        """The forecast of a run that also generates, between steps: at the peak of either."""
+        """The forecast of a run that generates between steps: its peak is the larger of both."""
         replies, dtype = workload.generation, workload.dtype
         assert replies is not None
         rows = min(workload.rows, replies.rows or workload.rows)
@@ -193,7 +198,7 @@ class ForecastCache(Once):
             return generation_bytes(self._notes.opened(), dtype, *size)
 
         generated = self._notes.noted(int, ("generation", dtype, *size), generation)
-        missing = generated - sum(step.device_bytes.get(name, 0) for name in _FREE)
+        missing = generated - sum(step.device_bytes.get(name, 0) for name in _FREE_BETWEEN_STEPS)
         step = replace(step, device_bytes=step.device_bytes | {"generation": max(0, missing)})
         if not replies.reference:
             return step
@@ -202,6 +207,7 @@ class ForecastCache(Once):
     def _with_second(
         self, step: Forecast, name: str, spec: ModelSpec, workload: Workload
     ) -> Forecast:
+        """A forecast that counts the memory of a second engine, which only runs `spec`."""
         size = workload.precision, workload.rows * workload.sequence_length, workload.all_ranks
         needs = self.once((id(spec), size), lambda: second_needs(spec, *size))
         device, host = sum(needs.device.values()), sum(needs.host.values())
@@ -213,7 +219,7 @@ class ForecastCache(Once):
 
 
 def second_needs(spec: ModelSpec, precision: Precision, tokens: int, ranks: int = 1) -> Needs:
-    """The memory of an engine that only runs the model, of each of `ranks` that share it."""
-    tokens *= ranks  # each has the table's rows for the tokens of all
+    """The memory, on each of `ranks` that share it, of an engine that only runs the model."""
+    tokens *= ranks  # each rank has the embedding rows of the tokens of all ranks
     model = Model(spec, None, ranks, precision=precision)
     return needs_of(model, Placement(), clip=False, tokens=tokens)

@@ -1,9 +1,9 @@
 """The work and memory of each method with which an engine computes a model.
 
-The engine hands a device methods with their arguments. None is run: each has a price here: its
-work, by what was measured of the model (forecast/profile.py), the memory that it takes and gives
-back, and its results, which are memory that is `Held`. A group of micro-batches holds as much as
-they do.
+An engine hands its device methods with their arguments. A forecast runs none of them, but prices
+each: its work follows from the measurements of the model (forecast/profile.py), a ledger counts the
+memory that the method takes and gives back, and its results are stand-ins for tensors (`Held`).
+A group of micro-batches (`Group`) takes the work and the memory of all of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +24,12 @@ from megatrain.placement import Saves
 from megatrain.tile import Entry, TileLayout
 from megatrain.tile.formats import BLOCKS, FP8
 
-# Codes of four bits are looked up, by arithmetic: on an H200 at a fifth of its memory's rate, GB/s,
+# 4-bit codes are looked up in a table: an H200 does so at a fifth of its memory's rate, in GB/s,
 # with more launches a parameter (NF4 of 7B, 72B, gpt-oss-120B, its MXFP4; benchmarks/results).
 _BY_TABLE_GBPS, _MORE_LAUNCHES = 4080 / 5, 4
 
-# Of a graph that leaves or returns, what the bus takes from device memory besides the packing: a
-# step of 7B with 15 graphs on the host takes 7.79 s; the forecast is 0.9 % less, without it 2.3 %.
+# A graph that leaves or returns takes this many times its bytes from the rate of device memory: a
+# step of 7B with 15 graphs on the host takes 7.79 s; the forecast is 0.9 % less, at 0 2.3 % less.
 _CROSSING = 2
 
 _NO_WORK = Work()
@@ -38,7 +38,7 @@ Values = dict[Ref, Any]
 
 
 class _Graph(NamedTuple):
-    """The graph of a layer that waits for its backward, and its memory if that is on the device."""
+    """A layer's graph that waits for its backward; `memory` is None if the host holds the graph."""
 
     forward: Work
     backward: Work
@@ -46,7 +46,7 @@ class _Graph(NamedTuple):
 
 
 class _Visit:
-    """The cost of a layer, for one micro-batch."""
+    """The work of a layer for one micro-batch, and the bytes of its results and gradients."""
 
     def __init__(
         self, work: LayerWork, layer: Layer, input_grads: dict[Ref, int], itemsize: int
@@ -56,13 +56,13 @@ class _Visit:
         self.produced_bytes = sum(self.produced.values())
         layout = layer.tile.layout.local
         self.gradient_bytes = layout.trainable_numel * itemsize
-        # Sums are read and written, in bf16 by a kernel for each parameter.
+        # Gradients are added to fp32 sums; those in bf16 by one kernel for each parameter.
         kernels = len(layout.trainable) if itemsize < 4 else min(len(layout.trainable), 1)
         self.summed = Work(touched_bytes=layout.trainable_numel * (itemsize + 8), kernels=kernels)
 
 
 class Declared:
-    """The work of everything that an engine computes with a model; a ledger counts its memory."""
+    """The prices of all methods with which an engine computes a model; `ledger` counts memory."""
 
     def __init__(self, measured: Profile, head_tokens: int, gbps: float) -> None:
         """Args: `head_tokens`: tokens of a head's chunk; `gbps`: rate of device memory."""
@@ -84,7 +84,7 @@ class Declared:
         }
 
     def of(self, work: Any) -> tuple[Work, Any] | None:
-        """The work of a method of the engine, and its result; None: it has no price here."""
+        """The work and the result of a call of an engine's method; None: it has no price here."""
         method = getattr(work, "func", None)
         price = self._prices.get(getattr(method, "__func__", None))
         if price is None:
@@ -92,7 +92,7 @@ class Declared:
         return price(work.func.__self__, *work.args, **work.keywords)
 
     def unpack(self, layout: TileLayout, stored: Tensor, out: Tensor) -> None:
-        """Stands for the unpacking of weights on the device."""
+        """A method that engines of a forecast call to unpack weights: it only has a price."""
 
     def _unpacked(self, _: Any, layout: TileLayout, *memory: Tensor) -> tuple[Work, None]:
         unpacked = [e for e in layout.entries if e.needs_unpacking]
@@ -115,8 +115,8 @@ class Declared:
         self.ledger.note_peak(max(map(scratch_bytes, unpacked)))
         return Work(touched_bytes=touched, kernels=kernels), None
 
-    def _took(self, work: Work, count: int) -> Work:
-        """The work of a group; its peak lies on top of what is alive now."""
+    def _of_group(self, work: Work, count: int) -> Work:
+        """The work of `count` micro-batches; the peak of one is noted, beside all that is alive."""
         self.ledger.note_peak(work.peak_bytes)
         return work.times(count)
 
@@ -151,14 +151,14 @@ class Declared:
             layer.waiting[turn.index] = [results] if leaving is None else []
             done = forward.times(count)
         else:
-            done = self._took(visit.work.forward, count)
+            done = self._of_group(visit.work.forward, count)
         kept_on = {ref: value for ref, value in turn.values.items() if ref in layer.live_out}
         return done, {**kept_on, **self._results(visit.produced, count)}
 
     def _forward_with_graph(
         self, layer: Layer, turn: Turn, visit: _Visit, saves: Saves, leaving: OffloadPlan | None
     ) -> Work:
-        """A forward whose graph waits on the device, or leaves for the host one by one."""
+        """The work of a forward that keeps its graph: on the device, or (`leaving`) on the host."""
         ledger, count, work = self.ledger, grouped(turn.micro), visit.work
         forward, backward, place = {
             "graph": (work.keeping, work.kept_backward, Place.KEPT_GRAPHS),
@@ -168,7 +168,7 @@ class Declared:
         graph_bytes = forward.kept_bytes
         all_bytes = count * graph_bytes
         stays = leaving is None
-        # The last of a group has its peak on top of the others.
+        # The last micro-batch of a group has its peak beside the graphs and results of the others.
         others_bytes = (count - 1) * ((graph_bytes if stays else 0) + visit.produced_bytes)
         ledger.note_peak(forward.peak_bytes, others_bytes, place)
         memory = ledger.hold(place, all_bytes, all_bytes if stays else graph_bytes)
@@ -177,7 +177,7 @@ class Declared:
         if leaving is not None:
             crossing = _CROSSING * memory.nbytes
             leaving.memory.append(memory)
-        # What a graph holds is packed piece by piece, and its inputs are let go of.
+        # A graph's tensors are packed piece by piece, and its inputs are let go of.
         packing = Work(touched_bytes=crossing, kernels=count * len(layer.inputs))
         return added(forward.times(count), packing)
 
@@ -192,7 +192,7 @@ class Declared:
         waiting = layer.waiting.pop(turn.index, None)
         if isinstance(waiting, _Graph):
             forward, backward, graph = waiting
-            # A graph that has returned stays in its lanes.
+            # A graph that has returned from the host stays in its lanes.
             least_peak = backward.made_bytes if graph is None else 0
             crossing = _CROSSING * sum(memory.nbytes for memory in returned)
             done = Work(touched_bytes=crossing) if crossing else _NO_WORK
@@ -200,8 +200,8 @@ class Declared:
             forward, backward, least_peak = visit.work.again, visit.work.backward, 0
             if waiting is not None:
                 forward = _beside_attention(forward)._replace(attention_flops=0)
-            # Each of a group is computed again after the one before it is done.
-            done = self._took(forward, count)
+            # Micro-batches of a group follow each other: one graph is alive at a time.
+            done = self._of_group(forward, count)
             graph = ledger.hold(Place.WORKING_SET, forward.kept_bytes)
             ledger.note_peak(visit.produced_bytes)
         del waiting
@@ -212,10 +212,10 @@ class Declared:
         ledger.note_peak(max(least_peak, backward.peak_bytes - forward.kept_bytes))
         ledger.add_bytes(Place.WORKING_SET, visit.gradient_bytes)
         ledger.note_peak(sum(visit.input_grads.values()))
-        if count > 1 and graph is not None and graph.nbytes:  # all but the last are done
+        if count > 1 and graph is not None and graph.nbytes:  # only the last graph is left
             graph = None
             graph = ledger.hold(Place.WORKING_SET, forward.kept_bytes)
-        # Of a group, each one's inputs are gone when the next one's gradients are made.
+        # The inputs of a micro-batch are gone when the gradients of the next one are made.
         inputs = [turn.values[ref] for ref in visit.input_grads if ref in layer.new_inputs]
         inputs_bytes = sum(value.nbytes for value in inputs if isinstance(value, Held))
         freed = inputs_bytes * (count - 1) // count
@@ -236,14 +236,14 @@ class Declared:
         work, count = self.measured.media_work(len(micro.inputs["input_ids"])), grouped(micro)
         if train and media.trained:
             micro.kept = [self.ledger.hold(Place.ACTIVATIONS, count * work.kept_bytes)]
-        done = self._took(work.encoding, count)
+        done = self._of_group(work.encoding, count)
         return done, self._results({FEATURES: work.feature_bytes}, count)
 
     def _encode_again(
         self, media: Media, slot: Any, sums: Any, micro: MicroBatch, dh: Values
     ) -> Any:
         work = self.measured.media_work(len(micro.inputs["input_ids"]))
-        done = self._took(work.again, grouped(micro))
+        done = self._of_group(work.again, grouped(micro))
         micro.kept.clear()
         return done, None
 
@@ -258,7 +258,9 @@ class Declared:
         moved = count * sum(sizes.values())
         work = Work(touched_bytes=2 * moved, kernels=count, calls=count)
         if micro.media:
-            work = self._took(measured.media_work(len(micro.inputs["input_ids"])).entering, count)
+            work = self._of_group(
+                measured.media_work(len(micro.inputs["input_ids"])).entering, count
+            )
         return work, self._results(sizes, count)
 
     def _prologue_backward(
@@ -285,7 +287,7 @@ class Declared:
         number, rows, ledger = grouped(micro), len(micro.inputs["input_ids"]), self.ledger
         loss = torch.empty((), device="meta")
         work = self.measured.head(rows, self._head_tokens, micro.loss)
-        done = self._took(work, number)
+        done = self._of_group(work, number)
         sizes = {
             ref: value.nbytes
             for ref, value in values.items()
@@ -303,7 +305,7 @@ class Declared:
         self, head: Head, slot: Any, micro: MicroBatch, values: Values
     ) -> tuple[Work, Tensor]:
         rows, count = len(micro.inputs["input_ids"]), grouped(micro)
-        done = self._took(self.measured.head_losses(rows, self._head_tokens, micro.loss), count)
+        done = self._of_group(self.measured.head_losses(rows, self._head_tokens, micro.loss), count)
         losses = torch.empty(count, micro.inputs["input_ids"].numel(), device="meta")
         return done, self.ledger.count(losses, Place.WORKING_SET)[0]
 
@@ -315,6 +317,6 @@ class Declared:
 
 
 def _beside_attention(work: Work) -> Work:
-    """Work whose attention's results are kept: they are beside the graph that reads them."""
+    """Work whose attention's results are kept apart from its graph: they count elsewhere."""
     size = work.attention_bytes
     return work._replace(peak_bytes=work.peak_bytes - size, kept_bytes=work.kept_bytes - size)

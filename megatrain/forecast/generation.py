@@ -1,5 +1,5 @@
-"""The memory of replies to prompts, by the model's own forward on fake tensors, as transformers'
-`generate` calls it.
+"""The memory that generating replies takes: the model's own forward is run on fake tensors, as
+transformers' `generate` calls it.
 """
 
 from collections.abc import Mapping
@@ -17,17 +17,19 @@ from megatrain.model.build import loaded_types
 from megatrain.model.media import cache_of
 from megatrain.model.spec import ModelSpec
 
-# Of each logit while a token is drawn: in fp32 as it came, after the temperature, sorted, their
-# probabilities, and the sums of these; in int64 the order.
-_DRAWN_BYTES = 5 * 4 + 8
+# Of each logit while a token is sampled: five fp32 values (as it came, after the temperature,
+# sorted, as a probability, as a cumulative sum) and its int64 place in the order.
+_SAMPLING_BYTES = 5 * 4 + 8
 
 
 def generation_bytes(
     spec: ModelSpec, dtype: torch.dtype, rows: int, tokens: int, new_tokens: int
 ) -> int:
-    """Bytes beside the weights, where the model computes, at the peak of continuing `rows` prompts.
+    """Bytes beside the weights, on the model's device, at the peak of continuing `rows` prompts.
 
-    With its reply, of `new_tokens`, one has `tokens`; keys and values are there twice as they grow.
+    Args: `tokens`: of a prompt with its reply, which has `new_tokens` of them.
+
+    Keys and values are there twice while the cache of them grows.
     """
     counter, new = OpCounter(), min(new_tokens, tokens - 1)
     types = loaded_types(spec.capture.model, dtype)
@@ -42,8 +44,8 @@ def generation_bytes(
         named = model.named_parameters()
         weights = {n: torch.empty(p.shape, dtype=types.get(n, dtype)) for n, p in named}
         try:
-            cached, prompts = counts_tokens(model.config.get_text_config(decoder=True)), 0
-            if not cached:  # as `generate/texts.py` finds it
+            cached, prompts_bytes = counts_tokens(model.config.get_text_config(decoder=True)), 0
+            if not cached:  # generate/texts.py finds out in the same way if there is a cache
                 with suppress(ValueError):
                     cached = bool(_forward(model, weights, 1, 1))
             with counter:
@@ -51,15 +53,15 @@ def generation_bytes(
                     last = _forward(model, weights, rows, tokens, cached=False)
                 else:
                     _forward(model, weights, rows, tokens - new)
-                    prompts = counter.peak_bytes
+                    prompts_bytes = counter.peak_bytes
                     past = cache_of(_forward(model, weights, rows, tokens - 1))
                     counter.restart()
                     last = _forward(model, weights, rows, 1, past, tokens - 1)
         finally:
             model.train(training)
-        drawn = rows * last.logits.shape[-1] * _DRAWN_BYTES
-        tables = sum(weights[name].nbytes for name in spec.gathered)
-        return tables + max(prompts, counter.peak_bytes, counter.total_bytes + drawn)
+        sampling = counter.total_bytes + rows * last.logits.shape[-1] * _SAMPLING_BYTES
+        tables_bytes = sum(weights[name].nbytes for name in spec.gathered)
+        return tables_bytes + max(prompts_bytes, counter.peak_bytes, sampling)
 
 
 def _forward(
@@ -72,12 +74,12 @@ def _forward(
     *,
     cached: bool = True,
 ) -> Any:
-    """The output of `rows` rows of new tokens, of which `past` has the cache of those `before`."""
+    """The model's output for `rows` rows of `tokens`; `past` caches the `num_past` before them."""
     ids = torch.zeros(rows, tokens, dtype=torch.int64)
     mask = torch.ones(rows, num_past + tokens, dtype=torch.int64)
     inputs = {**(past or {}), "attention_mask": mask, "use_cache": cached}
     accepted = signature(model.forward).parameters
-    optional = {"logits_to_keep": 1, "position_ids": ids}  # of padded rows, each has its own
+    optional = {"logits_to_keep": 1, "position_ids": ids}  # padded rows have positions of their own
     inputs |= {name: value for name, value in optional.items() if name in accepted}
     with OneAttention():
         return functional_call(model, weights, (ids,), inputs)

@@ -1,10 +1,10 @@
-"""The cost of a layer once it is compiled, read off its operations on tensors without data.
+"""The cost of a layer once it is compiled, predicted from its operations on tensors without data.
 
 A compiled function differs from an eager one in what it writes to memory (torch._inductor, and the
 partitioner of torch._functorch). Elementwise work and reductions are fused: of their results only
-those exist that a matrix product or attention reads, that are returned, or that are small. Between
-forward and backward wait what a product of the backward reads, and the results of products from
-which all else can be computed again.
+those are written that a matrix product or attention reads, that are returned, or that are small.
+A graph keeps, for its backward, the operands of the backward's products, and those results of
+products from which elementwise work can compute everything else again.
 """
 
 from collections import Counter
@@ -33,41 +33,42 @@ from megatrain.forecast.op_counter import (
 from megatrain.model.layer_template import KEPT_SHARE
 from megatrain.model.micro_batch import Activations
 
-# A reduction's result that is so much smaller than what it reads is kept, not computed again.
+# A result that is this many times smaller than what the operation reads is kept, not recomputed.
 _SMALL = 16
 
 # Fused kernels of a backward write several results, and sum over rows. In layers of 0.5B to 14B on
-# an H200 they take that much longer than a copy of what they touch (benchmarks/results).
+# an H200 they take this many times as long as a copy of the same bytes (benchmarks/results).
 _BACKWARD_TOUCHES = 1.5
 
-_FLOPS = 5  # fields of a work, the first ones: flops, and what is exchanged
+_FLOPS = 5  # the first fields of a `Work`: FLOPs and exchanged bytes
 
 _UNITS = 10_000  # of memory, in torch's choice of what a graph keeps
 
-# Their results are held for the backward rather than computed again, as those of libraries are:
-# torch's partitioner does not count them among what a fused kernel computes.
+# A graph keeps the results of these for its backward, as it does those of libraries: torch's
+# partitioner does not count them among operations that a fused kernel computes.
 _NOT_AGAIN = {
     *("aten::cat", "aten::stack", "aten::constant_pad_nd", "aten::cumsum", "aten::sort"),
     *("aten::topk", "aten::scatter", "aten::scatter_add", "aten::index_add", "aten::index_put"),
 }
 
-# These look at a tensor for its shape alone.
+# These operations read a tensor's shape alone.
 _SHAPED_LIKE = ("aten::empty_like", "aten::new_", "aten::zeros_like", "aten::ones_like")
 
 
 class Op(NamedTuple):
-    """One operation. Tensors are numbers of storages.
+    """One operation, with the numbers of the storages that it reads and writes.
 
     Attributes:
-        work: of a matrix product or attention; others are counted where they are fused.
-        writes: storages that it is the first to write.
-        product_bytes: of a product in fp32 that it needs besides where a graph was kept: so a layer
-            of gpt-oss takes 6.4 matrices of logits on an H200, and 4.4 where nothing is kept.
-        again: True if a fused kernel of the backward may compute it again.
-        light: True of products of experts and cuDNN's attention, which are missing among what
-            torch's partitioner counts as heavy (`compute_intensive_ops`): within a budget a graph
-            holds what they read, and the backward computes them again.
-        gathers: True of rows that are taken by index: some are read more than once.
+        work: of a matrix product or attention; other operations are priced as fused kernels.
+        writes: storages that no operation wrote before.
+        scratch_bytes: that the operation needs while it runs.
+        again: True if a fused kernel of the backward may compute the results again.
+        product_bytes: scratch in fp32, beyond `scratch_bytes`, if the graph was kept: so a layer of
+            gpt-oss takes 6.4 matrices of logits on an H200, and 4.4 where nothing is kept.
+        light: True of products of experts and of cuDNN's attention, which torch's partitioner does
+            not count as heavy (`compute_intensive_ops`): within a budget a graph keeps their
+            operands, and the backward computes them again.
+        gathers: True if the operation takes rows by index: some rows are read more than once.
     """
 
     work: Work
@@ -81,12 +82,12 @@ class Op(NamedTuple):
 
     @property
     def extern(self) -> bool:
-        """True if a library computes it: nothing is fused with it."""
+        """True if a library's kernel computes the operation: nothing is fused with it."""
         return any(self.work[:_FLOPS])
 
 
 class _Recorder(TorchDispatchMode):
-    """Records operations without data, the bytes of storages, and if any operation is random."""
+    """Records operations without data, the bytes of their storages, and if any draws at random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +95,7 @@ class _Recorder(TorchDispatchMode):
         self.sizes: list[int] = []
         self.random = False
         self._numbers: dict[int, int] = {}
-        self._alive: list[Any] = []  # so that no address is used twice
+        self._alive: list[Any] = []  # all storages: no address is used twice
 
     def _number(self, tensor: Tensor) -> int:
         storage, key = tensor.untyped_storage(), memory_of(tensor)
@@ -132,7 +133,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Decomposed(TorchFunctionMode):
-    """Gives a dense copy of part of a tensor that nothing is dropped of, as torch.compile does."""
+    """Makes a dropout that drops nothing of a view return a copy, as torch.compile does."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -141,10 +142,11 @@ class _Decomposed(TorchFunctionMode):
 
 
 class Trace(NamedTuple):
-    """The operations of a layer's forward, and from `split` on those of the backward that follows.
+    """The operations of a layer's forward, and from `split` on those of its backward.
 
-    `sizes` are bytes of storages; `inputs` are those of weights, inputs, and gradients of the
-    results; `results` and `gradients` are returned; `outputs` are shapes by output leaf.
+    Storages are numbers: `sizes` has their bytes; `inputs` are those of weights, of the layer's
+    inputs, and of the gradients of its results; the forward returns `results`, the backward
+    `gradients`. `outputs` are the shapes of results by output leaf.
     """
 
     ops: list[Op]
@@ -158,13 +160,13 @@ class Trace(NamedTuple):
 
     @property
     def structure(self) -> tuple:
-        """All of it but sizes and works, which are affine in the rows."""
+        """The trace without sizes and works: where it is equal, these are affine in the rows."""
         ops = [(op.reads, op.writes, op.extern) for op in self.ops]
         return ops, self.split, self.inputs, self.results, self.gradients, self.random
 
 
 def traced(run: Any, inputs: list[Any]) -> Trace:
-    """A layer's forward and backward, recorded."""
+    """The recorded operations of a layer's forward, which `run` calls, and of its backward."""
     recorder = _Recorder()
     with _Decomposed(), recorder:
         results = run()
@@ -184,13 +186,13 @@ def traced(run: Any, inputs: list[Any]) -> Trace:
 
 
 def ends(results: Activations) -> tuple[list[Tensor], list[Tensor]]:
-    """A layer's results that gradients flow through, and such gradients."""
+    """A layer's results that require gradients, and an empty gradient for each."""
     values = [value for value in results.values() if value.requires_grad]
     return values, [torch.empty_like(value) for value in values]
 
 
 def leaves(inputs: list[Any]) -> list[Tensor]:
-    """The inputs that get gradients."""
+    """The tensors among the inputs that require gradients."""
     return [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
@@ -217,12 +219,12 @@ def eager_work(run: Callable[[], Activations], inputs: list[Any]) -> LayerWork:
         torch.autograd.grad(values, leaves(inputs), gradients, allow_unused=True)
     peak = counter.peak_bytes - result_bytes
     backward = counter.work._replace(peak_bytes=peak, made_bytes=counter.made_bytes)
-    # A graph that waited between the sweeps is the same as one that is made again.
+    # A graph that is kept between the sweeps takes the same as one that is recomputed.
     return LayerWork(forward, keeping, backward, keeping, backward, None, shapes(outputs))
 
 
 def compiled_work(trace: Trace) -> LayerWork:
-    """The work of a layer once it is compiled."""
+    """The work of a traced layer, or a part of one, that is compiled."""
     layer, random = Compiled(trace), trace.random
     share = None if random else KEPT_SHARE  # as model/layer_template.py compiles kept graphs
     return LayerWork(
@@ -245,31 +247,34 @@ class Compiled:
         self._producer = {n: op for op in trace.ops for n in op.writes}
         self._maker = {n: i for i, op in enumerate(self._forward) for n in op.writes}
         self._bases: dict[int, frozenset[int]] = {}
-        for storage in self._maker:  # in order: a recurrence's last one has thousands before it
+        for storage in self._maker:  # in order: from a recurrence's end `_base` recurses too deep
             self._base(storage)
         made_inside = self._maker.keys() - trace.inputs
         read = {n for op in self._backward for n in op.reads} & made_inside
         by_library = {n for op in self._backward if op.extern for n in op.reads} & made_inside
-        # All that any product or attention would have to be run again for.
-        self._least = {base for n in read for base in self._base(n)} & made_inside
+        # Results that only a product or attention could compute again for the backward.
+        self._heavy = {base for n in read for base in self._base(n)} & made_inside
         recomputable = self._least_cut(read - by_library, by_library | trace.inputs)
         self._saved = by_library - trace.inputs | recomputable
         self._fewest = self._least_cut(read, trace.inputs, light=True)
 
     def forward(self) -> Work:
+        """A forward that keeps nothing."""
         return self._phase(self._forward, set(), self._t.results)
 
     def forward_keeping(self, share: float | None = None) -> Work:
-        """A forward that keeps what its backward needs; `share` as in `backward`."""
+        """A forward that keeps a graph for its backward; `share` as in `backward`."""
         saved = self._held(share)
         work = self._phase(self._forward, set(), self._t.results | saved)
         return work._replace(kept_bytes=self._size(saved - self._t.results))
 
     def backward(self, share: float | None = None) -> Work:
-        """The backward; what was kept counts in its peak.
+        """The backward; the kept graph counts in its peak.
 
-        With `share` of what is kept by default (activation_memory_budget of torch._functorch) other
-        products are computed again; with 0 nothing is kept, and it begins with most of a forward.
+        Args:
+            share: of the bytes that a graph keeps by default (torch._functorch's
+                activation_memory_budget): products that do not fit are computed again. At 0 nothing
+                is kept, and the backward begins with most of a forward. None: the default.
         """
         saved = self._held(share)
         ops = self._with_again(saved)
@@ -281,14 +286,14 @@ class Compiled:
         return work._replace(touched_bytes=int(fused) + by_library)
 
     def _held(self, share: float | None) -> set[int]:
-        """Storages that wait between the two, inputs left out, as torch's partitioner tries it."""
+        """Storages, beside inputs, that the graph keeps: the choice of torch's partitioner."""
         if share is None:
             return self._saved
         is_less = 0 < self._size(self._fewest) < share * self._size(self._saved)
         return self._fewest if is_less else self._knapsack(share)
 
     def _with_again(self, saved: set[int]) -> list[Op]:
-        """The backward, with operations of the forward that it needs and that are not held."""
+        """The operations of the backward, with those of the forward that it computes again."""
         done: set[int] = set()
         ops: list[Op] = []
         for op in self._backward:
@@ -304,17 +309,17 @@ class Compiled:
         return ops
 
     def _knapsack(self, share: float) -> set[int]:
-        """Results of as many FLOPs as fit in a share of what a graph holds by default.
+        """The results worth most FLOPs that fit in a share of the bytes that a graph keeps.
 
-        As in torch._functorch.partitioners (dp_knapsack): 1 / 10,000 of the default is the unit in
-        which sizes count. Light operations are no part of it.
+        As in torch._functorch.partitioners (dp_knapsack): sizes are counted in units of 1 / 10,000
+        of what is kept by default. Results of light operations are not kept.
         """
         unit = max(1, self._size(self._saved)) / _UNITS
-        small = {n for n in self._least if not self._producer[n].extern}
+        small = {n for n in self._heavy if not self._producer[n].extern}
         best: dict[int, tuple[int, frozenset[int]]] = {0: (0, frozenset(small))}
         for op in self._forward:
             flops = 0 if op.light else op.work.product_flops
-            results = self._least.intersection(op.writes)
+            results = self._heavy.intersection(op.writes)
             if not flops or not results:
                 continue
             size = round(self._size(results) / unit)
@@ -328,7 +333,7 @@ class Compiled:
         return sum(self._t.sizes[n] for n in storages)
 
     def _base(self, storage: int) -> frozenset[int]:
-        """Storages from which elementwise work alone computes one."""
+        """The storages from which elementwise work alone computes this one."""
         if storage not in self._bases:
             op = self._producer.get(storage)
             heavy = op is not None and op.extern and not op.light
@@ -339,11 +344,12 @@ class Compiled:
         return self._bases[storage]
 
     def _least_cut(self, wanted: set[int], available: set[int], *, light: bool = False) -> set[int]:
-        """The fewest bytes from which, beside `kept`, elementwise work computes what is wanted.
+        """The storages of fewest bytes from which elementwise work computes the `wanted` ones.
 
-        As torch's partitioner cuts a graph: of two products whose sum is wanted the sum is held.
+        Work may also read the `available` storages. The minimum cut is that of torch's partitioner:
+        of two products whose sum is wanted, the sum is kept.
 
-        Args: `light`: or light products do.
+        Args: `light`: light products may be computed again as well.
         """
         graph = nx.DiGraph()
         graph.add_nodes_from(("forward", "backward"))
@@ -367,13 +373,17 @@ class Compiled:
         return {n for n in sources if (n, "held") in backward}
 
     def _small(self, storage: int, op: Op) -> bool:
+        """True if a storage is much smaller than the largest that its operation reads."""
         largest = max((self._t.sizes[n] for n in op.reads), default=0)
         return self._t.sizes[storage] * _SMALL <= largest
 
     def _phase(self, ops: list[Op], before: set[int], ends: set[int]) -> Work:
-        """The work of kernels, and its peak; storages `before` are alive first, `ends` at last."""
+        """The work of operations once they are fused to kernels, and its peak.
+
+        Storages of `before` are alive at the start, and those of `ends` at the end.
+        """
         inputs, sizes = self._t.inputs, self._t.sizes
-        # Libraries, those below and small results read and write memory; other results are fused.
+        # A storage is real if it exists in memory; results of other operations are fused away.
         by_library = {n for op in ops if op.extern for n in (*op.reads, *op.writes)}
         by_library |= {n for op in ops if op.product_bytes or not op.again for n in op.writes}
         small = {n for op in ops for n in op.writes if self._small(n, op)}
@@ -394,7 +404,7 @@ class Compiled:
                 touched = self._size(reads | new) + self._again_bytes(fused, real)
                 launches = max(op.work.kernels for op in fused) or 1
                 work = Work(touched_bytes=touched, kernels=launches)
-                for i in kernel:  # it writes over a read of its result's size that is the last one
+                for i in kernel:  # its result takes the memory of a storage that is read last here
                     result_bytes = sizes[ops[i].writes[0]] if ops[i].writes else 0
                     candidates = sources[i] & (alive - ends)
                     last = (
@@ -411,10 +421,11 @@ class Compiled:
         return total._replace(peak_bytes=peak, made_bytes=made)
 
     def _kernels(self, ops: list[Op], sources: list[frozenset[int]]) -> list[list[int]]:
-        """The operations (numbers) of each kernel, in the order in which they run.
+        """The numbers of each kernel's operations, kernels in the order in which they run.
 
-        As in torch._inductor's scheduler, results of one size that read one memory of that size are
-        written together, unless one waits for another by way of a library. All is alive at once.
+        As in torch._inductor's scheduler, one kernel computes all results of a size that read the
+        same storage of that size, unless one result waits for another by way of a third kernel.
+        All that a kernel reads and writes is alive at once.
         """
         maker = {n: i for i, op in enumerate(ops) for n in op.writes}
         waits = nx.DiGraph()  # from each kernel, by its first operation, to those it reads from
@@ -436,7 +447,7 @@ class Compiled:
                         nx.contracted_nodes(waits, into, merged, self_loops=False, copy=False)
                         kernel_of = [into if kernel == merged else kernel for kernel in kernel_of]
                     last_writer[n, size] = i
-        # Postorder lists the kernels first that a kernel waits for.
+        # Postorder lists a kernel after all kernels that it waits for.
         in_order = nx.DiGraph()
         in_order.add_nodes_from(sorted(waits))
         in_order.add_edges_from(sorted(waits.edges))
@@ -444,7 +455,7 @@ class Compiled:
         return [[i for i, kernel in enumerate(kernel_of) if kernel == number] for number in kernels]
 
     def _again_bytes(self, ops: list[Op], real: set[int]) -> int:
-        """Bytes that a kernel reads again, of rows that it takes by index more than once."""
+        """Bytes of rows, taken by index, that a kernel reads more than once."""
         pending, again_bytes = [*ops], dict[int, int]()  # by the rows that are taken
         while pending:
             op = pending.pop()
@@ -457,7 +468,7 @@ class Compiled:
         return sum(again_bytes.values())
 
     def _sources(self, storage: int, real: set[int]) -> frozenset[int]:
-        """Storages in memory from which fused work computes one."""
+        """The storages in memory from which fused work computes this one."""
         pending, sources, seen = [storage], set[int](), {storage}
         while pending:
             op = self._producer.get(n := pending.pop())

@@ -1,11 +1,11 @@
-"""Measures the parts of a model at one shape of micro-batch, on its own code.
+"""Measures the parts of a model at one shape of micro-batch, by running the model's own code.
 
 Each kind of layer, and the head, runs once on the meta device (shapes without data) under a counter
-of its operations: FLOPs, bytes touched, and bytes alive. Of parts that run in tiles
-(model/token_chunks.py, with its legend of shapes) one tile is measured, and none is run.
+of its operations: FLOPs, bytes touched, and bytes alive. If a part runs in tiles of tokens
+(model/token_chunks.py, with its legend of shapes), one tile is measured and counts for all.
 
-Of images and sounds, sizes and places of tokens decide what is computed: these are known, all else
-has no data.
+What encoders of images and sounds compute depends on sizes and on places among tokens: tensors of
+integers keep their data there, all others have none.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -61,12 +61,14 @@ from megatrain.source.tiles import Model
 from megatrain.store.store import Tile
 from megatrain.tile import TileKind, TileLayout
 
-ENCODER_LAYERS = 20  # whose number of operations is no recurrence yet
-_SIZE = 4  # of the greatest common divisor of a part's sizes, in a trial
+ENCODER_LAYERS = 20  # an encoder may have as many operations as so many layers of a trunk
+_TRIAL_DIVISOR = 4  # the greatest common divisor of a part's sizes in its first trial
 _MOST = 1 << 24  # parameters of a part that is tried in its own size
 
 
 class _MeasuredTiles(ChunkedOverTokens):
+    """A part that would run in tiles of tokens: one tile is measured, and counted for each."""
+
     without_data = True
 
     def __init__(self, part: nn.Module, tokens: int, compiled: bool) -> None:
@@ -98,10 +100,10 @@ class _MeasuredTiles(ChunkedOverTokens):
 
 
 def acts_alone(part: nn.Module, bound: dict[str, Tensor], width: int) -> bool:
-    """True if a part acts on every token alone, tried without its weights.
+    """True if a part acts on every token alone, by a trial with random weights.
 
-    The first trial has random weights of smaller sizes in the same proportions. A part whose code
-    depends on the sizes may fail it; the second trial has the real sizes, if that is quick.
+    The first trial has smaller weights in the same proportions. A part whose code depends on their
+    sizes may fail it: a second trial has weights of the real sizes, if that is quick.
     """
     sizes = {width, *(n for value in bound.values() for n in value.shape)}
     divisor = gcd(*sizes)
@@ -116,14 +118,15 @@ def acts_alone(part: nn.Module, bound: dict[str, Tensor], width: int) -> bool:
             lambda x: functional_call(part, weights, (x,)), torch.empty(1, 1, size_for[width])
         )
 
-    if is_alone_with({n: n // divisor * _SIZE if divisor > _SIZE else n for n in sizes}):
+    trial_divisor = min(divisor, _TRIAL_DIVISOR)
+    if is_alone_with({n: n // divisor * trial_divisor for n in sizes}):
         return True
     quick = sum(value.numel() for value in bound.values()) <= _MOST
     return quick and is_alone_with({n: n for n in sizes})
 
 
 class _AllTiles(torch.autograd.Function):
-    """Counts the work of a part over all its tiles; saves what model/token_chunks.py saves."""
+    """Counts the work of a part over all tiles; saves the same tensors as model/token_chunks.py."""
 
     @staticmethod
     def forward(ctx: Any, work: LayerWork, count: int, x_BTD: Tensor, *values: Tensor) -> Tensor:
@@ -132,7 +135,7 @@ class _AllTiles(torch.autograd.Function):
         out = work.outputs[0]
         out_BTE = x_BTD.new_empty((*x_BTD.shape[:-1], out.sizes[-1]), dtype=out.dtype)
         copied = Work(touched_bytes=2 * out.num_bytes, kernels=1)
-        # The result of the tile before stays until this tile has its own.
+        # A tile's result is alive until the next tile has computed its own.
         peak = work.forward.peak_bytes + out.num_bytes
         _count(added(work.forward, copied), count, peak)
         return out_BTE
@@ -150,7 +153,7 @@ class _AllTiles(torch.autograd.Function):
         # Each tile's gradients are added to the sums, and its part of dx is copied to its place.
         moved = grad_bytes + 2 * sum(total.nbytes for total in sums) + 2 * tile_bytes
         summing = Work(touched_bytes=moved, kernels=len(trained) + 1)
-        # A tile's gradients and results stay until the next tile has its own.
+        # A tile's gradients and result are alive until the next tile has computed its own.
         peak = work.backward.peak_bytes + grad_bytes + tile_bytes + out.num_bytes
         _count(added(added(work.again, work.backward), summing), ctx.count, peak)
         rounded = iter([s.to(v.dtype) for s, v in zip(sums, trained, strict=True)])
@@ -158,13 +161,14 @@ class _AllTiles(torch.autograd.Function):
 
 
 def _count(work: Work, times: int, peak_bytes: int) -> None:
+    """Add `times` the work to the counter that is active."""
     counter = compat.current_mode()
     assert isinstance(counter, OpCounter), "parts in tiles are measured under a counter"
     counter.add(work.times(times)._replace(attention_bytes=0, calls=0, peak_bytes=peak_bytes))
 
 
-class Known(compat.TorchDispatchMode):
-    """Computes with tensors that have data; operations with others have only shapes."""
+class KeepingData(compat.TorchDispatchMode):
+    """Computes operations whose arguments all have data; others give shapes without data."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -172,14 +176,15 @@ class Known(compat.TorchDispatchMode):
         floating = (kwargs.get("dtype") or torch.int64).is_floating_point
         if not tensors(read) and (read or not floating):
             kwargs = {name: value for name, value in kwargs.items() if name != "device"}
-            with compat.without_modes():  # masks keep their data beside tensors that have none
+            with compat.without_modes():
                 return func(*args, **kwargs)
-        if func is torch.ops.aten.index.Tensor:  # its shape follows from the values of masks
+        if func is torch.ops.aten.index.Tensor:  # the result's shape depends on the masks' values
             args = args[0], [place for index in args[1] for place in _places(index)]
         return func(*args, **kwargs)
 
 
 def _places(index: Tensor | None) -> Sequence[Tensor | None]:
+    """The integer indices that stand for a mask with data; any other index as it is."""
     if index is None or index.dtype != torch.bool or index.is_meta:
         return [index]
     with compat.without_modes():
@@ -189,14 +194,14 @@ def _places(index: Tensor | None) -> Sequence[Tensor | None]:
 @contextmanager
 def in_one_call() -> Iterator[None]:
     """Within this context encoders attend to all images in one call, as they do on a GPU."""
-    AttentionInterface.register(BY_IMAGES, _to_some_keys)
+    AttentionInterface.register(BY_IMAGES, _attention_to_mean_keys)
     try:
         yield
     finally:
         AttentionInterface.register(BY_IMAGES, attention_within_images)
 
 
-def _to_some_keys(
+def _attention_to_mean_keys(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -206,7 +211,7 @@ def _to_some_keys(
     cu_seq_lens_q: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of each patch to as many as it sees on average, which takes as much."""
+    """Attention of each patch to as many keys as patches see on average, which costs the same."""
     if cu_seq_lens_q is not None:
         mean = int(cu_seq_lens_q.diff().square().sum()) // query.shape[2]
         key, value = key[:, :, :mean], value[:, :, :mean]
@@ -216,7 +221,7 @@ def _to_some_keys(
 
 
 def calls_of_rows(of_one: Sequence[Call], of_two: Sequence[Call], rows: int) -> list[Call]:
-    """The layers' calls for so many rows, by those for one and for two; leaves have no data."""
+    """The layers' calls for `rows` rows, from those for one and for two; leaves have no data."""
     tensors_of_rows: dict[int, Tensor] = {}
     for call, call_of_two in zip(of_one, of_two, strict=True):
         for leaf, leaf_of_two in zip(call.leaves, call_of_two.leaves, strict=True):
@@ -241,6 +246,7 @@ def give_media(micro: MicroBatch, inputs: Mapping[str, Tensor], program: ModelPr
 
 
 def _with_gradients(run: Callable[[], Any], sources: Sequence[Tensor]) -> None:
+    """Run a forward and its backward to `sources`."""
     with torch.enable_grad():
         results = [leaf for leaf in compat.pytree.tree_leaves(run()) if leaf.is_floating_point()]
     gradients = [torch.empty_like(result) for result in results]
@@ -253,6 +259,8 @@ Shapes = Mapping[Ref, Shape]
 
 
 class _AnyRows(Rows):
+    """Rows of an embedding table in which any token's row is the first one."""
+
     def position(self, token: int) -> int | None:
         return 0
 
@@ -261,7 +269,7 @@ class _AnyRows(Rows):
 
 
 class Measurer:
-    """Runs a model's parts in rows of `tokens`; see `Profile` for the arguments."""
+    """Measures a model's parts, in rows of `tokens`; `Profile` has the same arguments."""
 
     def __init__(
         self, spec: ModelSpec, workload: Workload, chunk_tokens: int | None, owners: int = 1
@@ -271,7 +279,7 @@ class Measurer:
         self.program = ModelProgram(spec, _CPU, workload.dtype)
         self.program.train(True)
         self._calls: dict[int, list[Call]] = {}  # of the layers, by rows
-        self._parts = Once()  # as they run in tiles
+        self._parts = Once()  # `_MeasuredTiles` of parts
         parts = nn.ModuleList([spec.capture.model, *(kind.module for kind in self.program.kinds)])
         self._fakes = partial(
             fakes, buffers=[*filter(None, map(compat.buffers_of, parts.modules()))]
@@ -284,9 +292,9 @@ class Measurer:
         return dict(self.spec.capture.model.named_parameters())
 
     def media(self, rows: int) -> MediaWork:
-        """The work of images and sounds in so many rows; with one, of the encoders' backward."""
+        """The work of images and sounds in `rows` rows; for one, with the encoders' backward."""
         assert self._media is not None
-        with foreseeing("an encoder"), self._fakes(ENCODER_LAYERS), Known(), in_one_call():
+        with foreseeing("an encoder"), self._fakes(ENCODER_LAYERS), KeepingData(), in_one_call():
             micro = self.micro_batch(rows)
             give_media(micro, self._media.of(rows, self.tokens), self.program)
             work = self._media_work(micro, trains=rows == 1)
@@ -294,7 +302,7 @@ class Measurer:
         return work
 
     def _media_work(self, micro: MicroBatch, *, trains: bool) -> MediaWork:
-        """The work of a micro-batch's media; `trains`: also of the encoders' own backward."""
+        """The work of a micro-batch's media; `trains`: with the encoders' own backward."""
         encoders = self._weights(self.spec.media)
         prologue = self._weights(self.spec.prologue, all_trained=True)
         trained = [weight for weight in encoders.values() if weight.requires_grad and trains]
@@ -302,7 +310,7 @@ class Measurer:
         parts = FrozenParts(self.program.capture.model, frozen) if trained and frozen else None
         encode = partial(self.program.encode, encoders, micro, parts)
         ignored = encoders, prologue, micro.inputs, micro.media, micro.rows.tables
-        if parts is not None:  # as the first backward, which finds the parts whose results are kept
+        if parts is not None:  # a first forward with gradients finds the parts to keep results of
             with torch.enable_grad():
                 encode()
         with torch.no_grad():
@@ -323,6 +331,7 @@ class Measurer:
         return MediaWork(encoding, again, entering, leaving, kept_bytes, size, before_layers)
 
     def prologue(self, rows: int) -> Prologue:
+        """The results and arguments of what comes before the layers."""
         with foreseeing("what comes before the layers"), self._fakes():
             micro = self.micro_batch(rows)
             with torch.enable_grad():
@@ -333,6 +342,7 @@ class Measurer:
         return prologue
 
     def _layer_calls(self, rows: int) -> list[Call]:
+        """The layers' calls, as the prologue makes them; with media, from those of 1 and 2 rows."""
         if rows not in self._calls and self._media is None:
             self.prologue(rows)
         elif rows not in self._calls:
@@ -342,20 +352,22 @@ class Measurer:
         return self._calls[rows]
 
     def layer(self, visit: int, rows: int, entering: Shapes) -> LayerWork:
-        """The work of a layer that is not compiled, or only in its tiles."""
+        """The work of a layer that is not compiled, or of which only the tiles are."""
         tokens, kind = self._chunk_tokens, self.spec.layers[visit].kind
         in_tiles = [] if tokens is None else parts(kind.module)
-        with self._running(visit):
+        with self._ready_to_run(visit):
             run, inputs = self._call(visit, rows, entering)
             with self._tiles(in_tiles, tokens or 0, self._compiled):
                 return eager_work(run, inputs)
 
     def trace(self, visit: int, rows: int, entering: Shapes) -> Trace:
-        with self._running(visit):
+        """The operations of a layer that is compiled."""
+        with self._ready_to_run(visit):
             return traced(*self._call(visit, rows, entering))
 
     @contextmanager
-    def _running(self, visit: int) -> Iterator[None]:
+    def _ready_to_run(self, visit: int) -> Iterator[None]:
+        """Within this context a layer can run without data; its experts have their owners."""
         named = foreseeing(self.spec.layers[visit].name)
         modules = self.spec.layers[visit].kind.module.modules()
         experts = [part for part in modules if hf.takes_grouped_products(part, [])]
@@ -372,8 +384,8 @@ class Measurer:
         """The work of a head for rows and tokens of `sizes`, `chunk` tokens at a time.
 
         Args:
-            losses: it returns losses alone, as for a loss of all tokens together.
-            h: the activations that it reads.
+            losses: True for the visit that computes token losses alone, without gradients.
+            h: shapes of the activations that the head reads.
         """
         tokens = prod(sizes)
         layout, dtype = self._head_layout, self.program.dtype
@@ -382,7 +394,8 @@ class Measurer:
             tile = Tile(0, layout, planes)
             slot = Buffer("slot", torch.empty(layout.numel, dtype=dtype))
             sums = Buffer("sums", torch.empty(layout.trainable_numel))
-            embeds = isinstance(loss, Sloped) and loss.of.embeds  # slopes by each logit
+            # A loss of embeddings has a slope for each logit.
+            embeds = isinstance(loss, Sloped) and loss.of.embeds
             shape = (*sizes, self.spec.num_logits) if embeds else sizes
             loss_inputs = [torch.empty(shape) for _ in loss.inputs]
             micro = replace(self.micro_batch(*sizes), loss=loss, extras=loss_inputs)
@@ -403,7 +416,7 @@ class Measurer:
         return next(layout for layout in layouts if layout.kind is TileKind.HEAD)
 
     def projected(self, rows: int, chunk: int, h: Shapes) -> LayerWork:
-        """The work of what comes before the projection, whose only result is leaf 0."""
+        """The work of what comes before the projection to logits; its result is leaf 0."""
         with self._measuring_head(chunk):
             micro, spec = self.micro_batch(rows), self.spec
             values = {ref: shape.empty().requires_grad_() for ref, shape in h.items()}
@@ -417,7 +430,7 @@ class Measurer:
             return eager_work(run, [*values.values(), *weights.values()])
 
     def micro_batch(self, rows: int, tokens: int | None = None) -> MicroBatch:
-        """A micro-batch without data, of `tokens` a row; call it within `fakes()`."""
+        """A micro-batch without data, in rows of `tokens`; call this within `fakes()`."""
         ids = torch.zeros(rows, tokens or self.tokens, dtype=torch.long)
         tables = {
             name: torch.empty(1, *self.parameters[name].shape[1:], dtype=self.program.dtype)
@@ -429,14 +442,14 @@ class Measurer:
     def _weights(
         self, names: Iterable[str], prefix: str = "", *, all_trained: bool = False
     ) -> dict[str, Tensor]:
-        """The model's parameters without data, by their names behind a `prefix`."""
+        """The parameters `prefix + name` without data, by name; those of a rank's own experts."""
         weights = {}
         for name in names:
             path = prefix + name
             parameter = self.parameters[path]
             shape = [*parameter.shape]
             if path in self.spec.stacks:
-                shape[0] //= self._num_owners  # of each rank's experts
+                shape[0] //= self._num_owners
             weight = torch.empty(shape, dtype=self.program.type_of(path))
             weights[name] = weight.requires_grad_(all_trained or parameter.requires_grad)
         return weights
@@ -444,10 +457,10 @@ class Measurer:
     def _call(
         self, visit: int, rows: int, entering: Shapes
     ) -> tuple[Callable[[], Activations], list[Any]]:
-        """A function that runs a layer, and all its inputs, within `fakes()`."""
+        """A function that runs a layer, and all its inputs; call this within `fakes()`."""
         layer, calls = self.spec.layers[visit], _calls_anew(self._layer_calls(rows))
         micro = replace(self.micro_batch(rows), calls=calls)
-        refs = sorted({*layer.inputs, *calls[visit].entering})  # features of images enter, too
+        refs = sorted({*layer.inputs, *calls[visit].entering})  # with features of images
         values = {ref: entering[ref].empty() for ref in refs}
         for value in values.values():
             value.requires_grad_(value.is_floating_point())
@@ -473,20 +486,20 @@ class Measurer:
 
     @contextmanager
     def _measuring_head(self, tokens: int) -> Iterator[None]:
-        """Within this context what follows the layers runs over so many tokens at a time."""
+        """Within this context modules after the layers run over `tokens` tokens, without data."""
         tiles = self._tiles(self.program.rest, tokens, False)
         with foreseeing("the head"), tiles, self._fakes(), torch.enable_grad():
             yield
 
     def _summed(self, loss: Loss) -> Summed:
-        """The loss to count: compiled, any loss is one fused operation, as cross entropy is."""
+        """The function to count in a loss's place: if compiled, any loss is one fused operation."""
         if not self._compiled:
             return loss.summed
         return lambda logits_NV, targets_N, *given: cross_entropy(logits_NV, targets_N)
 
 
 def _calls_anew(calls: Sequence[Call]) -> list[Call]:
-    """The same calls on tensors of the current fake mode; a leaf of several stays one tensor."""
+    """The same calls with new leaves without data; a leaf of several calls stays one tensor."""
     anew: dict[int, Any] = {}  # by the id of a leaf
     for leaf in (leaf for call in calls for leaf in call.leaves):
         anew[id(leaf)] = _anew(leaf) if torch.is_tensor(leaf) else leaf
@@ -498,7 +511,7 @@ def _anew(tensor: Tensor) -> Tensor:
 
 
 class _WithoutData(compat.TorchDispatchMode):
-    """Within this context every operation runs on the meta device, whatever device it asks for."""
+    """Makes every operation run on the meta device, whatever device its arguments name."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = {name: _without_data(value) for name, value in (kwargs or {}).items()}
@@ -515,15 +528,17 @@ def _without_data(value: Any) -> Any:
 
 @contextmanager
 def fakes(layers: int = 1, buffers: Iterable[dict[str, Tensor | None]] = ()) -> Iterator[None]:
-    """Tensors made within this context have no data; operations may be those of `layers`.
+    """Tensors made within this context have no data.
 
-    Args: `buffers`: those of modules, which forwards may replace; they are put back.
+    Args:
+        layers: as of `OneAttention`.
+        buffers: the buffers of modules, which forwards may replace: they are put back.
     """
-    old = [(each, each.copy()) for each in buffers]
+    old = [(of_module, of_module.copy()) for of_module in buffers]
     unchecked = changed([Distribution], _validate_args=False)  # arguments (Gemma 3n) have no data
     try:  # a forecast may be in the middle of its own counting
         with compat.without_modes(), hf.unpacked(), unchecked, _WithoutData(), OneAttention(layers):
             yield
     finally:
-        for each, values in old:
-            each.update(values)
+        for of_module, values in old:
+            of_module.update(values)

@@ -1,7 +1,7 @@
 """Measurements of a model, kept in the user's cache folder by its configuration and versions.
 
-With it a plan needs no model: its outline and the works of its parts are read from a JSON file. A
-file that is damaged, or of other versions, is made anew.
+A plan then builds no model: it reads the model's outline and the works of its parts from a JSON
+file. A file that is damaged, or of other versions, is replaced.
 """
 
 import hashlib
@@ -44,6 +44,7 @@ class Once:
         self._known: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """The value of a key; `make` returns it the first time."""
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
@@ -51,12 +52,14 @@ class Once:
 
 @dataclass
 class Outline:
-    """A model's structure without its code; `packed` and layers as `ModelSpec` has them.
+    """A model's structure without its code, from which `spec` makes a `ModelSpec` for counting.
 
     Attributes:
-        parameters: name, sizes, and whether it requires gradients.
-        kinds: the outputs of a layer of each kind in the structure run, and whether it routes.
-        layers: name, kind, inputs, names of parameters.
+        parameters: of each its name, its sizes, and True if it requires gradients.
+        norms: names of the LayerNorm modules, which updates treat apart.
+        kinds: of each kind of layer its outputs for a tiny batch, and True if it has routers.
+        layers: of each its name, the number of its kind, its inputs, and its parameters' names.
+        packed: names of packings by parameter.
     """
 
     parameters: list[tuple[str, tuple[int, ...], bool]]
@@ -71,7 +74,7 @@ class Outline:
         model = spec.capture.model
         kinds = list({id(layer.kind): layer.kind for layer in spec.layers}.values())
         numbers = {id(kind): number for number, kind in enumerate(kinds)}
-        wide = {"wide_in_bf16": spec.in_fp32(torch.bfloat16)}
+        in_fp32 = {"wide_in_bf16": spec.in_fp32(torch.bfloat16)}
         examples = [
             [Shape.of(x) if torch.is_tensor(x) else None for x in kind.example] for kind in kinds
         ]
@@ -84,11 +87,11 @@ class Outline:
                 for v in spec.layers
             ],
             {name: packing.name for name, packing in spec.packed.items()},
-            Structure(**{f.name: getattr(spec, f.name) for f in fields(Structure)} | wide),
+            Structure(**{f.name: getattr(spec, f.name) for f in fields(Structure)} | in_fp32),
         )
 
     def spec(self, config: Any) -> ModelSpec:
-        """The model's structure without values: its parts can be counted, but they cannot run."""
+        """The `ModelSpec` of this outline: its parameters can be counted, its parts cannot run."""
         parameters = {
             name: nn.Parameter(torch.empty(sizes, device="meta"), requires_grad=trained)
             for name, sizes, trained in self.parameters
@@ -117,21 +120,21 @@ class Outline:
 
 
 def _holding(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
-    """A module whose parameters have these names, which may have dots."""
+    """A module with these parameters; their names may have dots."""
     module = nn.Module()
     parameters_of(module).update(parameters)
     return module
 
 
 class Notes(Once):
-    """Values that are measured of a model, in memory and in a file.
+    """Measurements of a model, in memory and in a file.
 
     Attributes:
-        opened: returns the model's structure, with its code.
+        opened: returns the model's `ModelSpec`, whose code can run; it is opened once.
     """
 
     def __init__(self, opened: Callable[[], ModelSpec], key: Mapping[str, Any] | None = None):
-        """Args: `key`: what is learnt depends on it alone; None: nothing is kept."""
+        """Args: `key`: all that measurements depend on, beside versions; None: no file is kept."""
         super().__init__()
         self.opened = cache(opened)
         self._file: Path | None = None
@@ -139,8 +142,8 @@ class Notes(Once):
         self._is_new = False
         if key is None:
             return
-        with suppress(TypeError):  # what no JSON has, no file has
-            text = json.dumps(key, sort_keys=True, default=sorted)  # of sets
+        with suppress(TypeError):  # a key that JSON cannot write has no file
+            text = json.dumps(key, sort_keys=True, default=sorted)  # sets are written sorted
             name = hashlib.sha256(text.encode()).hexdigest()[:16]
             self._file = user_cache("models") / f"{name}.json"
             self._record = {"key": json.loads(text), "versions": versions()}
@@ -151,9 +154,9 @@ class Notes(Once):
                 self._values = {**record["values"]}
 
     def noted(self, kind: type[Value], key: tuple, make: Callable[[], Value]) -> Value:
-        """The value of this key, of this type; it is made if it is not known."""
+        """The value of a key, of type `kind`: from memory, from the file, or by `make`."""
 
-        def value() -> Value:
+        def read_or_made() -> Value:
             if self._file is None:
                 return make()
             name = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
@@ -164,15 +167,15 @@ class Notes(Once):
             self._values[name], self._is_new = codec.dump_json(new).decode(), True
             return new
 
-        return self.once(key, value)
+        return self.once(key, read_or_made)
 
     def spec(self, config: Any) -> ModelSpec:
-        """The model's structure: as it is opened, or outlined where that is known."""
+        """The model's `ModelSpec`: by its outline if the file has one, else as it is opened."""
         outline = self.noted(Outline, ("outline",), lambda: Outline.of(self.opened()))
         return self.opened() if self._is_new or self._file is None else outline.spec(config)
 
     def keep(self) -> None:
-        """Write what is new; where that is impossible, the next plan learns it again."""
+        """Write new measurements to the file; if that fails, the next plan measures again."""
         if self._file is None or not self._is_new:
             return
         with suppress(OSError):
@@ -190,7 +193,7 @@ def _codec(kind: Any) -> Any:
 
 @cache
 def versions() -> dict[str, str | None]:
-    """The versions of all code on which measurements depend; ours by its files."""
+    """The versions of all packages that measurements depend on; megatrain's by its files."""
     files = sorted(Path(megatrain.__file__).parent.rglob("*.py"))
     stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     ours = hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]

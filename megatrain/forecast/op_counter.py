@@ -24,33 +24,33 @@ from megatrain.model.capture import Call, Ref
 from megatrain.model.micro_batch import Activations
 from megatrain.model.owned_experts import EXCHANGES
 
-# A layer has some hundred; a recurrence that goes token by token would take minutes to count.
+# A layer has some hundred; to count a recurrence that goes token by token would take minutes.
 MOST_OPERATIONS = 10_000
 
-# How much faster products are in float8, casts included: 7B on an H200 took 5.59 s instead of 7.40.
+# Products are so much faster in float8, casts included: 7B on an H200 took 5.59 s instead of 7.40.
 _FLOAT8_SPEED = 1.48
 
 Value = TypeVar("Value")
 
-# torch's kernel for grouped products on Hopper has pairs of tiles of 128 rows, and 256 columns or,
-# if there are no more, 128 (aten/src/ATen/native/cuda/GroupMM.cu). A launch before it counts its
-# groups, and it sets itself up; a sort of 64-bit numbers goes over their bytes one by one.
+# torch's kernel for grouped products on Hopper computes pairs of tiles of 128 rows, by 256 columns
+# or, if a matrix has no more, 128 (aten/src/ATen/native/cuda/GroupMM.cu). Two launches before it
+# count the groups and set the kernel up. A sort of 64-bit numbers passes over each of their bytes.
 _TILE_ROWS, _TILE_COLUMNS, _NARROW = 256, 256, 128
 _GROUPED_LAUNCHES, _SORTING = 3, 15
 _LAUNCHES = {"aten::sort": _SORTING, "aten::topk": 3}
 
-_STEP = 256  # bytes: tensors begin at multiples, on the device and where they wait on the host
+_STEP = 256  # bytes, of which each tensor takes a multiple, on the device and on the host
 
 
 class Place:
-    """The parts of memory that come and go in a step."""
+    """Names of the parts of device memory that come and go in a step."""
 
     ACTIVATIONS, WORKING_SET, KEPT_GRAPHS = "activations", "working set", "kept graphs"
     KEPT_ATTENTION, ARGUMENTS = "kept attention", "layer arguments"
 
 
 class NotForeseeable(MegatrainError):
-    """Nothing can be said beforehand of what a model computes."""
+    """A forecast is impossible: what the model computes depends on values that it reads."""
 
 
 @contextmanager
@@ -73,15 +73,15 @@ class Work(NamedTuple):
     """The cost of a piece of device work.
 
     Attributes:
-        expert_flops: of grouped products of experts, in whole tiles.
-        attention_flops, attention_backward_flops: causal attention counted at half.
-        exchanged_bytes: of rows that go to the ranks of their experts.
+        expert_flops: of the experts' grouped products, rounded up to whole tiles.
+        attention_flops, attention_backward_flops: causal attention counts half.
+        exchanged_bytes: of rows that ranks send to the owners of their experts.
         touched_bytes: of device memory, but for attention and dense products.
-        attention_bytes: results of attention, which may wait for its backward.
-        peak_bytes: that exist at once, besides the work's arguments; results count.
-        kept_bytes: that wait for a backward, besides results and arguments.
-        made_bytes: the peak of what a backward makes itself: what was kept for it does not count.
-        calls: of the layer or head, if it is more than one.
+        attention_bytes: results of attention, which may be kept for its backward.
+        peak_bytes: of memory that is alive at once: results count, arguments do not.
+        kept_bytes: kept for a backward, besides results and arguments.
+        made_bytes: the peak of what a backward allocates, without what was kept for it.
+        calls: of the layer or head, if there is more than one.
     """
 
     product_flops: int = 0
@@ -98,7 +98,7 @@ class Work(NamedTuple):
     calls: int = 0
 
     def times(self, count: int) -> "Work":
-        """The work of `count` micro-batches, one after the other; memory is that of one."""
+        """The work of `count` micro-batches, one after the other; memory stays that of one."""
         if count == 1:
             return self
         memory = {name: getattr(self, name) for name in _MEMORY}
@@ -109,13 +109,13 @@ _MEMORY = ("peak_bytes", "kept_bytes", "made_bytes")
 
 
 def added(first: Work, second: Work) -> Work:
-    """The work of both, one after the other; memory is left out (0)."""
+    """The work of both, one after the other; memory is 0, as it depends on what stays alive."""
     calls = max(first.calls, second.calls)
     return Work(*map(add, first, second))._replace(**dict.fromkeys(_MEMORY, 0), calls=calls)
 
 
 class Shape(NamedTuple):
-    """Sizes of an activation, and the name of its dtype."""
+    """The sizes of a tensor, and the name of its dtype (`kind`)."""
 
     sizes: tuple[int, ...]
     kind: str
@@ -137,7 +137,7 @@ class Shape(NamedTuple):
 
 
 class Prologue(NamedTuple):
-    """The results of the part before the layers, and the bytes of the layers' arguments."""
+    """The results of the part before the layers, and the bytes of the layers' other arguments."""
 
     results: list[tuple[Ref, Shape]]
     argument_bytes: int
@@ -153,10 +153,11 @@ class MediaWork(NamedTuple):
     """The work of one micro-batch's images and sounds.
 
     Attributes:
-        encoding, again: of the encoders: a forward that keeps nothing; that of the backward sweep
-            with the backward, nothing if all is frozen.
-        entering, leaving: the same of what puts features among tokens.
-        kept_bytes: of the results of frozen parts, which wait; feature_bytes: of all results.
+        encoding: a forward of the encoders that keeps nothing.
+        again: the encoders' forward and backward in the backward sweep; 0 if all are frozen.
+        entering, leaving: forward, and forward with backward, of what puts features among tokens.
+        kept_bytes: of results of frozen parts, which are kept for the backward sweep.
+        feature_bytes: of the encoders' results.
     """
 
     encoding: Work
@@ -168,10 +169,9 @@ class MediaWork(NamedTuple):
     prologue: Prologue
 
     def of_rows(self, rows: int, of_two: "MediaWork") -> "MediaWork":
-        """The work of `rows` rows, by this work of one row and that of two: all is affine.
+        """The work of `rows` rows, which is affine in them: `self` is of one row, `of_two` of two.
 
-        The encoders' works are of one row in both, as they may take long to follow; they are
-        proportional to the rows.
+        The encoders' work is proportional to the rows: it is taken from one row alone.
         """
         work: MediaWork = on_line(self, of_two, rows - 1, 1)
         return work._replace(
@@ -186,11 +186,11 @@ class LayerWork:
     """The work of one micro-batch in a layer.
 
     Attributes:
-        forward: nothing is kept.
-        again: the forward of the backward sweep, which keeps what the backward needs.
+        forward: a forward that keeps nothing.
+        again: the forward of the backward sweep, which keeps a graph for `backward`.
         keeping, kept_backward: of a layer that keeps its graph between the sweeps.
-        repeating: the backward of a graph that holds nothing, made by `forward` (then nothing is
-            run `again`); None: layers do not make such graphs.
+        repeating: the backward of a graph that holds nothing and computes `forward` again itself
+            (then `again` does not run); None: the layer does not make such graphs.
     """
 
     forward: Work
@@ -203,7 +203,7 @@ class LayerWork:
 
     @property
     def in_float8(self) -> "LayerWork":
-        """This work where products are taken in float8."""
+        """This work with its products computed in float8."""
         faster: dict[str, Any] = {
             name: work._replace(product_flops=int(work.product_flops / _FLOAT8_SPEED))
             for name, work in vars(self).items()
@@ -213,23 +213,23 @@ class LayerWork:
 
     @property
     def computed_twice(self) -> list[Work]:
-        """All works of a layer that keeps nothing."""
+        """All that runs, in a step, of a layer that keeps nothing between the sweeps."""
         if self.repeating is not None:
             return [self.forward, self.repeating]
         return [self.forward, self.again, self.backward]
 
 
 class Held:
-    """A stand-in for a tensor, without data: its ledger counts its bytes while it lives."""
+    """A stand-in for a tensor, without data: a ledger counts its bytes until it is deleted."""
 
-    __slots__ = ("_ledger", "_place", "_taken", "nbytes")
+    __slots__ = ("_counted", "_ledger", "_place", "nbytes")
     dtype = torch.uint8
 
     def __init__(self, ledger: "Ledger", place: str, num_bytes: int, counted: int) -> None:
-        self._ledger, self._place, self.nbytes, self._taken = ledger, place, num_bytes, counted
+        self._ledger, self._place, self.nbytes, self._counted = ledger, place, num_bytes, counted
 
     def __del__(self) -> None:
-        self._ledger.add_bytes(self._place, -self._taken)
+        self._ledger.add_bytes(self._place, -self._counted)
 
     @property
     def shape(self) -> tuple[int]:
@@ -240,27 +240,27 @@ class Held:
 
 
 class Ledger:
-    """Bytes by place, now (`live`) and when most were alive (`peak_live`)."""
+    """Counts bytes by place: those alive now (`live`), and at the peak (`peak_live`)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live: dict[str, int] = {}
         self.peak_live: dict[str, int] = {}
         self.total_bytes = self.peak_bytes = 0
-        # Since `restart`: the peak of newer bytes alone, and the older ones that are still alive.
+        # `made_bytes` is the peak of bytes that are newer than the last `restart` (OpCounter).
         self.made_bytes = self._old_bytes = 0
-        self._old = set[int]()
-        self._known: dict[int, Any] = {}  # references that report a storage's end
+        self._old = set[int]()  # storages that are older, and alive
+        self._known: dict[int, Any] = {}  # weak references that report the end of a storage
 
     def hold(self, place: str, num_bytes: int, counted: int | None = None) -> Any:
-        """A stand-in for a tensor of `num_bytes`; while it lives, `taken` bytes count, or all."""
+        """A stand-in for a tensor of `num_bytes`; while it lives, `counted` bytes count, or all."""
         counted = num_bytes if counted is None else counted
         self.add_bytes(place, counted)
         self.note_peak(0)
         return Held(self, place, num_bytes, counted)
 
     def count(self, tensor: Tensor, place: str, num_bytes: int | None = None) -> Tensor:
-        """Count a tensor while its storage lives: as `num_bytes`, or all bytes of the storage."""
+        """Count a tensor while its storage lives: as `num_bytes`, or all. Returns the tensor."""
         storage, key = tensor.untyped_storage(), compat.memory_of(tensor)
         if key not in self._known:
             size = align(storage.nbytes() if num_bytes is None else num_bytes, _STEP)
@@ -277,7 +277,7 @@ class Ledger:
             self._old_bytes -= num_bytes
 
     def add_bytes(self, place: str, num_bytes: int) -> None:
-        """So many more bytes are alive; negative: fewer."""
+        """Count `num_bytes` more as alive; if negative, fewer."""
         self.live[place] = self.live.get(place, 0) + num_bytes
         self.total_bytes += num_bytes
 
@@ -288,12 +288,12 @@ class Ledger:
         if total > self.peak_bytes:
             self.peak_bytes = total
             self.peak_live = live = {**self.live}
-            for where, more in ((Place.WORKING_SET, num_bytes), (place, beside)):
-                live[where] = live.get(where, 0) + more
+            for name, more in ((Place.WORKING_SET, num_bytes), (place, beside)):
+                live[name] = live.get(name, 0) + more
 
 
 def shapes_only(shapes: Callable[..., Any]) -> Any:
-    """Register an operation that runs without data: `shapes` makes its empty results."""
+    """Register an operation that only runs without data: `shapes` returns its empty results."""
 
     def refuse(*_: Any) -> None:
         raise NotImplementedError("only the shapes are of interest")
@@ -306,7 +306,7 @@ def shapes_only(shapes: Callable[..., Any]) -> Any:
 
 @shapes_only
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """Any loss that is compiled to one operation."""
+    """An operation that stands for any loss that is compiled to one kernel."""
     return logits_NV.new_empty((), dtype=torch.float32)
 
 
@@ -323,7 +323,7 @@ cross_entropy.register_autograd(
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    # Kernels lay the result out as the queries are; of other widths, a token's heads side by side.
+    # Kernels lay results out as the queries; values of another width with a token's heads together.
     out = torch.empty_like(query)
     if query.shape[-1] != value.shape[-1]:
         *batch, heads, tokens, _ = query.shape
@@ -370,7 +370,7 @@ def _experts_product_backward(gradient: Tensor, other: Tensor, like: Tensor) -> 
 
 
 def _experts_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of rows and weights; None for those of a frozen base."""
+    """The gradients of rows and weights; None for those that need none."""
     pairs = zip(ctx.saved_tensors, reversed(ctx.saved_tensors), strict=True)
     return tuple(
         _experts_product_backward(gradient, other, like) if needed else None
@@ -395,20 +395,20 @@ _OVERWRITES = (
 
 
 class OneAttention(TorchFunctionMode):
-    """Sends attention to one operation, whatever kernel this machine would take for it.
+    """Makes attention one operation, whatever kernel this machine would take for it.
 
-    So are products of experts (`[S, I] x [E, I, O]`): torch tells their shapes of bf16 alone, and
-    their FLOPs not at all.
+    The same is done with products of experts (`[S, I] x [E, I, O]`): torch knows their shapes in
+    bf16 alone, and counts no FLOPs of them.
     """
 
     def __init__(self, layers: int = 1) -> None:
-        """Args: `layers`: times so many operations as a layer may have, at most."""
+        """Args: `layers`: run in this context; each may have `MOST_OPERATIONS`."""
         super().__init__()
         self._calls, self._most = 0, layers * MOST_OPERATIONS
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._calls += 1
-        if self._calls > self._most:  # raised here: torch's code below may not be left so
+        if self._calls > self._most:  # torch's code below must not be left by an exception
             raise NotForeseeable(
                 f"a layer has more than {self._most:,} operations (a recurrence without a kernel)"
             )
@@ -440,14 +440,14 @@ def _one_attention(
 
 
 def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
-    """An operation's work, and the bytes it needs while it runs."""
+    """An operation's work, and the bytes of scratch memory that it needs while it runs."""
     if func is _ATTENTION:
-        results = sum(tensor.nbytes for tensor in tensors(out))
+        result_bytes = sum(tensor.nbytes for tensor in tensors(out))
         flops = _attention_flops(*args)
-        return Work(attention_flops=flops, kernels=1, attention_bytes=results), 0
+        return Work(attention_flops=flops, kernels=1, attention_bytes=result_bytes), 0
     if func is _ATTENTION_BACKWARD:
         _, query, key, value, *_, mask, causal = args
-        # Five products where the forward has two; the gradient of the queries is summed in fp32.
+        # The forward has two products, the backward five; it sums queries' gradients in fp32.
         flops = _attention_flops(query, key, value, mask, causal) * 5 // 2
         return Work(attention_backward_flops=flops, kernels=1), query.numel() * 4
     if func.name() in (_CAUSAL, f"{_CAUSAL}_backward"):
@@ -455,11 +455,12 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
     if func in (EXPERTS, _EXPERTS_BACKWARD):
         return _grouped_product(args[0], args[1], out), 0
     if func.name() in EXCHANGES:
-        rows = tensors(out)[0].nbytes  # as they are received, and then in order
-        return Work(exchanged_bytes=rows, touched_bytes=4 * rows, kernels=_SORTING), rows
+        rows_bytes = tensors(out)[0].nbytes  # they are received, and then put in order
+        touched = 4 * rows_bytes
+        return Work(exchanged_bytes=rows_bytes, touched_bytes=touched, kernels=_SORTING), rows_bytes
     if (count := flop_registry.get(compat.packet_of(func))) is not None:
         return Work(product_flops=int(count(*args, **kwargs, out_val=out)), kernels=1), 0
-    scratch = out.nbytes if func is compat.SOFTMAX_BACKWARD else 0  # kernels write a product out
+    scratch = out.nbytes if func is compat.SOFTMAX_BACKWARD else 0  # for a product of its arguments
     read = tensors((args[1:] if func in _OVERWRITES else args, kwargs))
     if not read and func not in _OVERWRITES:
         return Work(), 0  # an allocation
@@ -472,7 +473,7 @@ def _grouped_product(a: Tensor, b: Tensor, out: Tensor) -> Work:
     """The work of `[S, I] x [E, I, O]`, or of `[E, I, O]` gradients from `[S, O]` and `[S, I]`."""
     *groups, rows, columns = out.shape
     inner = len(a) if groups else a.shape[-1]
-    # Of each group's rows the last tiles are half empty on average.
+    # The last tile of each group's rows is half empty on average.
     rows = align(rows, _TILE_ROWS) if groups else rows + len(b) * _TILE_ROWS // 2
     columns = align(columns, _NARROW if columns <= _NARROW else _TILE_COLUMNS)
     touched = a.nbytes + b.nbytes + out.nbytes
@@ -483,7 +484,8 @@ def _grouped_product(a: Tensor, b: Tensor, out: Tensor) -> Work:
     )
 
 
-def _causal_attention(func: Any, args: tuple, results: int) -> tuple[Work, int]:
+def _causal_attention(func: Any, args: tuple, result_bytes: int) -> tuple[Work, int]:
+    """The work and scratch memory of model/attention.py's operation, or of its backward."""
     forward = func.name() == _CAUSAL
     names = [argument.name for argument in compat.schema_of(func).arguments]
     named = dict(zip(names, args, strict=False))
@@ -504,7 +506,7 @@ def _causal_attention(func: Any, args: tuple, results: int) -> tuple[Work, int]:
         return work._replace(attention_backward_flops=flops * 5 // 2), scratch
     if sinks is not None:
         scratch += 2 * query.nbytes
-    return work._replace(attention_flops=flops, attention_bytes=results), scratch
+    return work._replace(attention_flops=flops, attention_bytes=result_bytes), scratch
 
 
 def _attention_flops(
@@ -516,7 +518,7 @@ def _attention_flops(
 
 
 def tensors(values: Any, *, real: bool = False) -> list[Tensor]:
-    """The tensors without data among some values, in containers of any depth; `real`: all."""
+    """The tensors without data in nested containers; `real`: those with data as well."""
     if isinstance(values, Tensor):
         return [values] if real or values.is_meta or isinstance(values, compat.FakeTensor) else []
     if isinstance(values, dict):
@@ -527,12 +529,12 @@ def tensors(values: Any, *, real: bool = False) -> list[Tensor]:
 
 
 def is_view(func: Any) -> bool:
-    """True if an operation only looks at memory in another way, or at no memory."""
+    """True if an operation returns a view of its argument, or reads no memory at all."""
     return func.is_view or func is compat.UNSAFE_VIEW or func.namespace == "prim"
 
 
 class OpCounter(Ledger, compat.TorchDispatchMode):
-    """Counts while it is entered; `work` is what it has counted so far, memory apart."""
+    """Counts operations within its context: their `work`, and as a ledger their memory."""
 
     def __init__(self, *, real: bool = False) -> None:
         """Args: `real`: the memory of results with data counts as well."""
@@ -540,17 +542,17 @@ class OpCounter(Ledger, compat.TorchDispatchMode):
         self.work, self._real = Work(), real
 
     def ignore(self, values: Any) -> None:
-        """Do not count the storages of some tensors; once they end, others may lie there."""
+        """Do not count the storages of these tensors while they live."""
         for tensor in tensors(values, real=self._real):
             self.count(tensor, Place.WORKING_SET, 0)
 
     def add(self, work: Work) -> None:
-        """Count work that was measured before; its peak lies on top of what is alive now."""
+        """Count work that was measured before; its peak is beside all that is alive now."""
         self.work = added(self.work, work)
         self.note_peak(work.peak_bytes)
 
     def restart(self) -> None:
-        """Forget work and peak so far; what is alive stays."""
+        """Forget the work and the peak so far; memory that is alive still counts."""
         self.work = Work()
         self.peak_bytes, self.peak_live = self.total_bytes, {**self.live}
         self.made_bytes, self._old_bytes, self._old = 0, self.total_bytes, {*self._known}
@@ -560,11 +562,11 @@ class OpCounter(Ledger, compat.TorchDispatchMode):
         out = func(*args, **kwargs)
         if is_view(func):
             return out
-        # A copy that is asked for on the meta device is wanted for its shape alone.
+        # Code that asks for a copy on the meta device wants its shape alone.
         on_meta = kwargs.get("device") == torch.device("meta")
-        shape_alone = on_meta and func is torch.ops.aten.empty_like.default
+        is_shape = on_meta and func is torch.ops.aten.empty_like.default
         for tensor in tensors(out, real=self._real):
-            self.count(tensor, Place.WORKING_SET, 0 if shape_alone else None)
+            self.count(tensor, Place.WORKING_SET, 0 if is_shape else None)
         work, scratch = work_of(func, args, kwargs, out)
         self.work = added(self.work, work)
         self.note_peak(scratch)

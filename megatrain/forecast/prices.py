@@ -1,4 +1,4 @@
-"""Seconds of all that a step puts on a device, from its work and a machine's rates."""
+"""The seconds that each piece of a step's work takes, by the rates of a machine."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -17,41 +17,41 @@ from megatrain.machine import DISK_READ_GBPS, NETWORK_GBPS, Machine
 from megatrain.optim import AdamW, PlaneKind, Rule, moved_bytes
 from megatrain.telemetry.timeline import Span, overlap
 
-# What couples resources, measured on an H200 with 16 cores (55.5 and 55.4 GB/s one way):
-# 101.7 GB/s in both directions at once, and 2.97 instead of 4.56 Gparam/s of AdamW's updates
-# under such copies: a byte over the bus takes 0.41 from what an update may move.
+# Resources slow each other down. An H200 with 16 cores copies 55.5 and 55.4 GB/s one way, but
+# 101.7 GB/s in both directions at once; beside such copies AdamW updates 2.97 instead of 4.56
+# Gparam/s: each byte over the bus takes 0.41 bytes from what updates can move.
 _BOTH_WAYS = 101.7 / (55.5 + 55.4)
 _TAKEN_PER_BUS_BYTE = moved_bytes(AdamW(), torch.bfloat16) * (4.56 - 2.97) / 101.7
 
-# A device that is faster than the thread that launches waits for it. In launches of the machine
-# (22 us where it was not measured): what Python and torch take around the kernels of a layer or a
-# head, each of these kernels, and whatever is put on a stream. In a step of 0.5B, 16 x 1024 by 4,
-# on an H200 a compiled layer's 16 kernels take 0.95 ms and the 45 of its backward 1.95, of which
-# the device has 0.2 and 0.7 ms of work; a boundary takes 0.14 ms to its lane.
+# The device may have to wait for the thread that launches its work. Times of that thread, in
+# launches of the machine (22 us where it was not measured): Python and torch around the kernels of
+# a layer or a head; one of these kernels; one piece of work put on a stream. In a step of 0.5B,
+# 16 x 1024 by 4, on an H200 the thread takes 0.95 ms for a compiled layer's 16 kernels and 1.95 for
+# the 45 of its backward, the device 0.2 and 0.7; to put a boundary on its way takes 0.14 ms.
 _PER_UNIT, _PER_KERNEL, _PER_PUT = 20, 1.4, 1.8
 
-# At a collective ranks wait for the last of them: 3 ms beside its bytes, here in launches. Two
-# H200s take 0.10 s longer than one for 0.5B with its 78 collectives (ranks-2-0.5b-32x1024-h200).
-_PER_MEETING = 136
+# At a collective, ranks wait 3 ms for the last of them, here in launches: two H200s take 0.10 s
+# longer than one for 0.5B with its 78 collectives (ranks-2-0.5b-32x1024-h200).
+_PER_COLLECTIVE = 136
 
-# Each of torch's operations of an update: 22 resident layers of 7B take Muon 0.89 s
+# Launches for each of torch's operations in an update: 22 resident layers of 7B take Muon 0.89 s
 # (step-7b-96x1024-muon-h200).
 _PER_OPERATION = 0.92
 
-# The model's own forward around the layers is Python and small kernels, whatever the batch, and
-# looks at the positions, which waits for the device: 2.6 to 6.9 ms forward and 2.2 to 5.4 backward,
-# a micro-batch (step-0.5b-64x1024, step-3b-8x1024, step-3b-96x1024, step-7b-96x1024).
+# The model's own forward before the layers is Python and small kernels, whatever the batch, and
+# reads positions, for which it waits: 2.6 to 6.9 ms forward and 2.2 to 5.4 backward for each
+# micro-batch (step-0.5b-64x1024, step-3b-8x1024, step-3b-96x1024, step-7b-96x1024).
 _PROLOGUE_SECONDS = 4e-3
 
-# What a GPU reads of the host's memory does not stay in its cache: products read weights there anew
-# for every so many tokens (an H200, 8,192 tokens: 41 times; in-place-7b-2-layers-8x1024-h200).
+# A GPU does not cache host memory: a product whose weights lie there reads them once for every so
+# many tokens (an H200, 8,192 tokens: 41 times; in-place-7b-2-layers-8x1024-h200).
 _TILE_TOKENS = 200
 
-_GRAPHS = "graph", "all"  # saved by these policies
+_GRAPHS = "graph", "all"  # values of `Policy.saves` with which a layer keeps its graph
 
-_SMALL = 1 << 14  # elements: what touches no more is only launched
+_SMALL = 1 << 14  # elements: work on no more takes only its launches
 
-# The parts of device memory, by what a buffer is.
+# The parts of device memory, by the kind of a buffer.
 _LANES = "lanes of the host"
 _PLACES: dict[Enum, str] = {
     Memory.SLOTS: "slots",
@@ -69,9 +69,10 @@ class Cost(NamedTuple):
     """The cost of a piece of work.
 
     Attributes:
-        seconds: of its stream.
+        seconds: that the work takes its stream.
         launching: seconds of the calling thread beyond `CostModel.put_seconds`.
-        num_bytes: of host memory moved.
+        blocking: True if the calling thread waits for the work.
+        num_bytes: of host memory that the work moves.
     """
 
     seconds: float = 0.0
@@ -85,10 +86,11 @@ class CostModel:
     """The cost of work on a machine.
 
     Attributes:
-        put_seconds: of the launching thread, for anything on a stream of the device.
-        group: micro-batches that are followed as one; each of them is put on a stream `puts` times.
+        put_seconds: of the launching thread, for each piece of work on a stream of the device.
+        group: micro-batches that are followed as one.
+        puts: pieces of work that a layer puts on streams for each micro-batch.
         tokens: of a micro-batch.
-        reads_in_place: some of the host's memory is used where it rests.
+        reads_in_place: True if the device reads some host memory without copying it.
     """
 
     def __init__(
@@ -99,23 +101,22 @@ class CostModel:
         hosts: int = 1,
         declared: Declared | None = None,
     ) -> None:
-        """Prices of a machine's work.
+        """Prices of work on `hosts` that each have all of the model, shared by `ranks`.
 
         Args:
-            rule: of updates; None: none are.
-            ranks: that share the model; `hosts`: times so many, each of which has all of it.
-            declared: the work of the engine's methods; other work on COMPUTE is run once for its
-                sizes, on tensors without data. None: nothing is put on a device.
+            rule: of updates; None: there are none.
+            declared: the work of the engine's methods; other work on COMPUTE is counted by running
+                it once for its sizes, on tensors without data. None: nothing runs on a device.
         """
         self._rule = rule
         self._declared: Any = declared
         self.group, self.puts, self.tokens, self.reads_in_place = 1, 2, 1, False
         self._shared = rule, ranks, hosts
-        # If nothing is known, cards of a host exchange by way of it, in and out again.
+        # Without a measured link, cards of a host exchange through its memory: in and out again.
         through_host = min(machine.to_device_gbps, machine.from_device_gbps) / 2
         link = machine.link_gbps or through_host
         network = machine.network_gbps or NETWORK_GBPS / ranks
-        self._ranks = {base.GATHER: ranks, base.REDUCE: ranks, base.HOSTS: hosts}  # of a collective
+        self._ranks = {base.GATHER: ranks, base.REDUCE: ranks, base.HOSTS: hosts}  # by stream
         self._link = {base.GATHER: link * 1e9, base.REDUCE: link * 1e9, base.HOSTS: network * 1e9}
         self._machine = machine
         self._rate = {
@@ -142,7 +143,7 @@ class CostModel:
     def run(
         self, stream: str, name: str, work: Callable[[], Any], reads: Buffers, writes: Buffers
     ) -> Cost:
-        """Work on COMPUTE is done, on tensors without data; what host threads do is estimated."""
+        """The cost of work on a stream; only work on COMPUTE may have to be run for it."""
         kind = kind_of(name)
         if stream == base.COMPUTE:
             return self._on_compute(kind, work, reads, writes)
@@ -158,8 +159,8 @@ class CostModel:
         if kind in (Kind.COLLECTIVE, Kind.ALL_REDUCE):
             written = sum(buffer.data.nbytes for buffer in writes)
             received = (1 + (kind is Kind.ALL_REDUCE)) * written * (1 - 1 / self._ranks[stream])
-            meeting = _PER_MEETING * self._machine.launch_seconds
-            return Cost(meeting + received / self._link[stream])
+            waiting = _PER_COLLECTIVE * self._machine.launch_seconds
+            return Cost(waiting + received / self._link[stream])
         return Cost()
 
     def _on_compute(
@@ -173,7 +174,7 @@ class CostModel:
             return Cost(self._busy(rounded, crossing))
         if kind is Kind.UPDATE:
             sizes = [buffer.data.numel() for buffer in writes]
-            # What has moments beside directions is AdamW's, which has a kernel.
+            # Beside matrices with directions (Muon's), AdamW updates the rest, by a kernel.
             directing = self._rule is not None and self._rule.directing
             numel = max(sizes, default=0) - (min(sizes, default=0) if directing else 0)
             launching = self.launching_updates(numel)
@@ -188,7 +189,7 @@ class CostModel:
             calls = max(1, done.calls) if kind is not Kind.OTHER else 0
             cost = self._cost(done, calls, crossing * max(1, calls))
             return Cost(*cost, result=result)
-        if kind is Kind.HEAD:  # what losses of a whole step compute is next to nothing
+        if kind is Kind.HEAD:  # a joint loss of all tokens computes next to nothing
             return Cost()
         if kind is Kind.PACK:
             packed = Work(touched_bytes=2 * sum(b.data.nbytes for b in writes), kernels=1)
@@ -196,10 +197,10 @@ class CostModel:
         return Cost(*self._cost(self._counted(work, (*reads, *writes)), 0, crossing))
 
     def _in_place(self, kind: Enum, work: Any, reads: Buffers, writes: Buffers) -> float:
-        """Seconds in which work, of one micro-batch, uses host memory where it rests.
+        """Seconds in which work of one micro-batch reads and writes host memory in place.
 
-        A backward has two products for each weight, and so has a head; of a kept graph it has one.
-        Of a table work reads as many rows as it writes elsewhere.
+        A forward has one product for each weight, a backward or a head two; the backward of a kept
+        graph has one. From a table, work reads as many bytes of rows as it writes elsewhere.
         """
         read, written = (
             sum(b.data.nbytes for b in buffers if kind_of(b.name) is Memory.IN_PLACE)
@@ -216,7 +217,7 @@ class CostModel:
         return (read + written) / (gbps * 1e9)
 
     def _counted(self, work: Callable[[], Any], buffers: Sequence[Buffer]) -> Work:
-        """Work that takes the same for the same buffers; it is run for the first ones."""
+        """The work of a function, which is the same for buffers of the same sizes: run once."""
         sizes = [buffer.data.numel() for buffer in buffers]
 
         def count() -> Work:
@@ -239,7 +240,7 @@ class CostModel:
         return max(self._busy(work), self._launching(work, 1))
 
     def _busy(self, work: Work, crossing: float = 0.0) -> float:
-        """Seconds of the device, if it never waits for a launch; products hide what is crossing."""
+        """Seconds of the device, if it never waits for a launch; `crossing` is behind products."""
         machine = self._machine
         products = work.product_flops + work.expert_flops / machine.experts
         return (
@@ -251,23 +252,24 @@ class CostModel:
         )
 
     def _exchanging(self, work: Work) -> float:
-        """Seconds of exchanges; the host waits for counts of rows before it launches the rest."""
+        """Seconds of exchanges; the host waits for counts of rows before half of the launches."""
         launches = work.kernels * _PER_KERNEL / 2 * self._machine.launch_seconds
         sent = work.exchanged_bytes * (1 - 1 / self._ranks[base.GATHER])
         return sent / self._link[base.GATHER] + launches
 
     def _launching(self, work: Work, calls: int) -> float:
-        puts = max(0, calls - 1) * self.puts * _PER_PUT  # of all but the one that is put there
+        # `put_seconds` counts the first micro-batch's pieces of work on streams.
+        puts = max(0, calls - 1) * self.puts * _PER_PUT
         launches = calls * _PER_UNIT + work.kernels * _PER_KERNEL + puts
         return launches * self._machine.launch_seconds
 
     def launching_updates(self, numel: float) -> float:
-        """Seconds in which updates of so many elements are launched; 0: the rule has a kernel."""
+        """Seconds to launch updates of `numel` elements; 0: the rule has a kernel."""
         launches = 0 if self._rule is None else self._rule.launches
         return numel / UPDATE_BLOCK * launches * _PER_OPERATION * self._machine.launch_seconds
 
     def slow_down(self, spans: Sequence[Span]) -> None:
-        """Take the rates of the next step from what ran at the same time in this one."""
+        """Set the next step's rates by the copies, updates and disk accesses that overlapped."""
         by_stream = {
             stream: [s for s in spans if s.stream == stream]
             for stream in (base.COPY_IN, base.COPY_OUT, base.UPDATE, *base.DISK_STREAMS)
@@ -284,7 +286,7 @@ class CostModel:
             )
             lost = _TAKEN_PER_BUS_BYTE * moved / busy[base.UPDATE]
             self._rate[base.UPDATE] = self._alone[base.UPDATE] - lost
-        # Sweeps read weights beside updates that read and write: each gets a third of the disk.
+        # Sweeps read weights beside updates, which read and write: each gets a third of the disk.
         for stream in base.DISK_STREAMS:
             weights = stream == base.DISK_WEIGHTS
             rivals = (base.DISK_IN, base.DISK_OUT) if weights else (base.DISK_WEIGHTS,)

@@ -1,7 +1,7 @@
-"""The cost of a model's parts at one shape of micro-batch.
+"""The works of a model's parts in rows of one length.
 
-It is read off the model's own code (forecast/measure.py) for a few shapes, and noted
-(forecast/notes.py); that of others follows.
+A few numbers of rows are measured on the model's own code (forecast/measure.py), and kept
+(forecast/notes.py); works of other numbers are computed from these.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ from megatrain.model.spec import ModelSpec
 if TYPE_CHECKING:
     from megatrain.forecast.measure import Measurer
 
-_CHUNKS_RUN = 3  # of a head: the logits of so many take more memory than what is of all tokens
-_ROWS = 2, 3  # that are run; a single row is a case of its own: others' copies are views of it
+_CHUNKS_RUN = 3  # of a head: so many chunks' logits take more memory than all tokens' hidden states
+_ROWS = 2, 3  # that are measured; one row differs: code copies several where it views a single one
 
 
 class TwoVisits(JointLoss):
@@ -48,9 +48,9 @@ def visited_twice(batch: Batch, loss: Loss) -> Batch:
 
 @dataclass
 class Group(MicroBatch):
-    """Micro-batches that are followed as one: all pass a layer before the next one, and are alike.
+    """Micro-batches of the same work that a forecast follows as one, each layer after the other.
 
-    A few groups show as well what overlaps: forecasts are the same within 1 %.
+    With a few groups a forecast is within 1 % of that with every micro-batch.
     """
 
     count: int = 1
@@ -62,7 +62,10 @@ def grouped(micro: MicroBatch) -> int:
 
 
 def groups(rows: int, micro_batch: int, cap: int | None, passes: int = 1) -> list[tuple[int, int]]:
-    """Micro-batches that each group stands for, and their rows; a group is of one pass."""
+    """The groups of a step: the number of micro-batches, and their rows, of each.
+
+    Args: `cap`: groups, at most, where no pass needs more; None: one for each micro-batch.
+    """
     num_full, odd = divmod(rows, micro_batch)
     last = [(1, odd)] if odd else []
     num_micro = num_full + len(last)
@@ -91,7 +94,7 @@ class Profile(Once):
         notes: Notes | None = None,
         owners: int = 1,
     ) -> None:
-        """Args: with `chunk_tokens`, layers are eager but for the parts that run in tiles.
+        """Args: with `chunk_tokens`, only the parts that run in tiles of tokens are compiled.
 
         `owners`: ranks that own the experts.
         """
@@ -105,7 +108,7 @@ class Profile(Once):
         self._key = self.dtype, self.tokens, self.compiled, chunk_tokens, owners, digest
         self._owners = owners
         kinds = [id(layer.kind) for layer in spec.layers]
-        self._first_visit = [kinds.index(kind) for kind in kinds]  # to a layer of the same kind
+        self._first_visit = [kinds.index(kind) for kind in kinds]  # the first layer of its kind
 
     @cached_property
     def _measurer(self) -> "Measurer":
@@ -115,7 +118,7 @@ class Profile(Once):
         return Measurer(self._notes.opened(), *choices)
 
     def distinct(self, rows: int) -> Tensor:
-        """The tokens that occur in a step of random ones, `[U]`: as many as on average."""
+        """The distinct tokens of a step of random tokens, `[U]`: as many as on average."""
 
         def draw() -> Tensor:
             config = self.spec.capture.model.config.get_text_config(decoder=True)
@@ -129,7 +132,7 @@ class Profile(Once):
         return self.once(("distinct", rows), draw)
 
     def batch(self, rows: int, micro_batch: int, cap: int | None = None, passes: int = 1) -> Batch:
-        """A step, whose tokens count by their number, of at most `most` groups of micro-batches."""
+        """A step's batch without token values, of at most `cap` groups of micro-batches."""
 
         def make() -> Batch:
             unique_U, micro = self.distinct(rows), list[MicroBatch]()
@@ -147,21 +150,21 @@ class Profile(Once):
         return self.once(("batch", rows, micro_batch, cap, passes), make)
 
     def with_all_rows(self, batch: Batch, rows: int, ranks: int) -> Batch:
-        """A rank's batch with the table's rows for the tokens of all ranks, in equal blocks."""
+        """A rank's batch with the embedding rows of all ranks' tokens, of which it owns a block."""
         unique_U = self.distinct(rows)
         block = -(-len(unique_U) // ranks)
-        filled = unique_U[-1].expand(block * ranks - len(unique_U))
-        return replace(batch, unique_U=torch.cat([unique_U, filled]), own=slice(block))
+        padding = unique_U[-1].expand(block * ranks - len(unique_U))
+        return replace(batch, unique_U=torch.cat([unique_U, padding]), own=slice(block))
 
     @property
     def media_bytes(self) -> int:
-        """Bytes on the device of a row's pixels and the like."""
+        """Bytes on the device of a row's pixels or sounds."""
         values = {} if self.media is None else self.media.tensors
         media = [value for name, value in values.items() if self.spec.capture.is_media(name)]
         return sum(as_computed(value[:0], self.dtype).itemsize * value.numel() for value in media)
 
     def media_work(self, rows: int) -> MediaWork:
-        """The work of images and sounds in a micro-batch, by that of one row and of two."""
+        """The work of images and sounds in a micro-batch, from that of one row and that of two."""
 
         def measured(rows: int) -> MediaWork:
             key = *self._key, "media", rows
@@ -170,6 +173,7 @@ class Profile(Once):
         return self.once(("media", rows), lambda: measured(1).of_rows(rows, measured(2)))
 
     def prologue(self, rows: int) -> Prologue:
+        """The results and arguments of what comes before the layers."""
         if self.media is not None:
             return self.media_work(rows).prologue
         return self._of_rows(Prologue, ("prologue",), rows, lambda n: self._measurer.prologue(n))
@@ -177,21 +181,21 @@ class Profile(Once):
     def _of_rows(
         self, kind: type[Value], part: tuple, rows: int, measure: Callable[[int], Value]
     ) -> Value:
-        """A part's work, measured with a few rows; that of others follows, as all is affine."""
+        """A part's work for `rows`: measured, or on the line through that of two and three rows."""
 
         def measured(rows: int) -> Value:
             return self._notes.noted(kind, (*self._key, *part, rows), lambda: measure(rows))
 
-        def followed() -> Value:
+        def extrapolated() -> Value:
             first, second = map(measured, _ROWS)
             if getattr(first, "structure", None) != getattr(second, "structure", None):
                 return measured(rows)
             return cast(Value, on_line(first, second, rows - _ROWS[0], 1))
 
-        return measured(rows) if rows in (1, *_ROWS) else self.once((*part, rows), followed)
+        return measured(rows) if rows in (1, *_ROWS) else self.once((*part, rows), extrapolated)
 
     def layer(self, visit: int, rows: int) -> LayerWork:
-        """The work of a layer, from that of its kind."""
+        """The work of a layer, which is that of the first layer of its kind."""
         visit = self._first_visit[visit]
 
         def measure() -> LayerWork:
@@ -214,6 +218,7 @@ class Profile(Once):
         return {ref: self.shape(ref, rows) for ref in refs}
 
     def shape(self, ref: Ref, rows: int) -> Shape:
+        """The shape of an activation of `rows` rows."""
         entering = dict(self.prologue(rows).results)
         if ref in entering:
             return entering[ref]
@@ -222,8 +227,8 @@ class Profile(Once):
     def head(self, rows: int, chunk: int, loss: Loss = CROSS_ENTROPY) -> Work:
         """The work of epilogue, logits, loss and their gradients, `chunk` tokens at a time.
 
-        That of one chunk of several rows, and of many, follows from a few runs: it is affine in
-        tokens and chunks; the peak of one is that of its weights or of its logits.
+        Few tokens and chunks are measured; the work of more is affine in both. The peak of a single
+        chunk is the largest of three lines, as its weights or its logits may decide it.
         """
         tokens = rows * self.tokens
 
@@ -242,7 +247,7 @@ class Profile(Once):
         half = chunk // 2
         lacking = chunks * chunk - tokens  # in the last chunk
         numbers = zip(run(2 * chunk), run(3 * chunk), run(2 * chunk + half), strict=True)
-        # A token of the last chunk counts as one of the third, of which a half was left out.
+        # A token that the last chunk lacks counts as those that half of the third chunk lacked.
         work = Work(
             *(
                 of_two
@@ -253,15 +258,15 @@ class Profile(Once):
         )
         if tokens // chunk <= _CHUNKS_RUN:
             return work
-        # All tokens may take more than a chunk's logits.
+        # The hidden states of all tokens may take more than a chunk's logits.
         return work._replace(peak_bytes=max(work.peak_bytes, self._hidden_bytes(rows, chunk)))
 
     def head_losses(self, rows: int, chunk: int, loss: Loss = TWO_VISITS) -> Work:
-        """The work of the visit that a loss of all tokens together needs first."""
+        """The work of the visit that computes token losses alone, as a joint loss needs first."""
         return self._head(rows, rows * self.tokens, chunk, loss, losses=True)
 
     def _hidden_bytes(self, rows: int, chunk: int) -> int:
-        """The peak of what comes before the projection, of all tokens."""
+        """The peak of what comes before the projection to logits, which runs on all tokens."""
 
         def peak(rows: int) -> int:
             h = {ref: self.shape(ref, rows) for ref in self.spec.epilogue_inputs}
@@ -280,14 +285,14 @@ class Profile(Once):
     def _head(
         self, rows: int, tokens: int, chunk: int, loss: Loss, *, losses: bool = False
     ) -> Work:
-        """The work of a head for so many tokens, in a single row or several."""
-        # A single row is a case of its own: what would be copied of several can be looked at.
-        # None is longer than those of a step, for which alone a model need have positions.
+        """The measured work of a head for `tokens` tokens, shaped as one row or as several."""
+        # One row stays one, as code views a single row where it copies several. No row is longer
+        # than those of a step: a model may have no more positions.
         least = max(min(rows, 2), -(-tokens // self.tokens))
         count = next(n for n in range(least, tokens + 1) if tokens % n == 0 or tokens < n + 1)
         sizes = count, tokens // count
 
-        def read(ref: Ref) -> Shape:
+        def resized(ref: Ref) -> Shape:
             of_rows = self.shape(ref, rows)
             if ref in self.spec.routed:  # routers' sums over tokens
                 return of_rows._replace(sizes=(1, *of_rows.sizes[1:]))
@@ -297,7 +302,7 @@ class Profile(Once):
 
         def measure() -> Work:
             refs = dict.fromkeys((*self.spec.epilogue_inputs, *self.spec.routed))
-            h = {ref: read(ref) for ref in refs}
+            h = {ref: resized(ref) for ref in refs}
             return self._measurer.head(losses, loss, sizes, chunk, h)
 
         named = type(loss).__name__, *sorted(vars(loss).items())
@@ -305,16 +310,16 @@ class Profile(Once):
         return self._notes.noted(Work, key, measure)
 
     def counted(self, key: tuple, make: Callable[[], Work]) -> Work:
-        """The work of this key, which is no model's."""
+        """The work of a key that depends on no part of the model; `make` measures it."""
         return self._notes.noted(Work, ("counted", *key), make)
 
     @property
     def drawn(self) -> int:
-        """Values that are drawn at once where weights are random."""
+        """The most values that are in memory at once when a model is randomly initialised."""
 
-        def most() -> int:
+        def count() -> int:
             from megatrain.model.init import most_drawn_at_once
 
             return most_drawn_at_once(self._notes.opened())
 
-        return self._notes.noted(int, ("drawn",), most)
+        return self._notes.noted(int, ("drawn",), count)

@@ -1,6 +1,6 @@
 """The forecast of a step: seconds by stream, device and host memory by part.
 
-It is the engine's own step, on a device that keeps time, for `auto` and for `megatrain plan`.
+For `auto` and `megatrain plan` the engine's own step runs on a device that only keeps time.
 """
 
 from collections import defaultdict
@@ -37,42 +37,41 @@ from megatrain.telemetry.timeline import Breakdown, Span, breakdown, critical_pa
 if TYPE_CHECKING:
     from megatrain.model.program import ModelProgram
 
-# Pieces of a tile, on its way from the device and to and from a disk: many more take long to
-# follow, and as long in the step.
+# A forecast moves a gradient in about so many pieces, and a tile to and from a disk. The engine's
+# real pieces are more, would take long to follow, and need as many seconds of the step.
 _PIECES, _DISK_PIECES = 3, 4
-_GROWTH = 8  # of a piece that is followed as one: it is rounded while the one before it leaves
+_GROWTH = 8  # a piece may be so many times the one before it, which leaves while it is rounded
 
-# Groups of micro-batches that are followed, where something of each leaves for the host or comes
-# back. Elsewhere one shows as much. For memory alone two do: they hold as much.
+# Groups of micro-batches that are followed if tensors of each leave for the host or come back; two
+# are enough for their memory. Where nothing leaves, one group gives the same seconds and bytes.
 _FOLLOWED, _FOLLOWED_FOR_MEMORY = 8, 2
-STEADY = 2  # steps: the first starts without updates, the second with those of the first
+STEADY = 2  # steps: the first runs without updates, the second beside those of the first
 _BOUNDS = (*base.DEVICE_STREAMS, UPDATE, *base.DISK_STREAMS)
 
-# What torch's allocator takes beyond what is in use, with expandable segments
-# (benchmarks/results/step-*.json): 60 to 150 MiB, here as a share of the driver's context (840 MiB
-# on an H200); of what waits from the forward to the backward 2.2 to 3.7 %, in five of six steps.
-# Of what is freed within a layer or the head, whose blocks come in many sizes, some 15 % of the
-# working set is left lying. It is given back where a limit is reached (32B in 24 GiB); in tiles,
-# which no limit was tried with, it counts as taken.
+# torch's allocator, with expandable segments, takes more than is in use (benchmarks/results/
+# step-*.json). 60 to 150 MiB, here as a share of the driver's context (840 MiB on an H200). 2.2 to
+# 3.7 %, in five of six steps, of what is kept from the forward to the backward. Some 15 % of the
+# working set of a layer or the head, whose freed blocks have many sizes: the allocator frees these
+# where a limit is reached (32B in 24 GiB); with tiles, not tried at a limit, they count as taken.
 _ALLOCATOR, _ALLOCATOR_WAITING, _ALLOCATOR_TORN = 60 / 840, 0.03, 0.15
 
-# Workspaces of cuBLAS, which torch takes from its own memory and keeps: 32 MiB on an H200 for each
-# thread that launches products, and there are two, the engine's and that of autograd's backward. As
-# a share of the driver's context, which is 840 MiB there: both are less on smaller GPUs.
+# cuBLAS's workspaces, which torch allocates and keeps: 32 MiB on an H200 for each of two threads
+# that launch products, the engine's and autograd's. Here they are a share of the driver's context,
+# which is 840 MiB there: both are less on smaller GPUs.
 _WORKSPACES = 64 / 840
 
 # Resident memory of a process beside all planes and buffers: Python, torch, CUDA's libraries, and
-# compiling. It is 1.8 to 4.0 GB in nine runs of 1.5B to 7B, whatever the size. Before it compiles
-# it has the second.
+# compiling. It was 1.8 to 4.0 GB in nine runs of 1.5B to 7B, whatever the size. The second number
+# holds before anything is compiled.
 PROCESS_BYTES, _EARLY_PROCESS_BYTES = 2_300_000_000, 1_100_000_000
 
 
 class ClockDevice(MetaDevice):
-    """Keeps time by `costs`.
+    """A device that runs nothing: it keeps time by the costs of the work put on its streams.
 
     Attributes:
-        spans: what ran when, in the order in which it was put on.
-        now: seconds at which the caller is.
+        spans: the work of all streams over time, in the order in which it was put on them.
+        now: the seconds that have passed for the calling thread.
     """
 
     def __init__(self, costs: CostModel) -> None:
@@ -87,7 +86,7 @@ class ClockDevice(MetaDevice):
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
         buffer = Buffer(name, self._costs.empty(name, numel, dtype))
-        # A caching allocator hands out memory that compute work put on before may still be using.
+        # A caching allocator hands out memory that earlier work on COMPUTE may still use.
         self.run(base.COMPUTE, f"allocate {name}", lambda: None, writes=[buffer])
         return buffer
 
@@ -104,16 +103,17 @@ class ClockDevice(MetaDevice):
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         name = f"{source.name} -> {to.name}"
-        room = to.data.numel()  # nothing is sliced: a large model's gradients go in many pieces
-        num_bytes = to.data.itemsize * (room if numel is None else min(numel, room))
+        capacity = to.data.numel()  # slicing would be slow for a large model's many pieces
+        num_bytes = to.data.itemsize * (capacity if numel is None else min(numel, capacity))
         self._pass(stream, name, Cost(self._costs.copy(stream, num_bytes), num_bytes=num_bytes))
 
     def _pass(self, stream: str, name: str, cost: Cost) -> None:
+        """Let the time of a piece of work pass on its stream and for the calling thread."""
         start = max(self._at[stream], self._at[CALLER])
         if stream not in base.HOST_STREAMS:
             self._at[CALLER] += self._costs.put_seconds + cost.launching
         if not cost.seconds:
-            return  # nothing was done: later work still waits for what this waited for
+            return  # no span: the stream's next work keeps the waits
         end = max(start + cost.seconds, self._at[CALLER])
         self._at[stream] = end
         if cost.blocking:
@@ -122,7 +122,7 @@ class ClockDevice(MetaDevice):
         self.spans.append(Span(stream, name, start, end, waits, cost.num_bytes))
 
     def record(self, stream: str) -> Any:
-        """The seconds at which all that was put there is done."""
+        """The seconds at which all work on the stream is done."""
         return max(self._at[stream], self._at[CALLER])
 
     def wait(self, stream: str, event: Any | None, why: str) -> None:
@@ -133,11 +133,12 @@ class ClockDevice(MetaDevice):
 
 @dataclass(frozen=True)
 class Forecast:
-    """One steady optimizer step, as it will be on a machine.
+    """The forecast of one steady optimizer step on a machine.
 
     Attributes:
         seconds: from one step's end to the next one's, while the updates of the first run.
-        parameters: distinct ones. computing: with a token, and of these those that are trained.
+        parameters: distinct ones, shared ones counted once.
+        computing: parameters that compute with each token, and the trained ones of these.
         spans: the work of each stream over time, from the step's begin (telemetry/timeline.py).
         bounds: seconds that each resource is busy; no schedule can be faster than the largest.
         device_bytes: at the step's peak, by part, such as `slots`, `kept weights`, `activations`,
@@ -171,7 +172,7 @@ class Forecast:
 
     @property
     def breakdown(self) -> Breakdown:
-        """The parts of the step's time: its spans, summed up."""
+        """The step's seconds by part."""
         return breakdown(self.spans, COMPUTE)
 
     @property
@@ -181,23 +182,24 @@ class Forecast:
 
     @property
     def binds(self) -> str:
+        """The resource that takes most of the critical path."""
         return next(iter(self.critical_path))
 
     @property
     def device_peak_bytes(self) -> int:
-        """Bytes that the process needs at most, the context included."""
+        """Bytes of device memory that the process needs at its peak, the context included."""
         return sum(self.device_bytes.values())
 
     @property
     def device_held_bytes(self) -> int:
-        """Bytes that the driver will show: torch keeps freed memory while there is room."""
+        """Bytes that the driver will report: torch keeps freed memory while there is room."""
         torn = 0 if self.placement.chunk_tokens else self.device_bytes.get(Place.WORKING_SET, 0)
         free = max(0, self.machine.device_memory_bytes - self.device_peak_bytes)
         return self.device_peak_bytes + min(free, int(_ALLOCATOR_TORN * torn))
 
     @property
     def host_peak_bytes(self) -> int:
-        """Resident memory of the whole process at most."""
+        """Bytes of resident memory of the whole process at its peak."""
         return sum(self.host_bytes.values())
 
     @property
@@ -232,12 +234,12 @@ def forecast(
     micro_batch: int,
     steps: int = STEADY,
 ) -> Forecast:
-    """One steady step of a model: the engine's own step, on a device that only keeps time.
+    """The forecast of one steady step, by the engine's own step on a device that only keeps time.
 
     Args:
-        measured: of the same model, compiled or not and in tiles as the placement says.
-        workload: its loss counts as cross entropy; a joint one visits the head twice.
-        steps: that are followed; one is enough where seconds do not matter.
+        measured: of the same model; compiled, and in tiles, as the placement is.
+        workload: its loss counts as cross entropy; with a joint loss the head is visited twice.
+        steps: that are followed; one is enough for memory alone.
 
     Raises NotForeseeable: what the model computes depends on its values.
     """
@@ -267,7 +269,7 @@ def forecast(
     )
     assert model.optimizer is not None
     parts = assembly.training(model.optimizer, 1.0 if workload.clip else None)
-    if joint and parts.passes > 1:  # as the engine takes such a step
+    if joint and parts.passes > 1:  # an engine takes a step of a joint loss in one pass
         parts = replace(parts.with_policies(assembly.policies(device=False)), passes=1)
     if measured.media is not None:
         parts = replace(parts, trunk=parts.encoded)
@@ -275,7 +277,7 @@ def forecast(
     if steps < STEADY:  # for memory alone: updates that wait take none on the device
         parts.update.finish = lambda sink: (0.0, 0.0)  # type: ignore[method-assign]
     spans, end = list[Span](), device.now
-    # Of updates beside which a disk reads weights the third step is the first to know.
+    # If sweeps read weights from a disk beside updates, only the third step has steady rates.
     for _ in range(steps + (steps >= STEADY and placement.disk_weights > 0)):
         costs.slow_down(spans)
         device.spans = [span for span in device.spans if span.end > end]
@@ -285,7 +287,7 @@ def forecast(
         spans = window(device.spans, begin, end)
     host = host_bytes(assembly.store, parts)
     planes_bytes = sum(host.get(f"host_{kind.value}_bytes", 0) for kind in PlaneKind)
-    # Rooms of graphs on the host are as if all groups were as large as the first.
+    # The host's memory for graphs was counted as if all groups were as large as the first.
     num_micro = sum(map(grouped, batch.micro))
     host["host_kept_bytes"] = (
         host["host_kept_bytes"] * num_micro // (costs.group * len(batch.micro))
@@ -311,7 +313,7 @@ def forecast(
 
 
 def _device_bytes(ledger: Ledger, machine: Machine, placement: Placement) -> dict[str, int]:
-    """Device bytes at the peak by place, with those of libraries, allocator and context."""
+    """Bytes of device memory at the peak by part: a ledger's, and libraries, allocator, context."""
     on_device = {place: num_bytes for place, num_bytes in ledger.peak_live.items() if num_bytes}
     context = machine.device_context_bytes
     waits = (Place.KEPT_GRAPHS, Place.KEPT_ATTENTION, Place.ACTIVATIONS)
@@ -323,9 +325,9 @@ def _device_bytes(ledger: Ledger, machine: Machine, placement: Placement) -> dic
 
 
 def _followed(placement: Placement, steps: int) -> int | None:
-    """Micro-batches, or groups of them, that are followed; None: all."""
+    """The most groups of micro-batches that a forecast follows; None: all micro-batches."""
     on_host = "host" in (placement.layer_inputs, placement.save_attention)
-    if not on_host and not placement.offload_activations:  # nothing of each leaves
+    if not on_host and not placement.offload_activations:
         return 1
     return _FOLLOWED if steps >= STEADY else _FOLLOWED_FOR_MEMORY
 
@@ -333,10 +335,10 @@ def _followed(placement: Placement, steps: int) -> int | None:
 def process_bytes(
     model: Model, machine: Machine, placement: Placement, measured: Profile, later: int
 ) -> int:
-    """Bytes of the process itself when it runs; or when weights arrive, if that is more.
+    """Bytes of the process beside planes and buffers: while it trains or, if more, while it loads.
 
-    Then `later` bytes are still to come. On their way to the planes are a layer or a table in fp32
-    (of what rests on the device a parameter twice more, a frozen one once), or one read.
+    While it loads, `later` bytes are not allocated yet. A layer or a table in fp32 is on its way to
+    the planes (and for the device another copy of a parameter, two if it is trained), or one read.
     """
     resident = [layout for layout in model.layouts if layout.name in placement.resident]
     parameters = [e for layout in resident for e in layout.entries]
@@ -350,7 +352,7 @@ def process_bytes(
 def assembled(
     device: Device, model: Model, placement: Placement, measured: Profile | None = None, **rest: Any
 ) -> Assembly:
-    """The assembly of a model whose units do not compute; `more`: as of `Assembly`."""
+    """An assembly for a forecast: its units do not compute. `rest`: arguments of `Assembly`."""
 
     def repeats(visit: int, batch: MicroBatch) -> bool:
         assert measured is not None
@@ -364,14 +366,14 @@ def assembled(
 
 
 class CoarseSink(Sink):
-    """Sends a gradient in a few pieces, through as much device memory."""
+    """Sends a gradient in fewer, larger pieces than a `Sink`, through as much device memory."""
 
     def _lane_numel(self, layer: int, lanes: int | None) -> int:
-        """All of a layer's pieces have lanes, which take as much as if there were more of them."""
+        """Elements of a lane: more than a `Sink`'s if all pieces of the largest layer have one."""
         return PIECE if lanes else max(PIECE, -(-align(layer, PIECE) // _PIECES))
 
     def _pieces(self, numel: int) -> Iterator[tuple[int, int]]:
-        """The first and the last, one for each lane, are as they are; others leave together."""
+        """Pieces as of a `Sink` at both ends, one for each lane; those between leave together."""
         size, in_lanes = self._piece, len(self._lanes) * self._piece
         start, stop = 0, min(size, numel)
         yield start, stop
@@ -386,7 +388,7 @@ class CoarseSink(Sink):
 
 
 class _CoarseDiskStaging(DiskStaging):
-    """Moves a tile in a few pieces, through as much host memory."""
+    """Moves a tile in fewer, larger pieces than `DiskStaging`, through as much host memory."""
 
     def __init__(self, device: Device, tiles: Sequence[Tile]) -> None:
         super().__init__(device, tiles)

@@ -1,4 +1,4 @@
-"""The size of a step: the one record of it for plans, benchmarks, runs and engines."""
+"""The size of a step: one record that plans, benchmarks, runs and engines share."""
 
 import hashlib
 from collections.abc import Mapping
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from megatrain.config import Config
 
 TOKENS, SEQUENCE_LENGTH = 96 * 1024, 1024
-"""Of a step and of its rows, where nobody says."""
+"""Defaults: the tokens of a step, and those of one of its rows."""
 
 LIMITS = ("device_memory", "host_memory", "disk_space")
 _USUAL_TOKENS = 16384  # of a micro-batch
-# The step's schedule is followed piece by piece; beyond, a step is planned as well by a part of it.
+# A plan follows a step piece by piece; that of a larger step is the same as that of a part of it.
 _MOST_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Replies that the model makes of prompts between steps, as `megatrain train` does for GRPO.
+    """Replies that the model generates between steps, as `megatrain train` does for GRPO.
 
     Attributes:
-        new_tokens: of a reply, at most; with its prompt it has a row's.
-        rows: made together, at most; None: all of a step.
-        reference: True if a second, frozen model computes log-probabilities of them.
+        new_tokens: of a reply, at most; a prompt with its reply fits into a row.
+        rows: replies that are generated together, at most; None: all of a step.
+        reference: True if a frozen reference model computes log-probabilities of the replies.
     """
 
     new_tokens: int
@@ -47,7 +47,7 @@ class Generation:
 
 @dataclass(frozen=True, eq=False)
 class Second:
-    """A frozen model that is streamed before each step: `name` is what plans call it by."""
+    """A frozen model that is streamed before each step; plans call it by its `name`."""
 
     name: str
     spec: ModelSpec
@@ -55,9 +55,9 @@ class Second:
 
 @dataclass(frozen=True, eq=False)
 class MediaRow:
-    """A row with images or sounds: `input_ids` `[1, T]`, and what its processor makes beside it.
+    """A row with images or sounds: `input_ids` `[1, T]`, and the processor's other tensors.
 
-    All tensors of rows are this one's, so many times along their first dimension.
+    Several rows have each tensor repeated along its first dimension.
     """
 
     tensors: Mapping[str, Tensor]
@@ -76,11 +76,14 @@ class MediaRow:
 
     @property
     def length(self) -> int:
-        """The number of its tokens."""
+        """The number of tokens in the row."""
         return self.tensors["input_ids"].shape[1]
 
     def of(self, rows: int, tokens: int) -> dict[str, Tensor]:
-        """So many rows, each filled to `tokens` with token 0. Raises InputError: it is longer."""
+        """The tensors of `rows` such rows, padded to `tokens` with token 0.
+
+        Raises InputError: the row is longer.
+        """
         length = self.length
         if length > tokens:
             raise InputError(
@@ -96,19 +99,20 @@ class MediaRow:
 
 @dataclass(frozen=True)
 class Workload:
-    """The size of a step, how it is computed, and what it may take.
+    """The size of a step, how it is computed, and the memory that it may take.
 
     Attributes:
-        micro_batch: rows of a micro-batch; None, as for `placement`: to be chosen.
-        clip: by the exact norm of all gradients, for which updates wait.
-        device_memory, host_memory: bytes that the process may take; None: all that is there.
-        disk_space: bytes that planes may take on a disk; None: what is free in `disk`.
-        ranks: cards that keep the model together, each with a step of this size.
-        hosts: times so many, each of which keeps the whole model.
-        sequence_ranks: cards that share every row; 1: each has rows of its own.
-        media: what every row has of images or sounds; None: nothing.
-        second: a model that is streamed before each step. For plans alone: in a run it is there
-            before the engine, which gets what is left.
+        micro_batch: rows of a micro-batch; None: the planner chooses, as it does a `placement`.
+        clip: True if updates wait for the norm of all gradients, by which they are clipped.
+        device_memory, host_memory: bytes that the process may take; None: all of the machine's.
+        disk_space: bytes that planes may take on a disk; None: all that is free in `disk`.
+        ranks: of one host, which share one copy of the model; each takes a step of this size.
+        hosts: hosts with `ranks` each, and with a copy of the model each.
+        may_own: True if each rank may own some of the experts.
+        sequence_ranks: ranks that share every row; 1: each rank has rows of its own.
+        media: the images or sounds that every row has; None: rows have none.
+        second: a model that is streamed before each step. For plans alone: in a run it is loaded
+            before the engine, which gets the memory that is left.
     """
 
     tokens_per_step: int = TOKENS
@@ -134,7 +138,7 @@ class Workload:
 
     @classmethod
     def of_run(cls, run: "Config") -> "Workload":
-        """That of a run file."""
+        """The workload of a run file."""
         training, engine, length = run.training, run.engine, run.data.sequence_length
         placement = engine.placement_value()
         sizes = {name: getattr(engine, name) for name in LIMITS}
@@ -161,7 +165,7 @@ class Workload:
 
     @property
     def computed(self) -> "Workload":
-        """This workload without limits and placement: all that forecasts depend on."""
+        """This workload without limits and placement: forecasts depend on nothing else of it."""
         compiled = self.compile if self.placement is None else self.placement.compile
         free: dict[str, Any] = dict.fromkeys(("placement", "disk", *LIMITS))
         return replace(self, compile=compiled, **free)
@@ -181,18 +185,18 @@ class Workload:
 
     @property
     def disk_bytes(self) -> int | None:
-        """Bytes that planes may take on a disk; None: none may. Raises InputError: no such disk."""
+        """Bytes that planes may take on a disk; None: no disk. Raises InputError: no such disk."""
         return self.disk_space if self.disk is None else disk_bytes(self.disk, self.disk_space)
 
     @property
     def all_ranks(self) -> int:
-        """Cards that take a step together."""
+        """The number of ranks, on all hosts, that take a step together."""
         return self.ranks * self.hosts
 
     def shared(self, ranks: int, hosts: int = 1) -> "Workload":
-        """One rank's part of it, where so many on each of so many hosts take a step together.
+        """One rank's part of the workload, where `ranks` on each of `hosts` take a step together.
 
-        What ranks that share rows exchange, and that attention is of the whole row, is not counted.
+        For ranks that share rows, exchanges and attention over the whole row are not counted.
         """
         all_ranks = ranks * hosts
         rows = -(-self.rows * self.sequence_ranks // all_ranks)
@@ -220,16 +224,16 @@ class Workload:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that layers are computed in."""
+        """The dtype that layers are computed in."""
         return torch.float32 if self.precision == "fp32" else torch.bfloat16
 
     @property
     def usual_micro_batch(self) -> int:
-        """Rows taken together where neither the user nor a forecast says how many."""
+        """Rows of a micro-batch where neither the user nor a forecast chooses their number."""
         return min(self.rows, self.micro_batch or usual_micro_batch(self.sequence_length))
 
     def check(self) -> None:
-        """Raises InputError: there is no such step, or it is too large to be planned."""
+        """Raises InputError: no step can have this size, or it is too large to be planned."""
         if self.sequence_length < 2:
             raise InputError(f"sequences of {self.sequence_length} tokens teach nothing; take 2")
         if self.tokens_per_step < self.sequence_length:
@@ -250,5 +254,5 @@ class Workload:
 
 
 def usual_micro_batch(sequence_length: int) -> int:
-    """Enough rows to keep a large GPU busy, and few enough for one layer on a small one."""
+    """Rows that keep a large GPU busy, and of which a small one can compute a layer."""
     return max(1, _USUAL_TOKENS // sequence_length)

@@ -1,7 +1,7 @@
-"""Measures this machine, reports its limits and faults, and saves the rates of predictions.
+"""Measures this machine, reports its limits and faults, and saves the rates for forecasts.
 
 Copies go through the device protocol, as those of the engine do. Shapes are those of a Qwen2.5-7B
-layer: M tokens, K in, N out; B rows, H heads, T tokens, D a head.
+layer: M tokens, K inputs, N outputs; B rows, H heads, T tokens, D values a head.
 """
 
 import logging
@@ -59,7 +59,7 @@ _DISK_SECONDS = 2.0  # for each of filling, writing, reading, and both at once
 
 @dataclass(frozen=True)
 class Measurement:
-    """One number about a machine; `why_not`: the reason why `value` is None."""
+    """A measured number; `why_not`: the reason why `value` is None."""
 
     name: str
     label: str
@@ -69,7 +69,7 @@ class Measurement:
 
 
 def attempt(name: str, label: str, unit: str, work: Callable[[], float]) -> Measurement:
-    """Measure by `work`; a failure costs this measurement only."""
+    """The measurement that `work` returns; if it fails, one without a value."""
     try:
         return Measurement(name, label, work(), unit)
     except Exception as error:  # drivers and libraries raise errors of any type
@@ -77,8 +77,10 @@ def attempt(name: str, label: str, unit: str, work: Callable[[], float]) -> Meas
 
 
 class Sizes(NamedTuple):
-    """The sizes of the work to measure, by precision: products `(M, K, N)` and their count in a
-    layer, and `(B, T)` of attention, of which the first that fits into memory is measured.
+    """The sizes of the work to measure.
+
+    By precision: `(M, K, N, count)` of a layer's products, and `(B, T)` of attention, of which the
+    first that fits into memory is measured.
     """
 
     copy_bytes: int = GIB
@@ -96,7 +98,7 @@ class Sizes(NamedTuple):
 
 
 def bus_measurements(device: Device, num_bytes: int) -> list[Measurement]:
-    """Copies between host and device each way, with pinned memory if the driver pins any."""
+    """The rates of copies to the device and back, with pinned memory if the driver pins any."""
     numel = num_bytes // 4
     on_device = device.empty("copies", numel, torch.float32)
     on_host = device.host("copies", numel, torch.float32, pinned=True)
@@ -117,7 +119,7 @@ def bus_measurements(device: Device, num_bytes: int) -> list[Measurement]:
 
 
 def compute_measurements(device: Device, sizes: Sizes, precision: Precision) -> list[Measurement]:
-    """A layer's matrix products, and attention forward and backward."""
+    """The rates of a layer's matrix products, and of attention forward and backward."""
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
 
     def products() -> float:
@@ -176,7 +178,7 @@ def _attention_tflops(
 
 
 def device_measurements(device: Device, sizes: Sizes) -> list[Measurement]:
-    """Matrix products and attention by precision, device memory, and launches."""
+    """The rates of products and attention by precision, of device memory, and of launches."""
 
     def memory() -> float:
         target, source = (
@@ -230,7 +232,7 @@ def device_seconds(device: Device, stream: str, work: Callable[[], Any]) -> floa
 
 
 def host_measurements(folder: Path) -> list[Measurement]:
-    """The optimizer's update, in a tenth of the free memory, and the disk of a folder."""
+    """The rates of the optimizer's update, in a tenth of the free memory, and of a disk."""
     threads = host.update_threads()
     label = f"AdamW on the host, {threads} thread{'s' if threads > 1 else ''}"
     num_bytes = min(4 * GIB, host.host_available_bytes() // 10)
@@ -238,9 +240,9 @@ def host_measurements(folder: Path) -> list[Measurement]:
     return [attempt("update_gparams", label, "Gparam/s", update), *disk_measurements(folder)]
 
 
-def update_gparams(threads: int, room_bytes: int) -> float:
-    """Billions of parameters a second through the update, split master and bf16 gradient."""
-    numel = min(int(room_bytes / optim.parameter_bytes(_RULE, _DTYPE)), 256 << 20)
+def update_gparams(threads: int, num_bytes: int) -> float:
+    """Billions of parameters a second that AdamW updates, with split masters and bf16 gradients."""
+    numel = min(int(num_bytes / optim.parameter_bytes(_RULE, _DTYPE)), 256 << 20)
     if numel < 1 << 20:
         raise DoesNotFit("too little host memory is free")
     planes = *optim.tile_planes(_RULE, _DTYPE), optim.gradient_plane(_DTYPE)
@@ -272,12 +274,12 @@ def disk_measurements(folder: Path, *, num_bytes: int = 2 * GIB) -> list[Measure
     def write(at: int) -> None:
         file().write(at, source)
 
-    def read(at: int) -> None:  # backwards, to stay clear of the blocks being written
+    def read(at: int) -> None:  # from the end, away from the blocks that are written meanwhile
         file().read(filled - _CHUNK - at, target)
 
     def gbps(*moves: Callable[[int], None]) -> float:
         nonlocal filled
-        # The first write of a block takes longer; steps write the same blocks again.
+        # The first write of a block takes longer, and is not measured: steps write blocks again.
         filled = filled or _moved(write, wanted)[0]
         with ThreadPoolExecutor(len(moves)) as threads:
             results = list(threads.map(lambda move: _moved(move, filled), moves))
@@ -295,10 +297,10 @@ def disk_measurements(folder: Path, *, num_bytes: int = 2 * GIB) -> list[Measure
     return measured
 
 
-def _moved(move: Callable[[int], None], most: int) -> tuple[int, float]:
-    """Bytes moved in at most `_DISK_SECONDS`, and the time that took."""
+def _moved(move: Callable[[int], None], limit: int) -> tuple[int, float]:
+    """Bytes that `move` moves within `_DISK_SECONDS`, up to a limit, and the seconds it takes."""
     moved, started = 0, time.perf_counter()
-    while moved < most and time.perf_counter() - started < _DISK_SECONDS:
+    while moved < limit and time.perf_counter() - started < _DISK_SECONDS:
         move(moved)
         moved += _CHUNK
     return moved, time.perf_counter() - started
@@ -331,22 +333,23 @@ class Facts:
 
 
 def collect(device: str, folder: Path) -> Facts:
-    """The facts about this machine and `folder`, where runs are written, or its existing parent."""
-    # A cgroup (version 2) allows `max 100000`, or microseconds in a period.
+    """The facts about this machine and the disk of `folder`, where runs are written."""
+    # A cgroup (version 2) has `max 100000` for no limit, or microseconds and their period.
     limits = [text.split() for text in host.cgroup_files("cpu.max")]
     cores = [int(cpu[0]) / int(cpu[1]) for cpu in limits if len(cpu) == 2 and cpu[0].isdigit()]
     huge_pages = ""
     with suppress(OSError):  # no Linux
         huge_pages = _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
-    place = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.is_dir())
-    free, quota = shutil.disk_usage(place).free, min(cores, default=None)
+    folders = (folder.resolve(), *folder.resolve().parents)
+    existing = next(path for path in folders if path.is_dir())
+    free, quota = shutil.disk_usage(existing).free, min(cores, default=None)
     gpu = find_gpu(device)
-    return Facts(str(place), free, quota, huge_pages or None, gpu, _untested(gpu))
+    return Facts(str(existing), free, quota, huge_pages or None, gpu, _untested(gpu))
 
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """A finding: one that is `wrong` costs speed or stops a run, another is only a note."""
+    """A finding and its remedy; a fault (`wrong`) costs speed or stops a run, others are notes."""
 
     wrong: bool
     what: str
@@ -354,7 +357,7 @@ class Diagnostic:
 
 
 def findings(facts: Facts, rates: Mapping[str, float | None]) -> list[Diagnostic]:
-    """All findings about a machine, faults first; `rates` are measurements by name."""
+    """The findings about a machine, faults first; `rates` are measurements by name."""
     gpu = [] if facts.gpu is None else _of_gpu(facts, facts.gpu, rates)
     diagnostics = [Diagnostic(True, why, remedy) for why, remedy in (*_of_host(facts), *gpu)]
     if facts.gpu is None:
@@ -371,7 +374,7 @@ def findings(facts: Facts, rates: Mapping[str, float | None]) -> list[Diagnostic
 
 
 def _untested(gpu: Gpu | None) -> str | None:
-    """The part of this machine on which nobody has run MegaTrain, as far as we know."""
+    """The part of this machine with which MegaTrain is untested; None: it is tested."""
     listed = gpu and by_driver_name(gpu.name)
     parts = {
         "a GPU that shares the host's memory": listed and listed.shared,
@@ -379,10 +382,11 @@ def _untested(gpu: Gpu | None) -> str | None:
         "Apple's machines and their GPU (device mps)": sys.platform == "darwin",
         "WSL2, which pins little memory": "microsoft" in platform.release().lower(),
     }
-    return next((name for name, is_so in parts.items() if is_so), None)
+    return next((name for name, present in parts.items() if present), None)
 
 
 def _of_host(facts: Facts) -> Iterator[tuple[str, str]]:
+    """The faults of the host, each with its remedy."""
     cores = min(facts.cores, facts.quota_cores or facts.cores)
     hide = "take more tokens a step, behind which updates hide"
     if cores < facts.cores:
@@ -421,6 +425,7 @@ def _of_host(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _of_gpu(facts: Facts, gpu: Gpu, rates: Mapping[str, float | None]) -> Iterator[tuple[str, str]]:
+    """The faults of the GPU and its link, each with its remedy."""
     if not facts.compiles:
         yield (
             "no Triton or no C compiler, so layers stay eager and no tile rests on the GPU",
@@ -451,7 +456,7 @@ def _of_gpu(facts: Facts, gpu: Gpu, rates: Mapping[str, float | None]) -> Iterat
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of `megatrain doctor`; `machines` are by precision, `kept` is their file."""
+    """The result of `megatrain doctor`; `kept` is the file of the `machines`, one by precision."""
 
     facts: Facts
     measurements: list[Measurement]
@@ -463,7 +468,7 @@ class Diagnosis:
 
 
 def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diagnosis:
-    """Measure this machine with the GPU called `device_name` (`auto`, `cpu`, `cuda:N`, `mps`).
+    """Measure this machine, with the GPU that `device_name` names (`auto`, `cpu`, `cuda:N`, `mps`).
 
     Writes and removes a file of at most 2 GiB in `folder`. Raises InputError: no such device.
     """
@@ -487,7 +492,7 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
         log.info("measuring the bus, matrix products and attention")
         measured += bus_measurements(device, sizes.copy_bytes)
         measured += device_measurements(device, sizes)
-        after = find_gpu(device_name)  # clocks and links of a GPU that was idle would read too low
+        after = find_gpu(device_name)  # an idle GPU would report clocks and links that are too low
         facts = replace(facts, gpu=after or facts.gpu)
 
         def context() -> float:
@@ -524,9 +529,8 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
 def machine_of(
     facts: Facts, rates: Mapping[str, float | None], precision: str, device_memory: int
 ) -> Machine:
-    """The machine for predictions. Raises KeyError with the name of a missing rate."""
+    """The machine for forecasts. Raises KeyError with the name of a missing rate."""
     assert facts.gpu is not None
-
     measured = {name: value for name, value in rates.items() if value is not None}
     kind = "pinned" if "to_device_pinned_gbps" in rates else "pageable"
     return Machine(

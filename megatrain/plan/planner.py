@@ -1,7 +1,7 @@
-"""The plan of a run: if it fits, its memory and time, its bottleneck, and remedies.
+"""The plan of a run: its memory, time and bottleneck, and remedies if it does not fit.
 
-A remedy is another workload than the one asked for, or another machine, with a forecast that fits:
-changes alone and together, each planned anew, the cheapest first.
+A remedy is a changed workload, or another machine, with a forecast that fits. Changes are tried
+alone and together, the cheapest first.
 """
 
 import logging
@@ -45,18 +45,18 @@ _A_DISK_WOULD_DO = (
     "how much; engine.disk: FOLDER in a run file)"
 )
 SHOWN = 3
-_TRIED = 2  # full plans of likely remedies; one that does not fit takes long
+_TRIED = 2  # full plans of likely remedies: one that does not fit after all takes long to find out
 _SHORTEST = 256  # tokens of a row
 
-# Changes by which a workload needs less, from the cheapest to the dearest.
+# Changes with which a workload needs less memory, from the cheapest to the dearest.
 _CHANGES = (
     *("one row", "auto", "bf16", "fewer tokens", "int8 moments", "no clipping", "shorter rows"),
 )
-Fitting = Iterator[tuple[Workload, Forecast]]  # workloads that fit, on the forecast's machine
+Fitting = Iterator[tuple[Workload, Forecast]]  # workloads that fit the machine of their forecast
 
 
 class Planner:
-    """Forecasts of one model, for chosen or given placements; none is computed twice."""
+    """Forecasts of one model, for a workload's placement or the best one; each is computed once."""
 
     def __init__(self, spec: ModelSpec, notes: Notes | None = None) -> None:
         self._forecasts = ForecastCache(spec, notes)
@@ -64,7 +64,7 @@ class Planner:
     def fitting(
         self, machine: Machine, workload: Workload, *, thorough: bool = True
     ) -> Forecast | None:
-        """The fastest forecast that fits; None: none does. If not `thorough`, it stops early."""
+        """The fastest forecast that fits; None: none does. If not `thorough`, the first one."""
         if not self.could_fit(machine, workload):
             return None
         if workload.placement is not None:
@@ -75,7 +75,7 @@ class Planner:
         return None
 
     def least(self, machine: Machine, workload: Workload) -> Forecast:
-        """The forecast that lacks least memory, on a machine with that memory added."""
+        """The forecast that lacks least memory, on a machine enlarged to hold it."""
         if workload.placement is None:
             return least(self._forecasts, machine, workload.computed)
         forecast = self._placed(machine, workload)
@@ -87,12 +87,13 @@ class Planner:
         return replace(forecast, machine=enlarged)
 
     def could_fit(self, machine: Machine, workload: Workload) -> bool:
-        """True if a placement likely fits; far quicker than to find the fastest one."""
+        """True if a placement likely fits; far quicker than `fitting`."""
         if workload.placement is None:
             return could_fit(self._forecasts, machine, workload.computed)
         return fits(self._placed(machine, workload), machine)
 
     def _placed(self, machine: Machine, workload: Workload) -> Forecast:
+        """The forecast of the workload's own placement."""
         assert workload.placement is not None
         rows = workload.usual_micro_batch
         return self._forecasts.of(machine, workload.placement, workload.computed, rows)
@@ -100,14 +101,14 @@ class Planner:
 
 def fits(forecast: Forecast, machine: Machine) -> bool:
     """True if a step takes no more memory than the machine has."""
-    on_device = forecast.device_peak_bytes - machine.device_memory_bytes
-    on_host = forecast.host_peak_bytes - machine.host_memory_bytes
-    return (on_device + on_host if machine.one_memory else max(on_device, on_host)) <= 0
+    device_lacks = forecast.device_peak_bytes - machine.device_memory_bytes
+    host_lacks = forecast.host_peak_bytes - machine.host_memory_bytes
+    return (device_lacks + host_lacks if machine.one_memory else max(device_lacks, host_lacks)) <= 0
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """The workload `new` instead of `asked` on `machine`; the forecast has the machine it needs."""
+    """The workload `new` in place of `asked` on `machine`; `forecast.machine` is what it needs."""
 
     asked: Workload
     machine: Machine
@@ -137,10 +138,10 @@ class Remedy:
         batch = {"training.batch_size": new.rows // lines}
         if old.micro_batch != new.micro_batch:
             rows = "one row" if new.micro_batch == 1 else f"{new.micro_batch} rows"
-            free = new.micro_batch is None
-            words = "leave micro-batches to MegaTrain" if free else f"take micro-batches of {rows}"
-            size_of_run = new.micro_batch and new.micro_batch // lines
-            yield words, {"training.micro_batch_size": size_of_run}
+            words = f"take micro-batches of {rows}"
+            if new.micro_batch is None:
+                words = "leave micro-batches to MegaTrain"
+            yield words, {"training.micro_batch_size": new.micro_batch and new.micro_batch // lines}
         if old.placement != new.placement:
             yield "leave the placement to MegaTrain", {"engine.placement": "auto"}
         if old.precision != new.precision:
@@ -174,10 +175,11 @@ class Remedy:
 def remedies(
     plans: Planner, machine: Machine, asked: Workload, least: Forecast, *, must_clip: bool = False
 ) -> list[Remedy]:
-    """At most three remedies that fit, those with the least hardware first.
+    """At most three remedies that fit, those that need least hardware first.
 
-    Args: `least`: the forecast that lacks least memory, with that memory added; with `must_clip`
-        clipping stays on, as the run refuses steps by their gradient norm.
+    Args:
+        least: the forecast that lacks least memory, on a machine enlarged to hold it.
+        must_clip: keep clipping on, as the run refuses steps by their gradient norm.
     """
     changes = [change for change in _CHANGES if not (must_clip and change == "no clipping")]
     fitting = islice(_fitting(plans, machine, asked, least, changes), SHOWN)
@@ -192,40 +194,40 @@ def remedies(
 
 
 def compute_bound_tokens(bounds: Mapping[str, float], tokens: int, sequence_length: int) -> int:
-    """Tokens a step, in whole rows, from which on arithmetic takes longest."""
+    """The fewest tokens a step, in whole rows, with which arithmetic takes longest."""
     longest = max((seconds for name, seconds in bounds.items() if name != COMPUTE), default=0.0)
-    needed = tokens * longest / bounds[COMPUTE]
-    return max(1, math.ceil(needed / sequence_length)) * sequence_length
+    least_tokens = tokens * longest / bounds[COMPUTE]
+    return max(1, math.ceil(least_tokens / sequence_length)) * sequence_length
 
 
 def _fitting(
     plans: Planner, machine: Machine, asked: Workload, least: Forecast, changes: Sequence[str]
 ) -> Fitting:
     """Workloads that fit: by one change, several together, more memory, or another GPU."""
-    helpless = []
+    insufficient = []  # changes that do not suffice alone
     for change in changes:
-        alone = [*_changed(plans, machine, asked, [change])]
-        helpless += [] if alone else [change]
-        yield from alone
-    yield from _changed(plans, machine, asked, helpless)
-    device, host = _room(machine, least.machine)
+        by_change = [*_changed(plans, machine, asked, [change])]
+        insufficient += [] if by_change else [change]
+        yield from by_change
+    yield from _changed(plans, machine, asked, insufficient)
+    device, host = _limits_for(machine, least.machine)
     if machine.one_memory:
         if _whole(least.machine) * GIB <= _sold(machine):
             yield asked, least
-    elif device <= max(machine.device_memory_bytes, _sold(machine)):  # such a card has so much
+    elif device <= max(machine.device_memory_bytes, _sold(machine)):  # this GPU has the memory
         larger = replace(machine, device_memory_bytes=device, host_memory_bytes=host)
         yield asked, replace(least, machine=larger)
     yield from _on_a_larger_gpu(plans, machine, asked, least)
 
 
 def _changed(plans: Planner, machine: Machine, asked: Workload, changes: Sequence[str]) -> Fitting:
-    """The workload with the least of some changes that fits."""
+    """The least changed workload that fits, by these changes; nothing if none does."""
     failed = [asked]
 
-    def could(new: Workload) -> bool:
+    def could_fit(new: Workload) -> bool:
         return new not in failed and plans.could_fit(machine, new)
 
-    while len(failed) <= _TRIED and (new := _mildest(could, asked, changes)) is not None:
+    while len(failed) <= _TRIED and (new := _mildest(could_fit, asked, changes)) is not None:
         if (forecast := plans.fitting(machine, new, thorough=False)) is not None:
             yield new, forecast
             return
@@ -233,27 +235,27 @@ def _changed(plans: Planner, machine: Machine, asked: Workload, changes: Sequenc
 
 
 def _mildest(
-    could: Callable[[Workload], bool], asked: Workload, changes: Sequence[str]
+    could_fit: Callable[[Workload], bool], asked: Workload, changes: Sequence[str]
 ) -> Workload | None:
-    """The workload with the least of some changes that fits; cheap changes go first."""
+    """The least changed workload that could fit; it changes by the dear `changes` least of all."""
 
-    def could_with(level: Workload, cheaper: Sequence[str]) -> bool:
+    def fits_with_most_of(cheaper: Sequence[str], level: Workload) -> bool:
         for change in cheaper:
             level = [level, *_levels(change, level)][-1]
-        return could(level)
+        return could_fit(level)
 
-    if not changes or not could_with(asked, changes):
+    if not changes or not fits_with_most_of(changes, asked):
         return None
     for number in reversed(range(len(changes))):
-        # The last fits, as do all after one that fits.
+        # The last level fits, and so does each level after one that fits.
         levels = [asked, *_levels(changes[number], asked)]
-        key = partial(could_with, cheaper=changes[:number])
+        key = partial(fits_with_most_of, changes[:number])
         asked = levels[bisect_left(levels, True, hi=len(levels) - 1, key=key)]
     return asked
 
 
-def _room(machine: Machine, needed: Machine) -> tuple[int, int]:
-    """Bytes of device and host: as they are, or a little more than the forecast needs."""
+def _limits_for(machine: Machine, needed: Machine) -> tuple[int, int]:
+    """Bytes of device and host: the machine's where they suffice, else rounded up from `needed`."""
     device, host = needed.device_memory_bytes, needed.host_memory_bytes
     return (
         device if device == machine.device_memory_bytes else align(10 * device, GIB) // 10,
@@ -262,25 +264,26 @@ def _room(machine: Machine, needed: Machine) -> tuple[int, int]:
 
 
 def _whole(machine: Machine) -> int:
-    """GiB of one memory of which work may take so much as this machine has."""
+    """GiB of memory with which a machine of one memory is sold, if work may use these bytes."""
     gpu = _listed(machine)
     return math.ceil(machine.both_bytes / GIB / (1 if gpu is None else gpu.shared))
 
 
 def _listed(machine: Machine) -> KnownGpu | None:
-    name = machine.name.partition(",")[0]  # a driver's, or M4 Max, say, which no driver tells
+    """The machine's GPU in our list, by its name there (M4 Max, say) or the driver's."""
+    name = machine.name.partition(",")[0]
     return next((gpu for gpu in known_gpus() if gpu.name == name), by_driver_name(name))
 
 
 def _sold(machine: Machine) -> float:
-    """Most bytes with which this GPU is sold; an unknown one may have any number."""
+    """The most bytes with which this GPU is sold; infinite if the GPU is unknown."""
     gpu = _listed(machine)
     return math.inf if gpu is None else gpu.memory_gib * GIB
 
 
 def _on_a_larger_gpu(plans: Planner, machine: Machine, asked: Workload, least: Forecast) -> Fitting:
-    """The smallest GPU with which the run fits; planes may rest there instead of on the host."""
-    device, host = _room(machine, least.machine)
+    """The workload on the smallest GPU with which it fits; planes of the host may rest there."""
+    device, host = _limits_for(machine, least.machine)
     if device == machine.device_memory_bytes:
         lacking = least.machine.host_memory_bytes - machine.host_memory_bytes
         device, host = device + lacking, machine.host_memory_bytes
@@ -296,7 +299,7 @@ def _on_a_larger_gpu(plans: Planner, machine: Machine, asked: Workload, least: F
 
 
 def _levels(change: str, asked: Workload) -> list[Workload]:
-    """Workloads that need less by a change, from the mildest on."""
+    """Workloads that need ever less by a change, the mildest first."""
     placement, lines = asked.placement, getattr(asked.loss, "lines", 1)
     changed: list[Workload] = []
     if change == "one row" and placement is not None and asked.micro_batch not in (None, lines):
@@ -322,9 +325,9 @@ def _levels(change: str, asked: Workload) -> list[Workload]:
     return [workload for workload in changed if workload != asked]
 
 
-def _halves(most: int, least: int) -> Iterator[int]:
-    while (most := most // 2) >= least:
-        yield most
+def _halves(number: int, least: int) -> Iterator[int]:
+    while (number := number // 2) >= least:
+        yield number
 
 
 @dataclass(frozen=True)
@@ -333,9 +336,10 @@ class TileBytes:
 
     Attributes:
         name: `layer 2`, `layer 2 ... layer 27`, or `9 of layer 2 ... layer 27`.
+        parameters: of one tile.
+        planes: bytes of one tile by plane; gradients that share memory (no clipping) do not count.
         disk: planes that rest on the disk instead of `tier`.
         written: bytes that an update of one tile writes to the disk.
-        parameters, planes: of one tile. Gradients that share room (no clipping) do not count.
     """
 
     name: str
@@ -358,12 +362,13 @@ class TileBytes:
 
 @dataclass(frozen=True)
 class Plan:
-    """The needs of a workload on a machine.
+    """The plan of a workload on a machine.
 
     Attributes:
         machine: its memory is the most that the process may take.
-        forecast: as asked; if it does not fit, on a machine with just enough memory.
+        forecast: of the workload; if it does not fit, on a machine with just enough memory.
         compute_bound_tokens: tokens a step from which on the GPU's arithmetic is the bottleneck.
+        total_tokens: of the run, if known.
         several, disk: `several_gpus` and `disk_use` of the step.
     """
 
@@ -381,10 +386,10 @@ class Plan:
 
     @property
     def missing_device_bytes(self) -> int:
-        """Of one memory, all that is missing."""
+        """Device memory that the machine lacks; for one with a single memory, all that it lacks."""
         place = "both_bytes" if self.machine.one_memory else "device_memory_bytes"
-        needed, now = (getattr(m, place) for m in (self.forecast.machine, self.machine))
-        return 0 if self.fits else needed - now
+        needed, present = (getattr(m, place) for m in (self.forecast.machine, self.machine))
+        return 0 if self.fits else needed - present
 
     @property
     def missing_host_bytes(self) -> int:
@@ -393,7 +398,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """The rate of the run, by all GPUs."""
+        """The rate of the run, of all GPUs together."""
         if self.several:
             return float(self.several["tokens_per_second"])
         return self.forecast.tokens_per_second
@@ -432,7 +437,7 @@ def make_plan(
     warnings: Sequence[str] = (),
     notes: Notes | None = None,
 ) -> Plan:
-    """Plan a run on `gpus` of a host; with `must_clip` no remedy may switch clipping off."""
+    """Plan a run on `gpus` of a host; with `must_clip` no remedy switches clipping off."""
     plans = Planner(spec, notes)
     warnings = list(warnings)
     _log.log(PASSING, "looking for the fastest way that fits...")
@@ -447,9 +452,9 @@ def make_plan(
     if disk is not None and machine.disk_read_gbps is None:
         warnings.append(_NO_DISK_RATES)
     lacks_host = forecast.machine.host_memory_bytes > machine.host_memory_bytes
-    free = workload.placement is None and not machine.disk_space_bytes
-    on_disk = replace(machine, disk_space_bytes=1 << 60)
-    if not fits and lacks_host and free and plans.could_fit(on_disk, workload):
+    may_suggest_disk = workload.placement is None and not machine.disk_space_bytes
+    with_disk = replace(machine, disk_space_bytes=1 << 60)
+    if not fits and lacks_host and may_suggest_disk and plans.could_fit(with_disk, workload):
         warnings.append(_A_DISK_WOULD_DO)
     several = several_gpus(plans, machine, workload, gpus) if gpus > 1 else None
     if gpus > 1 and several is None:
@@ -476,13 +481,13 @@ def make_plan(
 def several_gpus(
     plans: Planner, machine: Machine, workload: Workload, gpus: int
 ) -> dict[str, Any] | None:
-    """The same step, split among `gpus` of one host, from the view of one rank.
+    """The forecast of the same step split among `gpus` of one host; None: it does not fit.
 
     An unknown link between GPUs counts as half of a GPU's bus. `device_bytes` are of one GPU,
-    `host_bytes` of all processes. None: it does not fit.
+    `host_bytes` of all processes.
     """
-    share = machine.shared(gpus, machine.link_gbps)
-    forecast = plans.fitting(share, workload.shared(gpus))
+    machine_of_rank = machine.shared(gpus, machine.link_gbps)
+    forecast = plans.fitting(machine_of_rank, workload.shared(gpus))
     if forecast is None:
         return None
     return {
@@ -496,7 +501,7 @@ def several_gpus(
 
 
 def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> list[TileBytes]:
-    """All tiles of a training run, equal layers together."""
+    """The tiles of a training run; equal layers that rest in the same place are one entry."""
     layouts = Model(spec, workload.rule, precision=workload.precision).layouts
     lasting, gradient = tile_planes(workload.rule, workload.dtype), gradient_plane(workload.dtype)
     groups: dict[tuple, list[int]] = {}
@@ -520,10 +525,10 @@ def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> lis
     for (_, rests, planes, written), indices in groups.items():
         first, last, count = layouts[indices[0]], layouts[indices[-1]], len(indices)
         name = " ... ".join(dict.fromkeys((first.name, last.name)))
-        is_row = count == indices[-1] - indices[0] + 1
+        consecutive = count == indices[-1] - indices[0] + 1
         tiles.append(
             TileBytes(
-                name=name if is_row else f"{count} of {name}",
+                name=name if consecutive else f"{count} of {name}",
                 count=count,
                 parameters=first.num_parameters,
                 tier="device" if rests.weights is Tier.DEVICE else "host",
@@ -547,7 +552,7 @@ def by_tier(tiles: Sequence[TileBytes]) -> dict[str, dict[str, int]]:
 
 
 def disk_use(tiles: Sequence[TileBytes], seconds: float, passes: int = 1) -> dict[str, Any] | None:
-    """A disk's use by a step of `seconds`; None: nothing rests on one. Sweeps read the weights."""
+    """The disk traffic of a step of `seconds`; None: no planes rest on a disk."""
     on_disk, written = by_tier(tiles)["disk"], sum(tile.count * tile.written for tile in tiles)
     if not (num_bytes := sum(on_disk.values())):
         return None
