@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import Cache, PreTrainedModel
 
+from megatrain.compat import peft
 from megatrain.compat.torch import has_gradient_hooks, pytree
 from megatrain.compat.transformers import takes_grouped_products, without_atomic_sums
 from megatrain.errors import Unsupported, explained
@@ -76,8 +77,18 @@ def spec(model: PreTrainedModel, *, trained: bool = True) -> ModelSpec:
 def _refuse_broken(model: PreTrainedModel) -> None:
     weights = {name: zero_pages(p.shape) for name, p in model.named_parameters()}
     problem, remedy = f"{type(model).__name__} cannot be run on text", "check its configuration"
-    if adapted(model) is not None:
-        remedy += ", and name modules that do more (routers, o_a_proj) in exclude_modules"
+    if type(model).forward is nn.Module.forward:
+        parts = [name for name, m in model.named_children() if type(m).forward != nn.Module.forward]
+        raise Unsupported(
+            f"{type(model).__name__} has no forward of its own; train one of its parts "
+            f"({', '.join(parts)}), saved as a model"
+        )
+    wrapped = {n: peft.inner(m) for n, m in peft.wrappers(model)} if adapted(model) else {}
+    linear = {n: type(m) for n, m in wrapped.items() if isinstance(m, nn.Linear)}
+    wider = {n.rpartition(".")[2] for n, cls in linear.items() if cls.forward != nn.Linear.forward}
+    if wider:
+        names = ", ".join(sorted(wider))
+        remedy = f"adapters stand for plain linear layers: name others ({names}) in exclude_modules"
     with (
         explained(problem, remedy, into=Unsupported),
         torch.no_grad(),

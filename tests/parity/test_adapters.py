@@ -409,7 +409,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "weight of model.layers.0.mamba.dt_proj without calling": (
         lambda: tiny_model("jamba"), {"adapter": {"target_modules": ["dt_proj"]}},
     ),
-    "do more .routers, o_a_proj. in exclude_modules": (
+    "stand for plain linear layers: name others .router. in exclude_modules": (
         lambda: tiny_model("phimoe"), {"adapter": {"target_modules": "all-linear"}},
     ),
     "lora_dropout": (

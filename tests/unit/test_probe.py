@@ -12,6 +12,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen2_5OmniConfig,
+    Qwen2_5OmniForConditionalGeneration,
 )
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -21,7 +23,7 @@ from megatrain.errors import Unsupported
 from megatrain.model.build import loaded_types
 from megatrain.model.probe import spec
 from megatrain.model.rebuilt import emptied
-from tests.families.tiny import tiny_model
+from tests.families.tiny import tiny_model, tiny_multimodal
 from tests.parity.cases import SIZES, llama, make_batches, make_engine
 from tests.refusals import refused
 
@@ -122,7 +124,15 @@ def changing(change):
     return with_layer(Normed)
 
 
+def whole_omni():
+    """A model that thinks and speaks; `generate` calls its parts, and nothing calls the whole."""
+    parts = {"thinker_config": tiny_multimodal("qwen2_5_omni_thinker").config.to_dict()}
+    config = Qwen2_5OmniConfig(**parts, enable_audio_output=False)
+    return Qwen2_5OmniForConditionalGeneration(config)
+
+
 REFUSALS = {
+    "has no forward of its own; train one of its parts .thinker., saved as": whole_omni,
     "layers.1, its forward calls Reversed, a torch.autograd": lambda: before_layer(Reversed.apply),
     "hook of an activation's gradient between layers": lambda: before_layer(hooked),
     "layers.1 is called under torch.no_grad": lambda: with_layer(WithoutGradients),
