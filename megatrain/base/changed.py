@@ -1,4 +1,4 @@
-"""Attributes that have other values for a while."""
+"""A context in which attributes have other values."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 @contextmanager
 def changed(objects: Iterable[Any], **values: Any) -> Iterator[None]:
-    """Within this context these attributes, of the objects that have them, have other values."""
+    """Within this context set attributes to `values`, on the objects that have them."""
     saved = [(o, name, getattr(o, name)) for o in objects for name in values if hasattr(o, name)]
     try:
         for changing, name, _ in saved:

@@ -1,4 +1,4 @@
-"""JSON and YAML that need not be honest: bounded in size and nesting, plain data, each key once."""
+"""Reads untrusted JSON and YAML: bounded in size and nesting, plain data, each key once."""
 
 import json
 import re
@@ -26,12 +26,12 @@ Pairs = list[tuple[str, Any]]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a regular file. Raises InputError: unreadable, too large, or no object."""
+    """Read a JSON object from a plain file. Raises InputError: unreadable, too large, no object."""
     return parse_object(_read(path, MAX_JSON_BYTES, regular=True), path)
 
 
 def parse_object(text: bytes, what: str | Path) -> dict[str, Any]:
-    """A JSON object with keys of at most `MAX_NAME_LENGTH` characters; `what` is for the message.
+    """Parse a JSON object with keys of at most `MAX_NAME_LENGTH` characters; messages name `what`.
 
     Raises InputError: not JSON, nested too deeply, a key twice or too long, or not an object.
     """
@@ -43,7 +43,7 @@ def parse_object(text: bytes, what: str | Path) -> dict[str, Any]:
 
 
 def each_key_once(pairs: Pairs) -> dict[str, Any]:
-    """A JSON object from its keys and values. Raises ValueError: a key is there twice."""
+    """Make a JSON object of its keys and values. Raises ValueError: a key is there twice."""
     content = dict(pairs)
     if len(content) != len(pairs):
         twice = next(key for key, n in Counter(key for key, _ in pairs).items() if n > 1)
@@ -60,7 +60,7 @@ def _short_keys(pairs: Pairs) -> dict[str, Any]:
 def parse_json(
     text: str | bytes, as_object: Callable[[Pairs], dict[str, Any]] = each_key_once
 ) -> Any:
-    """The value of one JSON text (UTF-8).
+    """Parse one JSON text (UTF-8).
 
     Raises ValueError: not UTF-8, not JSON, nested too deeply, a key twice, a number without end.
     """
@@ -77,7 +77,7 @@ def json_crc32(content: dict[str, Any]) -> int:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML mapping, maybe from a pipe. Raises InputError: none, too large, or refused."""
+    """Read a YAML mapping from a file or pipe. Raises InputError: no mapping, or refused."""
     with explained(str(path), of=ValueError):
         tree = parse_yaml(read_text(path, MAX_YAML_BYTES, regular=False))
     if not isinstance(tree, dict):
@@ -89,9 +89,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of one YAML document.
+    """Parse one YAML document.
 
-    Raises ValueError: malformed, nested too deep, with aliases, tags or repeated keys; in one line.
+    Raises ValueError, in one line: malformed, nested too deep, aliases, tags or repeated keys.
     """
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader: plain data only
@@ -107,9 +107,10 @@ def parse_yaml(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses repeated keys and reads `1e-5` as a number, as YAML 1.2 does.
+    """A SafeLoader that reads `1e-5` as a number, as YAML 1.2 does.
 
-    Refuses aliases, tags, depth, and scalars that YAML 1.1 and 1.2 read differently: `010`, `1:30`.
+    It refuses repeated keys, aliases, tags, deep nesting, and scalars that YAML 1.1 and 1.2 read
+    differently: `010`, `1:30`.
     """
 
     depth = 0
@@ -167,16 +168,16 @@ def _refusal(problem: str, mark: Any) -> yaml.MarkedYAMLError:
 
 
 def read_text(path: Path, max_bytes: int, *, regular: bool = True) -> str:
-    """A small UTF-8 text; `regular`: not from a pipe. Raises InputError: unreadable, too large."""
+    """Read a small UTF-8 text; `regular`: no pipe. Raises InputError: unreadable, too large."""
     problem = f"{path}: cannot be read: not UTF-8"
     with explained(problem, "save it as UTF-8", of=UnicodeDecodeError):
         return _read(path, max_bytes, regular=regular).decode("utf-8-sig")
 
 
 def _read(path: Path, max_bytes: int, *, regular: bool) -> bytes:
-    """The bytes of a file. Raises InputError: too many, unreadable, or `regular` and a pipe."""
+    """Read a file. Raises InputError: too large, unreadable, or a pipe although `regular`."""
     with explained(f"{path}: cannot be read", of=OSError):
-        if regular and path.exists() and not path.is_file():  # a pipe would be waited for
+        if regular and path.exists() and not path.is_file():  # to open a pipe could wait for ever
             raise InputError(f"{path}: not a plain file")
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)

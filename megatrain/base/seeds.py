@@ -1,16 +1,17 @@
-"""Seeds of random numbers, by a defined function: the same in every interpreter, for ever."""
+"""Seeds of random numbers that are the same in every interpreter and version."""
 
 import hashlib
 from functools import lru_cache
 
-LARGEST = (1 << 63) - 1  # what every generator of torch takes
+LARGEST = (1 << 63) - 1  # the largest seed that every generator of torch takes
 
 
 @lru_cache(maxsize=1 << 14)  # a step asks for each of its seeds twice
 def derived_seed(*path: int) -> int:
     """A seed of 63 bits derived from `path`, such as a run's seed and the number of a step.
 
-    The first eight bytes, little-endian, of the SHA-256 of the numbers in decimal, joined by "/".
+    It is the first eight bytes, little-endian, of the SHA-256 of the numbers in decimal, joined by
+    "/", without the highest bit.
     """
     digest = hashlib.sha256("/".join(map(str, path)).encode()).digest()
     return int.from_bytes(digest[:8], "little") & LARGEST

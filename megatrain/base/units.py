@@ -6,7 +6,7 @@ from typing import Any
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
 IN_FLIGHT_BYTES = GIB
-"""Of weights on their way from files to their planes, at once."""
+"""The most weights that are on their way from files to their planes at once."""
 
 _SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
            "ki": KIB, "mi": MIB, "gi": GIB, "ti": TIB}  # fmt: skip
@@ -16,14 +16,14 @@ _MOST = 1 << 60
 def parse_bytes(text: object) -> int:
     """Parse `"10GiB"`, `"512 MB"` or a plain number of bytes.
 
-    Raises ValueError: it is no size, or below 1 KiB, or larger than any machine's memory.
+    Raises ValueError: `text` is no size, is below 1 KiB, or larger than any machine's memory.
     """
     num_bytes: float = text if type(text) is int else 0
     if isinstance(text, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
         if match is not None and match[2] in _SUFFIX:
             num_bytes = float(match[1]) * _SUFFIX[match[2]]
-    if not KIB <= num_bytes <= _MOST:  # 64 is meant as GiB
+    if not KIB <= num_bytes <= _MOST:  # a plain 64 is probably meant as 64 GiB
         raise ValueError(f"not a size: {text!r:.30} (write it like 10GiB, 512MiB or 24GB)")
     return int(num_bytes)
 
@@ -36,7 +36,7 @@ def gib(num_bytes: float) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """A needed size as text, rounded up so that it suffices as a limit; small ones in MiB."""
+    """Bytes as text in GiB (or MiB), rounded up, so that a limit of this size suffices."""
     if num_bytes < GIB:
         return f"{-(-num_bytes // MIB)} MiB"
     return f"{-(-num_bytes * 10 // GIB) / 10:.1f} GiB"
@@ -67,6 +67,6 @@ def on_line(start: Any, end: Any, part: int, whole: int) -> Any:
     if isinstance(start, dict):
         return {key: on_line(value, end[key], part, whole) for key, value in start.items()}
     if isinstance(start, tuple | list):
-        make = getattr(start, "_make", type(start))  # of a named tuple
+        make = getattr(start, "_make", type(start))  # a named tuple takes no single iterable
         return make([on_line(*pair, part, whole) for pair in zip(start, end, strict=True)])
     return start

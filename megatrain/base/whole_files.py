@@ -1,4 +1,4 @@
-"""Files and folders that are either whole, and on the disk, or not there."""
+"""Writes files and folders atomically: each is whole on the disk, or it is not there."""
 
 import errno
 import fcntl
@@ -13,7 +13,7 @@ from megatrain.errors import InputError, explained
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk: a file before its new name."""
+    """Flush a file, or the names in a folder, to the disk; flush a file before its new name."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -22,7 +22,7 @@ def flush(path: Path) -> None:
 
 
 def user_cache(name: str) -> Path:
-    """A folder of this user for files that are made again where they are removed."""
+    """A cache folder of this user: files that are removed there are made again."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "megatrain" / name
 
@@ -31,7 +31,7 @@ _HEAD_BYTES, _PAGE_BYTES, _PAGES = 1 << 20, 4096, 64  # the parts of a file that
 
 
 def known_by(path: Path) -> tuple[int, int, str]:
-    """Size, time, and a hash of the sampled bytes of a file."""
+    """A file's size, time of change, and a hash of samples of its bytes."""
     digest = hashlib.blake2b(digest_size=12)
     with explained(f"{path}: cannot be read", of=OSError), path.open("rb") as file:
         status = path.stat()
@@ -44,7 +44,7 @@ def known_by(path: Path) -> tuple[int, int, str]:
 
 
 def fill(buffer: memoryview, descriptor: int, offset: int) -> None:
-    """Fill `room` with a file's bytes from `offset` on. Raises EOFError: the file ends before."""
+    """Fill `buffer` with a file's bytes from `offset` on. Raises EOFError: the file is shorter."""
     while len(buffer) > 0:  # one call reads 2 GiB at most
         if (count := os.preadv(descriptor, [buffer], offset)) == 0:
             raise EOFError(f"it ends at byte {offset}")
@@ -52,22 +52,22 @@ def fill(buffer: memoryview, descriptor: int, offset: int) -> None:
 
 
 def forget_pages(descriptor: int, offset: int = 0, num_bytes: int = 0) -> None:
-    """Free a range of a file in the page cache (0 bytes: to its end); of dirty pages start writing.
+    """Free a file's range in the page cache (0 bytes: to its end); start to write dirty pages.
 
-    Where GPU and host have one memory, the GPU's driver takes the page cache for used memory.
+    If GPU and host share memory, the GPU's driver counts the page cache as used.
     """
     if hasattr(os, "posix_fadvise"):  # not on a Mac
         os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 BLOCK = 4096
-"""Past the page cache, offsets, lengths and addresses of requests are multiples of it."""
+"""With O_DIRECT, offsets, lengths and addresses are multiples of this many bytes."""
 
 
 def pass_cache_by(descriptor: int) -> bool:
-    """Let whole blocks go past the page cache (O_DIRECT); False: the file system has no such way.
+    """Let reads and writes bypass the page cache (O_DIRECT).
 
-    There is none on tmpfs, and on a Mac.
+    Returns False if that is impossible: on some file systems (tmpfs), and on a Mac.
     """
     try:
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
@@ -90,9 +90,9 @@ def hidden(path: Path, ending: str = PARTIAL) -> Path:
 
 
 def publish(partial: Path, folder: Path, retired: Path) -> None:
-    """Give `partial`, which is whole on the disk, the name `folder`; an old one becomes `retired`.
+    """Rename `partial`, which is whole on the disk, to `folder`, and an old `folder` to `retired`.
 
-    After a crash in between the caller brings the old one back.
+    After a crash between the two renames the caller brings the old folder back.
     """
     replacing = os.path.lexists(folder)
     if replacing:
@@ -115,13 +115,13 @@ def write_file(path: Path, text: str) -> None:
     except BaseException as error:
         with suppress(OSError):
             partial.unlink()
-        if isinstance(error, OSError):  # a full disk names no file
+        if isinstance(error, OSError):  # an error of a full disk names no file
             error.filename = error.filename or str(path)
         raise
 
 
 def link_file(source: str, target: str) -> None:
-    """Give an unchanging file a second name (a hard link); copy it where that is impossible."""
+    """Make a hard link to a file that will not change, or a copy if links are impossible."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:  # another file system, or one without links
@@ -130,10 +130,10 @@ def link_file(source: str, target: str) -> None:
 
 @contextmanager
 def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
-    """A folder to write into, which gets the name `target` only if the `with` body succeeds.
+    """Yield a folder to write into, which gets the name `target` only if the block succeeds.
 
-    An existing folder of that name must be empty; with `replace`, readers see the old or the new
-    one. After a crash between the two renames the next call puts the old one back.
+    An existing `target` must be empty. With `replace` it need not be: readers see the old or the
+    new folder. After a crash between the two renames the next call brings the old one back.
     """
     target = target.resolve()
     if not replace and (target == Path.cwd() or target.is_mount()):
@@ -151,7 +151,7 @@ def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
             if path.is_file() or path.is_dir():  # a link may be to nothing
                 flush(path)
         if target.exists() and not replace:
-            target.rmdir()  # only an empty one: never somebody's files
+            target.rmdir()  # fails if there are files of others
         publish(partial, target, retired)
         flush(target.parent)
     except BaseException:

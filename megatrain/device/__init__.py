@@ -1,4 +1,4 @@
-"""Devices: where tensors are computed, and what orders the work on them."""
+"""Devices that compute, each with its streams, events and buffers (`base.py`)."""
 
 import re
 
@@ -11,16 +11,16 @@ from megatrain.device.recording import Recording
 from megatrain.errors import InputError
 
 IN_HOST_MEMORY = ("cpu", "mps")
-"""torch's names of devices without memory that `device_memory` could limit."""
+"""torch's names of devices that compute in host memory, so `device_memory` cannot limit them."""
 
 
 def find_device(name: str | None = None, local_rank: int | None = None) -> torch.device:
-    """The device called `cpu`, `cuda`, `cuda:N` or `mps`; None and `auto` take `cuda` or `cpu`.
+    """Return the device `cpu`, `cuda`, `cuda:N` or `mps`; None and `auto`: `cuda`, else `cpu`.
 
-    `cuda` is torch's current GPU (AMD's, too), with `local_rank`, a rank's number on this machine,
-    the GPU of that number. `mps` is Apple's.
+    `cuda` is a GPU of NVIDIA or AMD: torch's current one, or that with the number `local_rank` (a
+    rank's number on this machine). `mps` is Apple's GPU.
 
-    Raises InputError: no such device, or a GPU was demanded and there is none.
+    Raises InputError: there is no such device, or its GPU is missing.
     """
     gpus = torch.get_device_module("cuda")
     if name in (None, "auto"):
@@ -55,7 +55,7 @@ def find_device(name: str | None = None, local_rank: int | None = None) -> torch
 
 
 def open_device(name: str | None = None, local_rank: int | None = None) -> Device:
-    """The device that `find_device` finds, ready for work. Raises InputError: there is none."""
+    """Open the device of `find_device` for work. Raises InputError: there is none."""
     device = find_device(name, local_rank)
     if device.type == "cpu":
         return CpuDevice()
@@ -67,7 +67,7 @@ def open_device(name: str | None = None, local_rank: int | None = None) -> Devic
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """The version of a GPU's instructions, 0.0 for Apple's; None for other devices."""
+    """A GPU's compute capability, (0, 0) for Apple's; None for other devices."""
     if device.type == "mps":
         return 0, 0
     gpus = torch.get_device_module("cuda")

@@ -1,9 +1,9 @@
 """A device as the engine uses it: buffers, streams, events, and work that is put on streams.
 
-Streams run in order; two streams run at once unless an event orders them. Some streams are host
-threads (the optimizer's update, the gathering of embedding rows): the interface does not tell them
-apart, so the same schedule runs on a GPU, in program order on the CPU, and on the trace device that
-only checks it.
+The work of one stream runs in order; two streams run at once unless an event orders them. Some
+streams are host threads (the optimizer's update, the gathering of embedding rows), with the same
+interface. So one schedule runs on a GPU, in program order on the CPU, and on the trace device that
+only checks the order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,22 +20,22 @@ from megatrain.telemetry.host import host_available_bytes
 COMPUTE = "compute"  # layers, in order
 COPY_IN = "copy in"  # host to device
 COPY_OUT = "copy out"  # device to host
-GATHER = "gather"  # between devices: all ranks' shards of weights and rows
+GATHER = "gather"  # between devices: all-gathers of weights and rows
 REDUCE = "reduce"  # between devices: sums over the ranks
 HOSTS = "hosts"  # between devices: sums over hosts that each keep the whole model
 DEVICE_STREAMS = (COMPUTE, COPY_IN, COPY_OUT, GATHER, REDUCE, HOSTS)
 UPDATE = "update"  # a host thread: optimizer
 ROWS = "rows"  # a host thread: embedding rows in and out of the host planes
 SAVE = "save"  # a host thread: hands pieces of a save to its writers
-DISK_IN = "disk in"  # a host thread: planes that rest on a disk, ahead of their updates
-DISK_OUT = "disk out"  # a host thread: the same planes, updated
-DISK_WEIGHTS = "disk weights"  # a host thread: weights that rest on a disk, into their slots
+DISK_IN = "disk in"  # a host thread: reads planes from the disk, ahead of their updates
+DISK_OUT = "disk out"  # a host thread: writes updated planes to the disk
+DISK_WEIGHTS = "disk weights"  # a host thread: reads weights from the disk into slots
 DISK_STREAMS = (DISK_IN, DISK_OUT, DISK_WEIGHTS)
 HOST_STREAMS = (UPDATE, ROWS, SAVE, *DISK_STREAMS)
 
 
 class Kind(Enum):
-    """A kind of work, by which forecasts price it; its name is for people."""
+    """The kind of a piece of work, which tells forecasts how to price it."""
 
     LAYER = auto()  # forward
     LAYER_BACKWARD = auto()
@@ -44,8 +44,8 @@ class Kind(Enum):
     UPDATE = auto()
     ROUND = auto()  # rounds a gradient to the dtype in which it is sent
     PACK = auto()  # copies tensors one after the other before they are sent
-    COLLECTIVE = auto()  # all ranks together; each has one block, before or after
-    ALL_REDUCE = auto()  # all ranks together; each has the whole tensor before and after
+    COLLECTIVE = auto()  # an all-gather or reduce-scatter: each rank keeps one block
+    ALL_REDUCE = auto()  # each rank has the whole tensor before and after
     NOTE = auto()  # takes no device time
     OTHER = auto()  # takes the same time whenever it has the same buffers
 
@@ -66,7 +66,7 @@ class Memory(Enum):
 
 
 class Name(str):
-    """A name of work or a buffer for people, with its kind: a Kind, Memory or PlaneKind."""
+    """A name of work or of a buffer, with its kind: a Kind, Memory or PlaneKind."""
 
     kind: Enum
 
@@ -76,9 +76,9 @@ class Name(str):
         return name
 
 
-def kind_of(name: str, plain: Enum = Kind.OTHER) -> Enum:
-    """The kind of work or of a buffer, from its name; `plain` if the name has none."""
-    return name.kind if isinstance(name, Name) else plain
+def kind_of(name: str, default: Enum = Kind.OTHER) -> Enum:
+    """The kind of work or of a buffer, from its name; `default` if the name has no kind."""
+    return name.kind if isinstance(name, Name) else default
 
 
 MEMORY_KEYS = (
@@ -94,7 +94,7 @@ MEMORY_KEYS = (
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Buffer:
-    """A named range of memory; `data` is flat (on the meta device where nothing is computed).
+    """A named range of memory as a flat tensor (on the meta device if the device computes nothing).
 
     `parts` are buffers that share memory with this one: an access to this one counts as an access
     to them.
@@ -130,18 +130,18 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Abilities:
-    """All that code outside this folder may ask of a device, rather than its name.
+    """A device's abilities: code outside this folder asks for these, never for the device's name.
 
-    But kernels are chosen by where a tensor is (`is_cuda`): docs/devices.md has the files.
+    The exception are kernels, chosen by `Tensor.is_cuda` in the files that docs/devices.md lists.
 
     Attributes:
-        shares_host_memory: its memory is the host's: one budget.
-        reads_in_place: its work reads and writes pinned `host` buffers, as `in_place` gives them.
-        counts_memory: it has memory of its own, of which `memory` tells.
+        shares_host_memory: its memory is the host's, so one limit holds for both.
+        reads_in_place: its work can read and write pinned `host` buffers (`Device.in_place`).
+        counts_memory: it has memory of its own, and `Device.memory` says how much.
         overlaps: copies and host threads run beside its work, not in program order.
-        attends_with_sums: its attention also returns the logarithms of the softmax's sums.
-        slow_dtypes: it computes in them without instructions for them.
-        generators: torch's, beside the CPU's, that its work draws from.
+        attends_with_sums: its attention also returns the log-sum-exp of the softmax.
+        slow_dtypes: dtypes for which it has no instructions.
+        generators: devices whose torch generators its work draws from, besides the CPU's.
     """
 
     shares_host_memory: bool = False
@@ -161,7 +161,7 @@ Work = Callable[[], Any]
 class Device:
     """A place to compute, with its streams. Sizes are in elements of `dtype`.
 
-    What a device that derives from this leaves out does nothing.
+    A method that a subclass does not define does nothing.
     """
 
     kind: str  # its name, for people and in checkpoints
@@ -177,28 +177,28 @@ class Device:
         raise NotImplementedError
 
     def in_place(self, buffer: Buffer) -> Buffer:
-        """The same memory of `host` for work on COMPUTE. Raises InputError: it cannot go there."""
+        """A `host` buffer as work on COMPUTE sees it. Raises InputError: the device cannot."""
         return buffer
 
     def free(self, buffer: Buffer) -> None:
-        """Give back memory of `host` ahead of `close`; waits until nothing uses it."""
+        """Free a `host` buffer before `close`; waits until nothing uses it."""
 
     def run(
         self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
     ) -> Any:
-        """Put `work` on a stream; returns its result (None on host streams and on `trace`)."""
+        """Put `work` on a stream and return its result (None: a host stream, or `trace`)."""
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         """Put a copy of the first `numel` elements on a stream."""
 
     def fetch(self, to: Tensor, source: Tensor) -> None:
-        """Copy between device and host, as part of a host stream's work: done on return."""
+        """Copy between device and host from within a host stream's work; done on return."""
 
     def record(self, stream: str) -> Any:
         """An event that passes when all work put on `stream` so far is done."""
 
     def mark(self, stream: str) -> Any:
-        """A point in a device stream whose time is taken when the stream reaches it."""
+        """Put a mark on a device stream, whose time is taken when the stream reaches it."""
         return 0.0
 
     def seconds(self, start: Any, end: Any) -> float:
@@ -228,11 +228,11 @@ class Device:
     def memory(self) -> dict[str, int]:
         """Bytes of device memory.
 
-        `device_bytes` and `device_peak_bytes` taken from the driver, now and at most;
-        `device_used_bytes` and `device_used_peak_bytes` of it in use, now and at most;
-        `device_total_bytes` that there are or that `limit` allows, and `device_free_bytes` of them
-        that no process has taken;
-        `device_context_bytes` that the driver itself takes for this process.
+        `device_bytes`, `device_peak_bytes`: what torch has from the driver, now and at most;
+        `device_used_bytes`, `device_used_peak_bytes`: what tensors use of that, now and at most;
+        `device_total_bytes`: what the device has, or what `limit` allows;
+        `device_free_bytes`: what no process has taken of the total;
+        `device_context_bytes`: what the driver takes for this process.
         """
         return dict.fromkeys(MEMORY_KEYS, 0)
 
@@ -253,7 +253,7 @@ def free_bytes(device: Device, host_limit: int | None = None) -> int:
     return available_bytes(device) - device.memory()["device_used_bytes"]
 
 
-CALLER = "caller"  # the thread that puts work on streams is a stream, too
+CALLER = "caller"  # the thread that puts work on streams counts as a stream, too
 
 
 class MetaDevice(Device):

@@ -1,7 +1,7 @@
-"""Work of all ranks together, put on streams of the device; a rank that is alone does nothing.
+"""Collectives of all ranks, put on streams of the device; a single rank does nothing.
 
-All ranks put the same collectives on a stream in the same order: the order of the tiles in a step,
-which the placement alone decides. Their micro-batches may differ in number and size.
+All ranks put the same collectives on a stream in the same order: that of a step's tiles, which only
+the placement decides. The ranks' micro-batches may differ in number and size.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from megatrain.parallel.distributed import Ranks
 
 
 class Collectives:
-    """Gathers and sums of a host's ranks, then sums between hosts; each on a stream of its own."""
+    """Gathers and sums between a host's ranks, then sums between hosts, on streams of their own."""
 
     def __init__(self, device: Device, ranks: Ranks) -> None:
         self._device, self.ranks = device, ranks
 
     def all_gather(self, parts: Sequence[Buffer], label: str, stream: str = COPY_IN) -> Any:
-        """Gather all ranks' blocks in each of these buffers; `stream` writes this rank's block.
+        """Gather all ranks' blocks of each buffer, after `stream` has written this rank's block.
 
         Returns the event after which the buffers are whole.
         """
@@ -35,31 +35,32 @@ class Collectives:
         return device.record(GATHER)
 
     def complete(self, values: Buffer, label: str) -> None:
-        """Let COMPUTE, which has written this rank's block of a buffer, have all ranks' blocks."""
+        """Gather all ranks' blocks of a buffer for COMPUTE, which has written this rank's."""
         if self.ranks.shards.size > 1:
             gathered = self.all_gather([values], label, COMPUTE)
             self._device.wait(COMPUTE, gathered, "blocks of all ranks")
 
     def reduce_scatter(self, sums: Buffer, name: str) -> None:
-        """Sum a buffer over the ranks; COMPUTE gets this rank's block of it."""
+        """Sum a buffer over the ranks; COMPUTE waits for this rank's block of the sum."""
         device, shards, replicas = self._device, self.ranks.shards, self.ranks.replicas
         if not (self.ranks.size > 1 and len(sums.data)):
             return
-        done, mine = device.record(COMPUTE), sums
+        done, own_block = device.record(COMPUTE), sums
         if shards.size > 1:
             device.wait(REDUCE, done, "sums ready")
             self._run(REDUCE, f"sum {name}", shards.reduce_scatter, sums)
-            block = len(sums.data) // shards.size
-            mine = sums.piece(shards.rank * block, (shards.rank + 1) * block)
+            numel = len(sums.data) // shards.size
+            own_block = sums.piece(shards.rank * numel, (shards.rank + 1) * numel)
             done = device.record(REDUCE)
         if replicas.size > 1:
             device.wait(HOSTS, done, "sums of this host")
-            self._run(HOSTS, f"sum {name} of all hosts", replicas.all_reduce, mine, Kind.ALL_REDUCE)
+            name = f"sum {name} of all hosts"
+            self._run(HOSTS, name, replicas.all_reduce, own_block, Kind.ALL_REDUCE)
             done = device.record(HOSTS)
         device.wait(COMPUTE, done, "sums of all ranks")
 
     def all_reduce(self, numbers: Buffer, label: str) -> Any:
-        """Sum numbers that COMPUTE has written over the ranks; returns the event of the end."""
+        """Sum over the ranks numbers that COMPUTE has written; return the event of the sum."""
         if self.ranks.size == 1:
             return self._device.record(COMPUTE)
         stream = REDUCE if self.ranks.shards.size > 1 else HOSTS  # where tiles are summed first
@@ -70,11 +71,12 @@ class Collectives:
     def gather_by_sum(
         self, mine: Sequence[Any], shapes: Sequence[Sequence[int]], first: int
     ) -> list[Any]:
-        """Each rank computes its own fp32 tensors; all ranks get all of them, in rank order.
+        """Gather the ranks' fp32 tensors, in rank order, by a sum.
 
         Args:
-            mine: this rank's; a device that computes nothing takes and returns None for each.
-            shapes: those of all ranks' tensors; `first`: the index of this rank's first one.
+            mine: this rank's tensors; a device that computes nothing takes and returns Nones.
+            shapes: the shapes of all ranks' tensors.
+            first: the index of this rank's first tensor among those of all ranks.
         """
         if self.ranks.size == 1:
             return list(mine)
@@ -83,7 +85,7 @@ class Collectives:
         parts = total.data.split(sizes)
 
         def copy_mine() -> None:
-            total.data.zero_()  # the other ranks' places: a sum with zeros keeps every bit
+            total.data.zero_()  # in the other ranks' places: adding zeros keeps every bit
             for part, values in zip(parts[first:], mine, strict=False):
                 part.copy_(values.flatten())
 

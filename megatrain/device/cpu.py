@@ -1,4 +1,4 @@
-"""The CPU as a device: real numbers, in program order; and memory of the host, of every device."""
+"""The CPU as a device, which runs work in program order; and host memory for all devices."""
 
 import sys
 import time
@@ -16,7 +16,7 @@ from megatrain.device.disk import move
 from megatrain.errors import DoesNotFit, InputError, explained
 from megatrain.telemetry.host import host_available_bytes, usable_cores
 
-# torch falls back to plain loops there.
+# On CPUs with no more than AVX2 torch computes bf16 in plain loops.
 _IS_SLOW = torch.backends.cpu.get_cpu_capability() in ("NO AVX", "AVX2")
 _SLOW = (torch.bfloat16,) if _IS_SLOW else ()
 
@@ -24,7 +24,7 @@ _WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux 4.14, for which Python has no nam
 
 
 def taking(name: str, num_bytes: int, limit_bytes: int | None) -> AbstractContextManager[None]:
-    """A context in which host memory is taken. Raises DoesNotFit: less is free, or it failed."""
+    """A context for an allocation of host memory. Raises DoesNotFit: too little is free."""
     free_bytes = host_available_bytes(limit_bytes)
     remedy = "close other programs or train a smaller model"
     if limit_bytes is not None:
@@ -36,17 +36,17 @@ def taking(name: str, num_bytes: int, limit_bytes: int | None) -> AbstractContex
 
 
 def host_range(name: str, numel: int, dtype: torch.dtype, limit_bytes: int | None = None) -> Tensor:
-    """`numel` zeros of `dtype` in a mapping of their own, every page present.
+    """Allocate `numel` zeros of `dtype` as a mapping of their own, with every page present.
 
-    Args: `limit_bytes`: that the process may take in all; None: what the machine allows.
+    Args: `limit_bytes`: the most that the process may take in all; None: the machine's limit.
 
-    Raises DoesNotFit: there is not so much memory, or the system does not give it.
+    Raises DoesNotFit: too little memory is free, or the system refuses it.
     """
     num_bytes = max(numel, 1) * dtype.itemsize
     with taking(name, num_bytes, limit_bytes):
         mapping = huge_pages.mapping(num_bytes)
-    # Pinned pages would be copied for a child that is forked. It has zeros at this address instead:
-    # were nothing there, the child's own memory might be, which goes when it drops the tensor.
+    # A forked child would copy pinned pages; with this advice it sees zeros. (It needs pages here:
+    # else its own memory could lie at this address, and be freed when it drops the tensor.)
     if sys.platform == "linux":
         mapping.madvise(_WIPE_ON_FORK)
     flat = torch.frombuffer(mapping, dtype=torch.uint8)

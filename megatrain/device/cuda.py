@@ -1,4 +1,4 @@
-"""A GPU of NVIDIA's, or of AMD's by torch for ROCm. The only file that says torch.cuda.
+"""A GPU of NVIDIA, or of AMD by torch for ROCm. Only this file uses torch.cuda.
 
 Host streams are threads. A device stream waits for one through a counter in pinned memory
 (`driver/`), so the thread that launches kernels never blocks on an update.
@@ -30,7 +30,7 @@ from megatrain.telemetry.host import host_available_bytes, host_limit_bytes
 
 _log = logging.getLogger(__name__)
 
-_FETCH = "fetch"  # the stream of copies that host streams make themselves
+_FETCH = "fetch"  # the device stream for copies within the work of host streams
 
 _FEW_CONNECTIONS = (
     "CUDA was in use before megatrain was imported, with 8 connections: streams of ranks hold "
@@ -50,7 +50,7 @@ _ATTENTION = [
 
 @dataclass(frozen=True)
 class HostEvent:
-    """A host stream's counter has reached `count`."""
+    """The event that a host stream's counter has reached `count`."""
 
     worker: HostStream
     count: int
@@ -62,7 +62,7 @@ class CudaDevice(Device):
     kind = "cuda"
 
     def __init__(self, index: int = 0, *, shared: bool = False) -> None:
-        """Args: `shared`: one of several ranks, which need streams for collectives, too."""
+        """Args: `shared`: True if this is one of several ranks, which need more streams."""
         if shared and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
             if torch.cuda.is_initialized():
                 _log.warning(_FEW_CONNECTIONS)
@@ -79,7 +79,7 @@ class CudaDevice(Device):
             generators=(self.torch_device,),
         )
         torch.cuda.set_device(self.torch_device)
-        # What an earlier engine has left, in cycles and in torch's cache, is not this one's.
+        # Free what an earlier engine has left in reference cycles and in torch's cache.
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -91,7 +91,7 @@ class CudaDevice(Device):
         self._pace = LaunchThrottle(lambda: _recorded(compute))
         self._pinned: dict[int, Tensor] = {}  # by address
         self._unpinned = False
-        # Not pinned, the GPU cannot see them.
+        # The GPU can only see the counters if they are pinned.
         self._waits_on_counters = self._pin("host stream counters", self._counters)
         self._workers = {
             name: HostStream(name, self._counters[64 * i : 64 * i + 1])
@@ -101,10 +101,10 @@ class CudaDevice(Device):
         # cuDNN's attention is the fastest on Hopper (1.8 times flash at 1024 tokens).
         self._attention = sdpa_kernel(_ATTENTION, set_priority=True)
         self._attention.__enter__()
-        # Memory that is unmapped while it is pinned spoils later registrations at its address, so
-        # a device that nobody closed is closed when it is collected, or when Python ends.
-        self._end = weakref.finalize(
-            self, _end, self._workers, self._pinned, self._attention, self.torch_device
+        # Memory that is unmapped while pinned spoils later registrations at its address, so a
+        # device that nobody has closed closes when it is collected, or when Python ends.
+        self._closing = weakref.finalize(
+            self, _close, self._workers, self._pinned, self._attention, self.torch_device
         )
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
@@ -133,10 +133,12 @@ class CudaDevice(Device):
                 f"placement.slots is 0, but {buffer.name} is not pinned, so the GPU cannot read it "
                 "in place; raise the locked-memory limit (ulimit -l unlimited), or take slots: 1"
             )
-        # With unified addressing the GPU has pinned bytes at the same address; they keep `flat`.
-        says = {"shape": (flat.nbytes,), "typestr": "|u1", "data": (first, False), "version": 3}
-        values = SimpleNamespace(__cuda_array_interface__=says, flat=flat)
-        mapped = torch.as_tensor(values, device=self.torch_device)
+        # With unified addressing the GPU has pinned bytes at the same address. The tensor refers to
+        # `array`, which keeps `flat` alive.
+        array = SimpleNamespace(flat=flat, __cuda_array_interface__={
+            "shape": (flat.nbytes,), "typestr": "|u1", "data": (first, False), "version": 3
+        })  # fmt: skip
+        mapped = torch.as_tensor(array, device=self.torch_device)
         return replace(buffer, data=mapped.view(flat.dtype))
 
     def free(self, buffer: Buffer) -> None:
@@ -145,13 +147,13 @@ class CudaDevice(Device):
             _unpin(self._pinned.pop(buffer.data.data_ptr()))
 
     def _pin(self, name: str, flat: Tensor) -> bool:
-        """Pin a range of host memory; False if that is not allowed: copies are slower then."""
+        """Pin a range of host memory. False: that is not allowed, so copies are slower."""
         status = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, 0))
         if status == 0:
             self._pinned[flat.data_ptr()] = flat
-            self._allow()
+            self._apply_limit()
             return True
-        with suppress(RuntimeError):  # the error that is left, of which the next launch would end
+        with suppress(RuntimeError):  # clears the error, which would else fail the next launch
             torch.ones(1, device=self.torch_device).add_(1)
         if not self._unpinned:
             self._unpinned = True
@@ -182,14 +184,14 @@ class CudaDevice(Device):
             return self._workers[stream].put(lambda: move(to, source, numel))
         queue = self._stream(stream)
         if self._unpinned and source.data.device.type == "cpu":
-            # Pageable memory may be read at once, whatever the stream has been told to wait for.
+            # CUDA may read pageable memory at once, whatever the stream has to wait for.
             queue.synchronize()
         with torch.cuda.stream(queue):
             to.data[:numel].copy_(source.data[:numel], non_blocking=True)
         return None
 
     def fetch(self, to: Tensor, source: Tensor) -> None:
-        # On a separate stream, which waits for no other.
+        # A separate stream, which waits for no other.
         queue = self._stream(_FETCH)
         with torch.cuda.stream(queue):
             to.copy_(source, non_blocking=True)
@@ -254,10 +256,10 @@ class CudaDevice(Device):
 
     def limit(self, device_bytes: int | None, host_bytes: int | None) -> None:
         self._host_limit, self._limit = host_bytes, device_bytes
-        self._allow()
+        self._apply_limit()
 
-    def _allow(self) -> None:
-        """Bound torch's memory by the limit less the driver's own memory."""
+    def _apply_limit(self) -> None:
+        """Limit torch's memory to the device's limit without the driver's own memory."""
         _, total = torch.cuda.mem_get_info(self.torch_device)
         allowed = total if self._limit is None else self._limit - self._context_bytes
         if allowed < MIB:
@@ -275,7 +277,7 @@ class CudaDevice(Device):
 
     def memory(self) -> dict[str, int]:
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        if self.can.shares_host_memory:  # to the driver the page cache is taken
+        if self.can.shares_host_memory:  # the driver counts the page cache as taken
             total = min(total, host_limit_bytes())
             free = min(total, host_available_bytes(self._host_limit))
         reserved = torch.cuda.memory_reserved(self.torch_device)
@@ -293,14 +295,14 @@ class CudaDevice(Device):
         }
 
     def close(self) -> None:
-        self._end()
+        self._closing()
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return stream.record_event(torch.cuda.Event(blocking=True))
 
 
-def _end(
+def _close(
     workers: dict[str, HostStream],
     pinned: dict[int, Tensor],
     attention: AbstractContextManager,

@@ -1,7 +1,7 @@
-"""Planes on a disk: one preallocated scratch file, and buffers of it whose bytes streams move.
+"""Planes on a disk: one preallocated scratch file, and buffers that are ranges of it.
 
-The file has no name, so no second run can open it, and it goes with the process however that ends.
-It is read and written past the page cache, a piece at a time.
+The file has no name, so no second run can open it, and it vanishes with the process. Reads and
+writes bypass the page cache (O_DIRECT), a piece at a time.
 """
 
 import errno
@@ -27,15 +27,15 @@ from megatrain.errors import DoesNotFit, InputError, RunFailed, explained, os_re
 
 _log = logging.getLogger(__name__)
 
-# So many pieces of a read, and of a write, are on their way at once.
+# A read or a write is cut into pieces of this size, of which so many are on their way at once.
 PIECE_BYTES, THREADS = 8 << 20, 4
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def disk_bytes(folder: str | os.PathLike[str], limit: int | None) -> int:
-    """Free bytes of a disk, and no more than `limit`.
+    """Free bytes of the disk of `folder`, at most `limit`.
 
-    Raises InputError: there is no such folder, or no file can be made there.
+    Raises InputError: there is no such folder, or it cannot be written into.
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
@@ -51,7 +51,7 @@ class PlaneFile:
     """Bytes on a disk, zeros at first. Threads may read and write different ranges at once."""
 
     def __init__(self, folder: str | os.PathLike[str], num_bytes: int) -> None:
-        """A file of `num_bytes`, rounded up to whole blocks, in `folder`, all of its room taken.
+        """Make a file of `num_bytes`, rounded up to whole blocks, in `folder`; allocate all of it.
 
         Raises:
             InputError: no file can be made in `folder`.
@@ -78,7 +78,7 @@ class PlaneFile:
         self._handle.close()
 
     def _move(self, verb: str, offset: int, tensor: Tensor) -> None:
-        """Fill `tensor` from byte `offset` on (read), or put its bytes there (write).
+        """Read or write the bytes of `tensor`, from byte `offset` of the file on.
 
         Raises:
             ValueError: offset, length or address is not a multiple of `BLOCK`.
@@ -95,7 +95,7 @@ class PlaneFile:
         file, at_once = self._handle.fileno(), {"piece": PIECE_BYTES, "threads": THREADS}
         try:
             kernels.move_file(file, offset, data, writes=writes, **at_once)
-            if not self.direct:  # errors come late otherwise, and dirty pages grow
+            if not self.direct:  # else errors would come late, and dirty pages would grow
                 getattr(os, "fdatasync", os.fsync)(file)
                 forget_pages(file, offset, size)
         except OSError as error:
@@ -109,7 +109,7 @@ class PlaneFile:
 
 
 def _take_room(handle: int, folder: Path, num_bytes: int) -> None:
-    """Allocate all blocks, so that the disk cannot be full later; raises DoesNotFit."""
+    """Allocate all blocks, so that writes cannot fill the disk later. Raises DoesNotFit."""
     status = os.fstatvfs(handle)
     free = status.f_bavail * status.f_frsize
     problem = f"{size(num_bytes - free)} are missing"
@@ -117,7 +117,7 @@ def _take_room(handle: int, folder: Path, num_bytes: int) -> None:
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(handle, 0, num_bytes)
-            else:  # a Mac: the file has holes
+            else:  # a Mac: it can only make a file with holes
                 os.ftruncate(handle, num_bytes)
             return
         except OSError as error:
@@ -128,25 +128,25 @@ def _take_room(handle: int, folder: Path, num_bytes: int) -> None:
     )
 
 
-# Elements of a tile that are read, updated and written at once: AdamW's moments take 64 MiB in
-# fp32. In all planes a multiple of whole blocks.
+# Elements of a tile that are read, updated and written at once: 64 MiB of AdamW's moments in fp32.
+# They are whole blocks in every plane.
 PIECE = 1 << 23
 
 
 @dataclass
 class DiskRoom:
-    """Space for buffers in one file, which is made once all buffers are known.
+    """Hands out ranges of one file, which is made once all ranges are known.
 
     Attributes:
-        file: None where nothing is computed.
+        file: None on a device that computes nothing.
     """
 
     num_bytes: int = 0
     file: PlaneFile | None = None
-    lock: Lock = field(default_factory=Lock)  # of blocks that two ranges share
+    lock: Lock = field(default_factory=Lock)  # for blocks that two ranges share
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype, moved: int) -> "DiskBuffer":
-        """Reserve zeros that begin with a block; updates move `moved` elements at a time."""
+        """Reserve a range that starts with a block; updates move `moved` elements at a time."""
         first = self.num_bytes
         self.num_bytes += align(numel * dtype.itemsize, BLOCK)
         data = torch.empty(numel, dtype=dtype, device="meta")
@@ -155,12 +155,12 @@ class DiskRoom:
 
 @dataclass(eq=False)
 class DiskBuffer(Buffer):
-    """A range of a file; `data` is on the meta device and has only its size.
+    """A range of a file; `data` is on the meta device and only has the range's size and dtype.
 
     Attributes:
-        at: its first byte in the file.
-        moved: elements that are moved at a time; access checks take them for one.
-        start: its first element in the plane.
+        at: the range's first byte in the file.
+        moved: elements that are moved at a time; access checks treat them as one buffer.
+        start: the range's first element in its plane.
     """
 
     room: DiskRoom = field(default_factory=DiskRoom)
@@ -198,7 +198,7 @@ class DiskBuffer(Buffer):
         blocks, memory, inside = self._blocks(place)
         yield memory[inside].view(self.data.dtype)
         with self.room.lock:
-            # Elements of others in the first and the last block keep their values.
+            # Other ranges' elements in the first and the last block keep their values.
             for edge, outside in (inside.start, slice(0, inside.start)), (
                 inside.stop, slice(inside.stop % BLOCK, BLOCK)
             ):  # fmt: skip
@@ -210,7 +210,7 @@ class DiskBuffer(Buffer):
             blocks.write(memory)
 
     def _blocks(self, place: slice) -> tuple["DiskBuffer", Tensor, slice]:
-        """The blocks that contain a range, memory for them, and the range's place in this."""
+        """The whole blocks around a range, memory for them, and the range's place in the memory."""
         size = self.data.itemsize
         start, stop, _ = place.indices(len(self.data))
         first = (self.at + start * size) // BLOCK * BLOCK
@@ -225,7 +225,7 @@ def _memory(num_bytes: int) -> Tensor:
 
 
 def move(to: Buffer, source: Buffer, numel: int | None = None) -> None:
-    """Copy the first elements within host memory, or whole blocks from or to a disk."""
+    """Copy the first `numel` elements within host memory, or whole blocks from or to a disk."""
     if isinstance(source, DiskBuffer):
         source.read(to.data)
     elif isinstance(to, DiskBuffer):

@@ -1,4 +1,4 @@
-"""Host threads that behave like streams, and how far the launching thread may be ahead of a GPU."""
+"""Host threads that behave like streams, and a throttle for the thread that launches GPU work."""
 
 import queue
 import threading
@@ -14,7 +14,7 @@ from megatrain.errors import MegatrainError, RunFailed, explained
 
 
 def start_thread(name: str, work: Callable[[], None], *, daemon: bool = False) -> threading.Thread:
-    """Do `work` on a thread of its own. Raises RunFailed: the system gives no thread."""
+    """Run `work` on a new thread. Raises RunFailed: the system refuses a thread."""
     thread = threading.Thread(target=work, name=name, daemon=daemon)
     remedy = "allow more (ulimit -u, or the container's pids limit), or run fewer processes"
     with explained(f"the {name!r} thread cannot start", remedy, of=RuntimeError, into=RunFailed):
@@ -23,10 +23,10 @@ def start_thread(name: str, work: Callable[[], None], *, daemon: bool = False) -
 
 
 class HostStream:
-    """Runs work in the order it is put on; `counter` (pinned int32) counts the marks passed.
+    """Runs work in the order of `put`; `counter` (pinned int32) counts the marks passed.
 
-    After an error no further work runs, but marks still pass, so that nothing waits for ever; the
-    error is raised by the next `check` on the caller's thread.
+    After an error no further work runs, but marks still pass, so that nothing waits for ever. The
+    next `check` raises the error on the caller's thread.
     """
 
     def __init__(self, name: str, counter: Tensor) -> None:
@@ -65,12 +65,12 @@ class HostStream:
         """Finish what is queued and end the thread."""
         self._closed = True
         self._queue.put(None)
-        if threading.current_thread() is not self._thread:  # its own work may drop the last user
+        if threading.current_thread() is not self._thread:  # its own work may call `close`
             self._thread.join()
 
     def put(self, item: Callable[[], Any] | int) -> None:
         """Queue work, whose result is dropped, or a mark. Raises RunFailed after `close`."""
-        if self._closed:  # nobody would ever do it, and waiting for it would not end
+        if self._closed:  # the thread has ended: a wait for this work would never end
             raise RunFailed("the engine is closed; make a new one")
         self._queue.put(item)
 
@@ -87,16 +87,16 @@ class HostStream:
                     item()
                 except BaseException as error:
                     self._error = error
-            del item  # its references would keep an unused engine alive
+            del item  # else its references keep an unused engine alive while the queue is empty
 
 
-AHEAD = 8  # pieces of work: of some 75 launches each
+AHEAD = 8  # pieces of work, of some 75 launches each
 
 # A piece that takes longer to launch has a thousand launches or more: eager layers of many experts,
 # or of long rows in tiles.
 _LARGE_SECONDS = 0.02
 
-_REMEMBERED = 4  # launches of a piece of one name: layers are of several kinds
+_REMEMBERED = 4  # launch times for each name, since layers of several kinds have one name
 
 
 class LaunchThrottle:
@@ -114,18 +114,18 @@ class LaunchThrottle:
         )
 
     def note_wait(self, worker: HostStream, count: int) -> None:
-        """Note that work launched on the GPU waits for mark `count` of a host thread."""
+        """Remember that work launched on the GPU waits for mark `count` of a host thread."""
         self._awaited[worker] = max(count, self._awaited.get(worker, 0))
 
     @contextmanager
     def piece(self, name: str) -> Iterator[None]:
-        """Wait before the launch of a piece of work, and time the launch."""
+        """Around the launch of a piece of work: wait until it may be launched, and time it."""
         if len(self._points) == AHEAD:
             self._points.popleft().synchronize()
         self._points.append(self._record())
         # A name that has not been launched yet counts as large.
         if max(self._seconds[name], default=_LARGE_SECONDS) >= _LARGE_SECONDS:
-            # It may fill the queue by itself, so nothing in it may wait for a host thread.
+            # The piece may fill the launch queue, so nothing there may wait for a host thread.
             for worker, count in self._awaited.items():
                 worker.wait(count)
             self._awaited.clear()

@@ -1,7 +1,8 @@
 """Apple's GPU by torch's mps, in the memory that it shares with the CPU. Untested on hardware.
 
-All streams are torch's one queue, in program order; host streams wait until it is empty. Pinned
-host ranges are memory of torch's GPU that the CPU sees under an alias: layers read them in place.
+All device streams are torch's one queue, in program order; host streams wait until the queue is
+empty. A pinned host range is memory of torch's GPU, with an alias for the CPU: layers read it in
+place.
 """
 
 from dataclasses import replace
@@ -17,7 +18,7 @@ _gpu: Any = torch.get_device_module("mps")
 
 
 class MpsDevice(CpuDevice):
-    """The CPU's protocol with work on Apple's GPU."""
+    """Runs work in program order, as the CPU does, on Apple's GPU."""
 
     kind = "mps"
     torch_device = torch.device("mps")
@@ -50,7 +51,7 @@ class MpsDevice(CpuDevice):
     def run(
         self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
     ) -> Any:
-        if stream in HOST_STREAMS:  # torch orders nothing between its GPU's memory and the alias
+        if stream in HOST_STREAMS:  # torch does not order the GPU's work with the CPU's alias
             _gpu.synchronize()
         return work()
 

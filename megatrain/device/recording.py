@@ -1,4 +1,4 @@
-"""A device that records what another device does, and when."""
+"""A device that passes work on to another device, and records when it ran."""
 
 import time
 from collections import defaultdict
@@ -18,9 +18,9 @@ else:
 
 
 class Recording(_Passing):
-    """Passes everything on to `device`; between `start` and `stop` it takes times.
+    """Passes all work on to `device`; between `start` and `stop` it times the work.
 
-    Two timing events a piece of work: some milliseconds in a step of seconds.
+    Timing takes two events for each piece of work: some milliseconds in a step of seconds.
     """
 
     def __init__(self, device: Device) -> None:
@@ -35,14 +35,14 @@ class Recording(_Passing):
         return getattr(self._device, name)
 
     def start(self) -> None:
-        """Begin to take times, from zero."""
+        """Begin to time work; this moment is second 0."""
         self._marks, self._host, self._waits = [], [], defaultdict(list)
         self._device.synchronize(self._device.record("compute"), "recording starts")
         self._origin, self._origin_host = self._device.mark("compute"), time.perf_counter()
         self._on = True
 
     def stop(self) -> list[Span]:
-        """Everything since `start`; waits until it is done."""
+        """Wait until all work is done; return the spans of all work since `start`."""
         self._on = False
         for stream in (*base.DEVICE_STREAMS, *base.HOST_STREAMS):
             self._device.synchronize(self._device.record(stream), "recording stops")
@@ -102,7 +102,7 @@ class Recording(_Passing):
 
 
 def update_bytes(reads: Buffers, writes: Buffers) -> int:
-    """Bytes that an update moves through memory: it reads and writes all planes but gradients."""
+    """Bytes that an update moves: it reads gradients, and reads and writes all other planes."""
     numel = max((plane.data.numel() for plane in writes), default=0)  # gradients may be longer
     gradients = sum(buffer.data[:numel].nbytes for buffer in reads)
     return gradients + 2 * sum(plane.data.nbytes for plane in writes)

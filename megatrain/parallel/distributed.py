@@ -39,7 +39,7 @@ T = TypeVar("T")
 Values = Mapping[str, Callable[[], Tensor]]  # functions that read tensors, by name
 
 _LONGEST = 1_000_000  # seconds
-# The link's rate is measured by so many gathers of so many elements of each rank.
+# To measure the link: gathers, and elements of each rank in a gather.
 _GATHERS, _GATHERED = 4, 1 << 23
 
 
@@ -55,14 +55,14 @@ def patience() -> timedelta:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that share a model; this base class: alone, or in a forecast.
+    """This process among the ranks that share a model; this base class: alone, or in a forecast.
 
     Attributes:
         on_host: ranks that share this machine's memory and cores.
-        hosts: groups of `size / hosts` consecutive ranks that each keep the whole model.
-        host: their group of torch.distributed for CPU tensors and objects.
-        saves: another one, for the thread of a save, which runs beside the main one.
-        link_gbps: GB/s that a device receives in a gather; None where nobody measured.
+        hosts: number of hosts: groups of consecutive ranks that each keep the whole model.
+        host: the ranks' process group for CPU tensors and objects.
+        saves: another such group for the thread of a save, which runs beside the main thread.
+        link_gbps: GB/s that a device receives in a gather; None if nobody has measured it.
     """
 
     rank: int = 0
@@ -92,25 +92,25 @@ class Ranks:
         return [value]
 
     def barrier(self) -> None:
-        """Wait until all ranks are here; raises RunFailed that names who is not in time."""
+        """Wait until all ranks are here. Raises RunFailed: names the ranks that are late."""
 
     def all_gather(self, whole: Tensor) -> None:
-        """Fill a tensor of `size` equal blocks, of which each rank has its own in place."""
+        """Fill a tensor of `size` equal blocks; each rank has its own block in place already."""
 
     def reduce_scatter(self, whole: Tensor) -> None:
         """Put the sum over all ranks into this rank's block of a tensor; the rest is undefined."""
 
     def all_reduce(self, values: Tensor) -> None:
-        """Put the sum over all ranks in the place of a tensor; every rank has the same bits."""
+        """Replace a tensor by its sum over all ranks, which has the same bits on every rank."""
 
     def join(self, part: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
-        """Join an fp32 CPU tensor from the ranks' parts `place` of its flat elements."""
+        """Join the ranks' parts of an fp32 CPU tensor; `place`: this part in the flat tensor."""
         return part
 
     def agree(self, make: Callable[[], T]) -> list[T]:
-        """The results of `make` on every rank.
+        """Call `make` on every rank; return the results of all ranks.
 
-        Raises MegatrainError: `make` raises it on some rank; then all ranks raise.
+        Raises MegatrainError on all ranks if `make` raises an error on any of them.
         """
         if self.size == 1:
             return [make()]
@@ -119,7 +119,7 @@ class Ranks:
         except BaseException as error:
             kind = next((k for k in (InputError, DoesNotFit) if isinstance(error, k)), RunFailed)
             ours = isinstance(error, MegatrainError)  # else other ranks raise another error
-            with suppress(RunFailed):  # where the others are lost, this is why
+            with suppress(RunFailed):  # if the other ranks are lost, raise this rank's own error
                 self.all_gather_object(([], (kind, str(error) if ours else repr(error), ours)))
                 if isinstance(error, MegatrainError):
                     error.by_all = True
@@ -133,13 +133,13 @@ class Ranks:
         return [value for values, _ in outcomes for value in values]
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """The result of `make`, which rank 0 alone calls, on every rank; see `agree`."""
+        """Call `make` on rank 0 alone; return its result on every rank. Raises as `agree` does."""
         return self.agree(lambda: None if self.rank else make())[0]  # type: ignore[return-value]
 
     def serve(self, read: Values, work: Callable[[Values], None]) -> None:
         """Run `work` on rank 0; whenever it calls a function of `read`, all ranks call it.
 
-        Raises MegatrainError: `work` raises it; then all ranks raise.
+        Raises MegatrainError on all ranks if `work` raises it.
         """
         if self.size == 1:
             return work(read)
@@ -165,7 +165,7 @@ class Ranks:
 
 
 def require_same(values: Sequence[Mapping[str, str]]) -> None:
-    """Raises InputError if a rank has another value than rank 0; each value has a name."""
+    """Raise InputError if a rank's named value differs from rank 0's."""
     first, *others = values
     for rank, named in enumerate(others, 1):
         for name, value in named.items():
@@ -181,7 +181,7 @@ def require_same(values: Sequence[Mapping[str, str]]) -> None:
 
 
 ALONE = Ranks()
-numbered: list[Any] = []  # ranks, by the number that a compiled graph knows them by
+numbered: list[Any] = []  # ranks by number: a compiled graph names them so
 
 
 @dataclass(frozen=True)
@@ -189,9 +189,9 @@ class ProcessGroups(Ranks):
     """Ranks of an initialised torch.distributed.
 
     Attributes:
-        incoming, outgoing: groups for the device's gathers and sums, which run at the same time.
+        incoming, outgoing: groups for the device's gathers and sums, which run side by side.
         parts: `shards` and `replicas`, if there are several hosts.
-        beneath: for what layers exchange, on the stream that computes; None: nothing.
+        beneath: group for exchanges within layers, on the compute stream; None: no exchanges.
     """
 
     incoming: ProcessGroup | None = None
@@ -229,7 +229,7 @@ class ProcessGroups(Ranks):
 
     def reduce_scatter(self, whole: Tensor) -> None:
         with self._peer_errors():
-            if self.outgoing is self.host:  # gloo sums all of it in any case
+            if self.outgoing is self.host:  # gloo's reduce-scatter sums the whole tensor, too
                 dist.all_reduce(whole, group=self.outgoing)
             else:
                 reduce_scatter_single(self._block(whole), whole, group=self.outgoing)
@@ -248,7 +248,7 @@ class ProcessGroups(Ranks):
     def exchange(
         self, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None
     ) -> Tensor:
-        """Send the first `sent[0]` rows to rank 0, the next to rank 1, ...; returns theirs to us.
+        """Send the first `sent[0]` rows to rank 0, the next to rank 1, ...; return received rows.
 
         `received[r]` rows come from rank r, in the ranks' order. None: equally many for each rank.
         """
@@ -271,10 +271,10 @@ def local_rank(group: object) -> int | None:
 
 
 def open_ranks(group: ProcessGroup | DeviceMesh | None, device: torch.device) -> Ranks:
-    """The ranks of a group, with new communicators: torch's usual ones of a device (NCCL, gloo).
+    """The ranks of a group, with communicators of their own (NCCL or gloo, by the device).
 
-    A mesh may have two dimensions, as for HSDP: hosts, and the ranks of each, which share a model.
-    All ranks of the group must call this. The communicators live as long as torch.distributed.
+    A mesh of two dimensions is one for HSDP: hosts, and the ranks of each, which share a model. All
+    ranks of the group must call this. The communicators live as long as torch.distributed.
 
     Raises InputError: torch.distributed is not initialised, or this process is not in the group.
     """
@@ -298,23 +298,26 @@ def open_ranks(group: ProcessGroup | DeviceMesh | None, device: torch.device) ->
 def connected(group: ProcessGroup, device: torch.device, hosts: int = 1) -> Ranks:
     """The ranks of a group, on `hosts` hosts that each keep the whole model."""
     members, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-    full = _opened(members, device)
+    full = _with_groups(members, device)
     names = full.all_gather_object(socket.gethostname())
-    slow = dist.new_group(members, timedelta(hours=24), "gloo", use_local_synchronization=True)
-    full = replace(full, on_host=names.count(names[rank]), saves=slow, hosts=hosts)  # slow disks
+    day = timedelta(hours=24)  # saves wait for slow disks
+    saves = dist.new_group(members, day, "gloo", use_local_synchronization=True)
+    full = replace(full, on_host=names.count(names[rank]), saves=saves, hosts=hosts)
     if hosts == 1:
         return _connect(full, device)
     size = len(members) // hosts
     first = rank - rank % size
     parts = members[first : first + size], members[rank % size :: size]
     shards, replicas = (
-        ALONE if len(part) == 1 else _connect(_opened(part, device), device) for part in parts
+        ALONE if len(part) == 1 else _connect(_with_groups(part, device), device) for part in parts
     )
     full.all_reduce(torch.zeros(1, device=device))
     return replace(full, parts=(shards, replicas))
 
 
-def _opened(members: Sequence[int], device: torch.device) -> ProcessGroups:
+def _with_groups(members: Sequence[int], device: torch.device) -> ProcessGroups:
+    """Make the process groups of some ranks, for the host and for the device."""
+
     def new_group(backend: str) -> Any:
         return dist.new_group(members, patience(), backend, use_local_synchronization=True)
 
@@ -327,7 +330,7 @@ def _opened(members: Sequence[int], device: torch.device) -> ProcessGroups:
 
 
 def _connect(ranks: ProcessGroups, device: torch.device) -> ProcessGroups:
-    """Let NCCL allocate its memory now, which within a step could deadlock; measure the link."""
+    """Let NCCL allocate its memory now, since that could deadlock in a step; measure the link."""
     if ranks.incoming is ranks.host:  # gloo
         return ranks
     values = torch.ones(ranks.size * _GATHERED, device=device)
@@ -345,7 +348,7 @@ def _connect(ranks: ProcessGroups, device: torch.device) -> ProcessGroups:
     return replace(ranks, link_gbps=min(ranks.all_gather_object(gbps)))
 
 
-# Rank 0 may tokenise for long, while the others wait; who has ended is noticed at once.
+# Ranks wait long, while rank 0 tokenises; a rank that has ended is noticed at once.
 _OPENING = timedelta(hours=24)
 
 
@@ -355,12 +358,12 @@ def is_launched() -> bool:
 
 
 def is_restarted() -> bool:
-    """True if torchrun has started it again, after a failure (`--max-restarts`)."""
+    """True if torchrun has started this process again after a failure (`--max-restarts`)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
 def launch(devices: int, arguments: Sequence[str]) -> int:
-    """Run `megatrain` with these arguments on `devices` devices by torchrun; returns the exit code.
+    """Run `megatrain` with `arguments` on `devices` devices by torchrun; return the exit code.
 
     A process that fails prints the reason itself. Raises InputError: more devices than cores.
     """
@@ -388,7 +391,7 @@ def launch(devices: int, arguments: Sequence[str]) -> int:
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """The ranks of this run while the block runs; without torchrun this process alone."""
+    """Join the ranks that torchrun has started, for the block; without torchrun yield ALONE."""
     if not is_launched():
         yield ALONE
         return
@@ -407,8 +410,8 @@ def joined() -> Iterator[Ranks]:
 def open_sequence_ranks(ranks: Ranks, device: torch.device, number: Any) -> Ranks:
     """The ranks that share every row: all of them, or this one alone. All ranks call this.
 
-    Raises InputError: `number` is neither 1 nor that of all ranks, or these are on several hosts,
-    or a rank has another number.
+    Raises InputError: `number` is neither 1 nor the number of all ranks, the ranks are on several
+    hosts, or a rank has another number.
     """
     require_same(ranks.all_gather_object({"sequence_parallel": str(number)}))
     all_here = ranks.on_host == ranks.size and ranks.hosts == 1
@@ -426,7 +429,7 @@ def exchanging(ranks: Ranks, device: torch.device) -> ProcessGroups:
     return replace(ranks, beneath=_communicator(ranks.host, device))
 
 
-@cache  # as of the other communicators: they live as long as torch.distributed
+@cache  # like other communicators it lives as long as torch.distributed
 def _communicator(host: ProcessGroup, device: torch.device) -> ProcessGroup:
     """A communicator for exchanges; on a GPU NCCL's, which allocates its memory now."""
     backend = dist.get_default_backend_for_device(device)

@@ -1,6 +1,6 @@
-"""Keeps the state: the planes of every tile in host memory, and their versions.
+"""Keeps the planes of every tile, in host memory, on the device or on a disk.
 
-The optimizer's rule says which planes there are, and their bytes (optim/rule.py). The plane of
+The optimizer's rule says which planes there are, and their bytes (optim/rule.py). Only the plane of
 gradients belongs to the sink (engine/sink.py).
 """
 
@@ -28,15 +28,16 @@ from megatrain.parallel.distributed import Ranks
 from megatrain.placement import CPU_PLACEMENT, Placement
 from megatrain.tile import Entry, TileKind, TileLayout
 
-# What is copied to the device or from it lies in pinned memory.
+# Planes that are copied between host and device, so their host memory is pinned.
 _PINNED = (PlaneKind.WEIGHTS, PlaneKind.GRADIENT)
 
 
 @dataclass(frozen=True)
 class Span:
-    """`numel` elements from `start` on in a rank's planes, at `at` in the tile, `slot` in its slot.
+    """`numel` consecutive elements of a tile that one rank keeps.
 
-    In the layout of one rank they come earlier by `moved`.
+    Attributes: their first place in the rank's planes (`start`), in the tile (`at`) and in the
+    tile's slot (`slot`). In the layout of one rank they lie `moved` elements earlier than `at`.
     """
 
     start: int
@@ -60,11 +61,11 @@ class Tier(Enum):
 
 @dataclass(frozen=True)
 class Rests:
-    """The tier of each kind of plane of a tile.
+    """Where a tile rests: the tier of each kind of plane.
 
     Attributes:
-        stays: the device keeps a copy of weights that rest elsewhere, or in ranks' blocks.
-        shared: the device reads weights and writes the gradient where they rest on the host.
+        stays: the device keeps a copy of the weights from one visit to the next.
+        shared: the device reads weights and writes the gradient in place, in host memory.
     """
 
     weights: Tier = Tier.HOST
@@ -76,11 +77,11 @@ class Rests:
 
     @property
     def local(self) -> bool:
-        """True if the device computes with weights and gradient where they rest."""
+        """True if the device computes with weights and gradient in place, without copies."""
         return self.shared or self.weights is Tier.DEVICE
 
     def tier(self, plane: Plane) -> Tier:
-        """The tier of a plane; the host, not a disk, for one that only the device uses."""
+        """The tier of a plane. A plane that only the device uses rests on the host, not a disk."""
         tier: Tier = getattr(self, plane.kind.value)
         return Tier.HOST if plane.on_device and tier is Tier.DISK else tier
 
@@ -91,19 +92,20 @@ class Rests:
 
     @property
     def updates(self) -> str:
-        """The stream of the tile's updates; COMPUTE if its state rests on the device."""
+        """The stream of the tile's updates: COMPUTE if its states rest on the device."""
         return COMPUTE if self.moments is Tier.DEVICE else UPDATE
 
 
-_RESIDENT = Rests(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)  # all of the tile
+_RESIDENT = Rests(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)  # all planes
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A save that reads a tile's planes as they are now: the next update waits for it.
+    """A save that is reading a tile's planes: the next update of the tile waits for it.
 
     Attributes:
-        set_aside: copies bytes that are still to be read, on the update's stream; None: no bytes.
+        event, wait: the event after which the update may begin, and the name of that wait.
+        set_aside: copies the bytes that the save still has to read, on the update's stream.
     """
 
     event: Any
@@ -117,16 +119,16 @@ class Tile:
 
     Attributes:
         weights: the plane that is streamed: bf16, or the fp32 master if layers compute in fp32.
-        remainder: int16; `fp32 master = (weights << 16) + remainder`. int8, if the rule has it, for
-            the upper byte of that. None in fp32. Frozen parameters that came in bf16 have none.
-        states: the planes of the optimizer's rule, in its order.
-        version: updates applied or started.
+        remainder: int16; `fp32 master = (weights << 16) + remainder`. Some rules keep its upper
+            byte alone, as int8. None in fp32. Frozen parameters from bf16 sources have none.
+        states: the planes of the optimizer's states, in the order of its rule.
+        version: the number of updates applied or started.
         updated: event of the newest update; None when there is nothing to wait for.
-        written: event after which that update's planes are on the disk that they rest on.
+        written: event after which planes that rest on a disk have that update.
         readers: saves that the next update has to wait for.
-        idle: trained parameters without a gradient in the newest step, which leaves them alone.
-        skipped: the number of such updates, by parameter.
-        rank: planes hold this rank's block of each part of the layout, and nothing else.
+        idle: trained parameters without a gradient in the newest step, which are not updated.
+        skipped: for each parameter, the number of updates that it has missed so.
+        rank: the planes hold this rank's block of each part of the layout, and nothing else.
     """
 
     index: int
@@ -152,24 +154,24 @@ class Tile:
 
     @property
     def spans(self) -> list[Span]:
-        """This rank's blocks."""
+        """The blocks of the tile that this rank keeps."""
         layout, spans, start = self.layout, list[Span](), 0
         if layout.ranks == 1:
             return [Span(0, 0, layout.numel)]
         blocks = layout.blocks(self.rank), layout.local_blocks(self.rank), layout.moved
-        for (at, own), (slot, _), moved in zip(*blocks, strict=True):
-            spans.append(Span(start, at, own, slot, moved))
-            start += own
+        for (at, numel), (slot, _), moved in zip(*blocks, strict=True):
+            spans.append(Span(start, at, numel, slot, moved))
+            start += numel
         return spans
 
     @property
     def sums(self) -> list[slice]:
-        """The elements of the sums on the device whose gradient this rank keeps."""
+        """The slices of the tile's gradient sums on the device that this rank keeps."""
         numel = self.layout.local.trainable_numel
         return [slice(s.slot, min(s.slot + s.numel, numel)) for s in self.spans if s.slot < numel]
 
     def spans_beside(self, stacks: Sequence[Entry]) -> list[Span]:
-        """The `spans` without the rows of these parameters, where one rank has all of the tile."""
+        """The `spans` without the rows of the parameters `stacks` (with one rank only)."""
         size = self.weights.data.itemsize
         left_out = [place for e in stacks for place in e.places_of(range(e.shape[0]), size)]
         if not left_out:
@@ -182,7 +184,7 @@ class Tile:
         return spans
 
     def shards(self, plane: Plane, numel: int) -> Iterator[Span]:
-        """The spans of a plane's values on this rank, for the tile's first `numel` elements."""
+        """Yield this rank's spans of a plane, in values of the plane; `numel`: of the tile."""
         size = numel * plane.per
         for span in self.spans:
             if (length := min(span.numel, size - span.at)) > 0:
@@ -190,12 +192,12 @@ class Tile:
 
     @property
     def trained(self) -> slice:
-        """The elements of the tile whose gradient and states this rank keeps, if it owns none."""
+        """This rank's block of the tile's trained elements (in tiles without owned experts)."""
         numel = self.layout.trainable_numel // self.layout.ranks
         return slice(self.rank * numel, (self.rank + 1) * numel)
 
     def place(self, entry: Entry) -> tuple[slice, slice]:
-        """The slice of the planes that holds a parameter, and the slice of the parameter in it."""
+        """The slice of this rank's planes with values of a parameter, and these values' slice."""
         first, last = entry.offset, entry.offset + entry.stored
         for span in self.spans:
             start, stop = max(first, span.at), min(last, span.at + span.numel)
@@ -205,7 +207,7 @@ class Tile:
         return slice(0, 0), slice(0, 0)
 
     def remainder_of(self, entry: Entry) -> Buffer | None:
-        """The remainder plane, if it has a part of this parameter's master; None: it has none."""
+        """The remainder plane; None if it has no part of this parameter's master."""
         remainders = (b for p, b in self.planes.items() if b is self.remainder and p.has(entry))
         return next(remainders, None)
 
@@ -232,13 +234,13 @@ class Tile:
             high, low = (p if p.is_cpu else torch.empty_like(p, device="cpu")
                          for p in (weights, remainder))  # fmt: skip
             kernels.split(flat.float(), high, low, threads=threads)
-            weights.copy_(high)  # onto itself: nothing
+            weights.copy_(high)  # no copy where they are the same CPU tensor
             remainder.copy_(low)
 
     def read_master(self, entry: Entry) -> Tensor:
         """A CPU copy of a parameter's fp32 master.
 
-        With several ranks it is this rank's part, flat, and the parameter must not be packed.
+        With several ranks it is this rank's part, flat; the parameter must not be packed then.
         """
         (place, part), low_bits = self.place(entry), self.remainder_of(entry)
         shape = entry.shape if self.layout.ranks == 1 else (part.stop - part.start,)
@@ -253,34 +255,35 @@ class Tile:
         return master.view(shape)
 
     def copy_masters(self, threads: int = 1) -> None:
-        """Make the copies of masters that layers compute with in fp32; after each update."""
+        """After an update, renew the copies of masters that layers compute with in fp32."""
         remainder, spans = self.remainder, self.spans
 
-        def moved(place: int) -> int | None:
-            containing = (s for s in spans if s.at <= place < s.at + s.numel)
-            return next((place - s.at + s.start for s in containing), None)
+        def in_planes(element: int) -> int | None:
+            """The place of a tile's element in this rank's planes, if they have it."""
+            containing = (s for s in spans if s.at <= element < s.at + s.numel)
+            return next((element - s.at + s.start for s in containing), None)
 
         for start, stop, copy_start in chain.from_iterable(self.layout.copies.values()):
-            target, first = moved(start), moved(copy_start)
-            if remainder is None or target is None or first is None:
+            source, target = in_planes(start), in_planes(copy_start)
+            if remainder is None or source is None or target is None:
                 continue
-            trained = slice(target, target + stop - start)
-            with self.weights.writing(slice(first, first + 2 * (stop - start))) as copy:
-                halves = self.weights.values(trained), remainder.values(trained)
+            master = slice(source, source + stop - start)
+            with self.weights.writing(slice(target, target + 2 * (stop - start))) as copy:
+                halves = self.weights.values(master), remainder.values(master)
                 _join(*halves, copy.view(torch.float32), threads)
 
     def whole_master(self, entry: Entry, ranks: Ranks) -> Tensor:
         """A CPU copy of a parameter's whole fp32 master; all ranks call this."""
         if entry.packed is None or self.layout.ranks == 1:
             return ranks.shards.join(self.read_master(entry), self.place(entry)[1], entry.shape)
-        place, own = self.place(entry)
-        pairs = self.weights.values(place).cpu().view(torch.int16)  # of bytes: exact in fp32
-        stored = ranks.shards.join(pairs.float(), own, (entry.stored,)).to(torch.int16)
+        place, part = self.place(entry)
+        pairs = self.weights.values(place).cpu().view(torch.int16)  # pairs of bytes, exact in fp32
+        stored = ranks.shards.join(pairs.float(), part, (entry.stored,)).to(torch.int16)
         return entry.packed.unpacked(stored, entry.shape)
 
 
 def _join(weights: Tensor, remainder: Tensor, master: Tensor, threads: int) -> None:
-    """`kernels.join` on the device of `master`."""
+    """Join the halves of a master on the device of `master`."""
     if master.is_cpu:
         kernels.join(weights.cpu(), remainder.cpu(), master, threads=threads)
         return
@@ -306,10 +309,10 @@ class Store:
         """Allocate zeroed planes.
 
         Args:
-            rule: of the optimizer; None: for inference, weights alone.
-            open_file: makes a file of so many bytes for planes on a disk; None where nothing is
-                computed.
-            rank: keep this rank's blocks, if `layouts` are cut for several ranks.
+            rule: the optimizer's rule; None: weights alone, for inference.
+            open_file: makes a file of so many bytes for planes on a disk; None on a device that
+                computes nothing.
+            rank: whose blocks to keep, if `layouts` are cut for several ranks.
 
         Raises:
             DoesNotFit: there is not enough memory.
@@ -356,7 +359,7 @@ class Store:
 
 
 def in_place(device: Device, tile: Tile, plane: Buffer) -> Buffer:
-    """A plane of a tile, for work on COMPUTE that reads or writes it where it rests."""
+    """A tile's plane as work on COMPUTE reads or writes it in place."""
     return device.in_place(plane) if tile.rests.shared else plane
 
 
@@ -372,20 +375,20 @@ def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
             f"placement.resident: the model has no tile {min(unknown)!r}; it has "
             f"{', '.join(layout.name for layout in layouts)}"
         )
-    elsewhere = [t for t in layouts if t.name not in placement.resident]
-    layers = [t for t in elsewhere if t.kind is TileKind.LAYER]
-    of_disk = on_disk(placement, elsewhere)
-    # While a head takes the slots of layers, nothing else can be loaded: so keep the head first.
-    heads = [t.name for t in elsewhere if t.kind is TileKind.HEAD][: placement.keep_weights]
+    others = [t for t in layouts if t.name not in placement.resident]
+    layers = [t for t in others if t.kind is TileKind.LAYER]
+    disk_names = on_disk(placement, others)
+    # The head stays first: while it takes the slots of layers, no layer can be loaded.
+    heads = [t.name for t in others if t.kind is TileKind.HEAD][: placement.keep_weights]
     staying = {*heads, *_spread(layers, placement.keep_weights - len(heads))}
-    looked_up = TileKind.EMBEDDING, TileKind.UNUSED
-    shared = {t.name for t in elsewhere if not placement.slots and t.ranks == 1}
-    shared -= of_disk["weights"]
+    unvisited = TileKind.EMBEDDING, TileKind.UNUSED
+    shared = {t.name for t in others if not placement.slots and t.ranks == 1}
+    shared -= disk_names["weights"]
     return [
-        replace(_RESIDENT, stays=layout.ranks > 1 and layout.kind not in looked_up)
+        replace(_RESIDENT, stays=layout.ranks > 1 and layout.kind not in unvisited)
         if layout.name in placement.resident
         else Rests(
-            **{plane: Tier.DISK for plane, names in of_disk.items() if layout.name in names},
+            **{plane: Tier.DISK for plane, names in disk_names.items() if layout.name in names},
             stays=layout.name in staying - shared,
             shared=layout.name in shared,
         )
@@ -394,7 +397,7 @@ def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
 
 
 def on_disk(placement: Placement, layouts: Sequence[TileLayout]) -> dict[str, set[str]]:
-    """For each kind of plane that may rest on a disk, the names of the tiles whose plane does."""
+    """The names of the tiles with a plane on the disk, by kind of plane."""
     counts = {"remainder": placement.disk_remainder, "moments": placement.disk_moments}
     names = {n: _spread([t for t in layouts if t.trainable_numel], counts[n]) for n in counts}
     layers = [t for t in layouts if t.kind is TileKind.LAYER]
@@ -402,12 +405,12 @@ def on_disk(placement: Placement, layouts: Sequence[TileLayout]) -> dict[str, se
 
 
 def _spread(layouts: Sequence[TileLayout], count: int) -> set[str]:
-    """Choose `count` tiles, by name: layers, spread evenly over all, and then the others."""
+    """Names of `count` tiles: first layers, spread evenly over all layers, then other tiles."""
     layers = [t.name for t in layouts if t.kind is TileKind.LAYER]
-    outside = [t.name for t in layouts if t.kind is not TileKind.LAYER]
+    others = [t.name for t in layouts if t.kind is not TileKind.LAYER]
     num, num_chosen = len(layers), min(count, len(layers))
     chosen = {name for i, name in enumerate(layers) if i * num_chosen % num < num_chosen}
-    return chosen.union(outside[: count - num_chosen])
+    return chosen.union(others[: count - num_chosen])
 
 
 def planes(
@@ -418,7 +421,8 @@ def planes(
     rank: int = 0,
     disk_room: disk.DiskRoom | None = None,
 ) -> list[Buffer]:
-    """A buffer of one plane for each tile: a piece of one host range or file, or device memory."""
+    """Allocate one plane of all tiles; returns each tile's piece of the host range or the file, or
+    its buffer on the device."""
     step = BLOCK // plane.dtype.itemsize  # planes of different tiles start on pages of their own
     lengths = [plane.own_numel(layout, rank) for layout in layouts]
     on_host = sum(
@@ -443,16 +447,16 @@ def planes(
     return buffers
 
 
-LANES = 4  # pieces read, updated and written at once; another one for a disk that is uneven
+LANES = 4  # pieces: one is read, one updated, one written, and one evens out the disk's pace
 
 
 @dataclass(eq=False)
 class Lane:
-    """A buffer that one thing after the other passes through.
+    """A buffer that is filled and emptied again and again.
 
     Attributes:
-        free: event after which it may be written again.
-        ready: event after which it holds what is on its way there.
+        free: event after which the buffer may be written again.
+        ready: event after which the buffer is filled.
     """
 
     buffer: Buffer
@@ -466,7 +470,7 @@ def own_numel(tile: Tile) -> int:
 
 
 class DiskStaging:
-    """Moves planes from a disk to their updates, and back."""
+    """Moves planes, piece by piece, from a disk to their updates and back."""
 
     def __init__(self, device: Device, tiles: Sequence[Tile]) -> None:
         self._device = device
@@ -489,9 +493,9 @@ class DiskStaging:
         return align(plane.place(0, self._piece).stop * plane.dtype.itemsize, BLOCK)
 
     def visit(self, tile: Tile) -> Iterator[tuple[int, int, Tile]]:
-        """Yield `(start, stop, tile)` for each piece of a rank's block, with its planes in memory.
+        """Yield `(start, stop, tile)` for each piece of this rank's block, with planes in memory.
 
-        Work put on UPDATE for a piece, before the iterator goes on, may change its planes.
+        The caller puts the piece's update on UPDATE before it asks for the next piece.
         """
         device, planes = self._device, self._on_disk[tile.index]
         if not planes:
@@ -503,7 +507,7 @@ class DiskStaging:
             places = {plane: plane.place(start, stop) for plane in tile.planes}
             parts = {p: b.piece(places[p].start, places[p].stop) for p, b in tile.planes.items()}
             lane = next(self._next_lane)
-            present = [plane for plane in planes if len(parts[plane].data)]  # some end earlier
+            present = [plane for plane in planes if len(parts[plane].data)]  # some planes are short
             buffers = self._rooms(lane, {plane: parts[plane] for plane in present})
             device.wait(DISK_IN, lane.free, "disk lane free")
             for plane in present:
@@ -525,13 +529,13 @@ class DiskStaging:
 
 
 class DiskReader:
-    """Moves buffers from a disk to the device: a host thread reads and copies pieces.
+    """Loads weights from a disk to the device: a host thread reads and copies pieces.
 
-    Only work that uses a buffer waits for it, so no queue of the device holds up other work.
+    Only work that uses the weights waits for them; the device's copy streams do not.
     """
 
     def __init__(self, device: Device, buffers: Sequence[Buffer]) -> None:
-        """Args: `buffers`: those that rest on a disk may be read later."""
+        """Args: `buffers`: the weights that may be loaded; those not on a disk are ignored."""
         self._device = device
         data = [buffer.data for buffer in buffers if isinstance(buffer, disk.DiskBuffer)]
         self._piece = min(disk.PIECE, max(map(len, data), default=0))
@@ -544,14 +548,14 @@ class DiskReader:
         return self._lane.nbytes
 
     def bring(self, tile: Tile, to: Buffer) -> Any:
-        """Start copying a tile's weights to free device memory; returns the event of their arrival.
+        """Start copying this rank's blocks of a tile's weights to their places in `to`.
 
-        This rank's blocks come to their places in `to`.
+        Returns the event of their arrival.
         """
         device, source = self._device, tile.weights
         device.wait(DISK_WEIGHTS, tile.written, "disk weights due")
-        # `.data` hides this thread's writes from autograd, which would take a write into one slot,
-        # while a layer computes, for a change of all slots.
+        # `.data` hides this thread's writes from autograd: all slots share one version counter, so
+        # a write into one would look like a change of the slot in use.
         work = partial(self._read, source, to.data.data, tile.spans)
         device.run(DISK_WEIGHTS, f"{source.name} -> {to.name}", work, [source], [to])
         return device.record(DISK_WEIGHTS)

@@ -1,8 +1,8 @@
-"""The formats in which frozen weights are kept, and unpacked on the device.
+"""The formats in which frozen weights rest; they are unpacked on the device.
 
-Each is a codec: bytes of a shape, values to bytes and back. `NF4` and `FP8` are chosen by the keys
-of `BASES`; `MXFP4` and `BLOCKS` are those of published folders, which keep their values exactly:
-the OCP Microscaling formats (gpt-oss), and float8 with scales of blocks (DeepSeek-V3).
+A run file chooses `NF4` or `FP8` for the base of an adapter (`BASES`). Weights of published folders
+keep their own format, and so their exact values: `MXFP4` (OCP Microscaling, gpt-oss) and `BLOCKS`
+(float8 with a scale for each block, DeepSeek-V3).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Expand = Callable[[Tensor, Tensor, Tensor, Tensor], Any]  # codes, scales, their values; into
+Expand = Callable[[Tensor, Tensor, Tensor, Tensor], Any]  # takes codes, scales, code values, output
 
-_BLOCK, _GROUP = 64, 256  # values with one scale; scales with one of theirs
+_BLOCK, _GROUP = 64, 256  # nf4: values that share a scale; scales that share a scale of their own
 _TINY = 1e-38  # bitsandbytes divides by no smaller scale
 _MOST_E4M3 = 448.0
 _PIECE, _COMPILED_PIECE = 1 << 23, 1 << 28  # values that are expanded at once
-_ROWS_PIECE = 1 << 25  # values of rows that are expanded beside their places
-SIDE = 128  # rows and columns of a block of float8
-_SPAN = 32  # values with one exponent
+_ROWS_PIECE = 1 << 25  # values of chosen rows that are expanded at once, into further memory
+SIDE = 128  # float8: rows and columns of a block with one scale
+_SPAN = 32  # mxfp4: values with one exponent
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 # https://github.com/bitsandbytes-foundation/bitsandbytes, functional.py, get_4bit_type
@@ -36,17 +36,17 @@ _NF4 = (
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How values are kept.
+    """A format of stored values.
 
     Attributes:
-        sections: of a parameter of this shape, the bytes of what all its rows (of the first
-            dimension) share, then of each kind of bytes that come row after row.
-        pack: its values, to uint8 of that length.
-        parts: of a shape and its sections, the codes, and the scales, whose first dimension cuts
-            the values evenly.
-        expand: codes and scales to values, in place; of the fourth argument's type and length.
-        values: what codes stand for; empty where they say it themselves.
-        computed: the type that layers compute with; fp32 is read where it is kept.
+        sections: from a parameter's shape to the bytes that all rows (of the first dimension)
+            share, then to the bytes of each kind that come row after row.
+        pack: from values to uint8 of the sections' total length.
+        parts: from a shape and its sections to codes and scales; the first dimension of the scales
+            cuts the values evenly.
+        expand: writes the values of codes and scales into its last argument.
+        values: the table of values that codes stand for; empty if codes are numbers.
+        computed: the type in which layers compute.
         takes: True if a parameter of this shape can be packed.
     """
 
@@ -62,14 +62,14 @@ class WeightFormat:
     )
 
     def __repr__(self) -> str:
-        return self.name  # ranks compare it: a function's is its address
+        return self.name  # ranks compare this text, which must not have a function's address
 
     def bytes_of(self, shape: Sequence[int]) -> int:
         """Bytes of a parameter of this shape."""
         return sum(self.sections(shape))
 
     def codes_and_scales(self, stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Those of a parameter of this shape, at the beginning of `stored`, flat memory."""
+        """Codes and scales of a parameter of this shape, at the beginning of flat memory."""
         sections = self.sections(shape)
         return self.parts(shape, *stored.view(torch.uint8)[: sum(sections)].split(sections))
 
@@ -77,16 +77,16 @@ class WeightFormat:
         self,
         stored: Tensor,
         out: Tensor,
-        fast: Callable[[Expand], Expand] = lambda each: each,
+        fast: Callable[[Expand], Expand] = lambda expand: expand,
         rows: Sequence[int] | None = None,
     ) -> None:
         """Write the values of `stored`, flat memory, to `out`; `fast` may compile `expand`.
 
-        Args: `rows`: indices in the first dimension: only these rows are written; None: all.
+        Args: `rows`: the indices of the rows (of the first dimension) to write; None: all.
         """
         codes, scales = self.codes_and_scales(stored, out.shape)
         flat, expand, values = out.view(-1), fast(self.expand), self.values(out.device)
-        at_once = _PIECE if expand is self.expand else _COMPILED_PIECE  # launches take time
+        at_once = _PIECE if expand is self.expand else _COMPILED_PIECE  # compiled: few launches
         if rows is not None:
             rows_at_once = max(1, min(at_once, _ROWS_PIECE) // out[0].numel())
             for first in range(0, len(rows), rows_at_once):
@@ -105,7 +105,7 @@ class WeightFormat:
             expand(piece_codes.view(-1), piece_scales, values, piece_out.view(-1))
 
     def unpacked(self, stored: Tensor, shape: Sequence[int]) -> Tensor:
-        """The values of `stored` on the CPU that layers are computed with, in fp32."""
+        """The values that layers compute with, from `stored` on the CPU, as fp32."""
         out = torch.empty(tuple(shape), dtype=self.computed)
         self.unpack(stored, out)
         return out.float()
@@ -139,7 +139,7 @@ def _nf4_piece(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _pack_nf4(values: Tensor) -> Tensor:
     _, blocks, groups = _nf4_sizes(values.shape)
     codes, scales = _nf4_codes(values)
-    mean = scales.expand(2, blocks).mean(1)[0]  # of one thread, so the same however many there are
+    mean = scales.expand(2, blocks).mean(1)[0]  # so torch sums a row on one thread: same bits
     padded = torch.zeros(groups * _GROUP)
     padded[:blocks] = scales - mean
     largest = padded.view(groups, _GROUP).abs().amax(1)
@@ -151,18 +151,18 @@ def _pack_nf4(values: Tensor) -> Tensor:
     return torch.cat((floats, codes, scale_codes.view(-1)[:blocks]))
 
 
-def _pack_wide(values: Tensor) -> Tensor:
+def _pack_nf4_wide(values: Tensor) -> Tensor:
     codes, scales = _nf4_codes(values)
     return torch.cat((scales.view(torch.uint8), codes))
 
 
-def _wide_sections(shape: Sequence[int]) -> tuple[int, ...]:
+def _nf4_wide_sections(shape: Sequence[int]) -> tuple[int, ...]:
     values, blocks, _ = _nf4_sizes(shape)
     return 0, 4 * blocks, values // 2
 
 
 def is_nf4(codes: Tensor, scale_codes: Tensor | None) -> bool:
-    """True if both tables of codes (scales may have none) are those that this file uses."""
+    """True if a folder's tables of codes are this file's; scales in fp32 have no table."""
     has_codes = torch.equal(codes, _nf4_values(codes.device))
     return has_codes and (
         scale_codes is None or torch.equal(scale_codes, _dynamic_values(scale_codes.device))
@@ -172,14 +172,14 @@ def is_nf4(codes: Tensor, scale_codes: Tensor | None) -> bool:
 def _nf4_parts(_: Any, floats: Tensor, codes: Tensor, scale_codes: Tensor) -> tuple[Tensor, Tensor]:
     mean, largest = floats.view(torch.float32).tensor_split((1,))
     shares = _dynamic_values(codes.device)[scale_codes.int()]
-    # Two roundings, as the library has it: nothing here is compiled, which would make them one.
+    # Two roundings, as in bitsandbytes; compiled code would round once.
     return codes, shares * largest.repeat_interleave(_GROUP)[: len(shares)] + mean
 
 
 def _expand_nf4(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor) -> None:
     halves = torch.arange(4, -1, -4, dtype=torch.uint8, device=codes.device)  # high, low
-    of = (codes[:, None] >> halves & 15).view(len(scales), _BLOCK).int()
-    out.view(len(scales), _BLOCK).copy_(values[of] * scales[:, None])
+    indices = (codes[:, None] >> halves & 15).view(len(scales), _BLOCK).int()
+    out.view(len(scales), _BLOCK).copy_(values[indices] * scales[:, None])
 
 
 @cache
@@ -209,7 +209,7 @@ def _pack_fp8(values: Tensor) -> Tensor:
 
 
 def fp8_rows(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The e4m3 codes of a matrix, and fp32 scales `[rows]`: a row's largest value becomes 448."""
+    """Round a matrix to e4m3 codes with fp32 scales `[rows]`: each row's largest becomes 448."""
     scales = (values.abs().amax(1) / _MOST_E4M3).float()
     divisors = scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
     scaled = (values.float() / divisors).clamp(-_MOST_E4M3, _MOST_E4M3)
@@ -217,7 +217,7 @@ def fp8_rows(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def operands(stored: Tensor, shape: Sequence[int]) -> dict[str, Tensor]:
-    """A weight's codes `[O, I]` and scales `[1, O]`, as `FP8` keeps them, and transposed codes."""
+    """A weight's codes `[O, I]` and scales `[1, O]`, as in `FP8`, and its codes transposed."""
     codes, scales = FP8.codes_and_scales(stored, shape)
     turned = stored.view(torch.uint8)[FP8.bytes_of(shape) :]
     return {
@@ -230,7 +230,7 @@ def operands(stored: Tensor, shape: Sequence[int]) -> dict[str, Tensor]:
 def write_operands(
     weight: Tensor, row_scales: Tensor | None, codes: Tensor, scales: Tensor, turned: Tensor
 ) -> None:
-    """Write a weight to its operands; without `row_scales` it is values, else e4m3 codes."""
+    """Write a weight to its operands: e4m3 codes, or values if `row_scales` is None."""
     if row_scales is None:
         weight, row_scales = fp8_rows(weight)
     codes.copy_(weight)
@@ -239,7 +239,7 @@ def write_operands(
 
 
 def _with_fp32(shape: Sequence[int], _: Tensor, scales: Tensor, codes: Tensor) -> Any:
-    """The parts where fp32 scales come before the codes."""
+    """The parts of a format whose fp32 scales come before the codes."""
     return codes, scales.view(torch.float32)
 
 
@@ -266,12 +266,12 @@ def _pack_blocks(values: Tensor) -> Tensor:
 
 def _blocks_parts(shape: Sequence[int], _: Tensor, scales: Tensor, codes: Tensor) -> Any:
     grid = scales.view(torch.float32).view(-1, -(-shape[-2] // SIDE), shape[-1] // SIDE)
-    of_rows = grid.repeat_interleave(SIDE, 1)[:, : shape[-2]]
-    return codes, of_rows.reshape(-1, grid.shape[-1])
+    row_scales = grid.repeat_interleave(SIDE, 1)[:, : shape[-2]]
+    return codes, row_scales.reshape(-1, grid.shape[-1])
 
 
 def _pack_mxfp4(values: Tensor) -> Tensor:
-    """The exponents of `[E, I, O]` for each span of inputs, and codes of two inputs a byte."""
+    """Pack `[E, I, O]`: an exponent for each span of inputs, and codes, two inputs a byte."""
     spans = values.reshape(-1, _SPAN, values.shape[-1])
     pieces = map(_mxfp4_piece, spans.split(max(1, _PIECE // spans[0].numel())))
     return torch.cat([part.view(-1) for kind in zip(*pieces, strict=True) for part in kind])
@@ -289,10 +289,10 @@ def _mxfp4_piece(spans: Tensor) -> tuple[Tensor, Tensor]:
 def _expand_mxfp4(codes: Tensor, exponents: Tensor, values: Tensor, out: Tensor) -> None:
     spans, columns = exponents.shape
     halves = torch.arange(0, 8, 4, dtype=torch.uint8, device=codes.device)[:, None]  # low, high
-    of = (codes.view(spans, _SPAN // 2, 1, columns) >> halves & 15).int()
-    bits = (exponents.int() << 23).clamp(min=1 << 22)  # of fp32's powers of two, 2^-127 the least
+    indices = (codes.view(spans, _SPAN // 2, 1, columns) >> halves & 15).int()
+    bits = (exponents.int() << 23).clamp(min=1 << 22)  # fp32 powers of two, from 2^-127 on
     scales = bits.view(torch.float32)[:, None]
-    out.view(spans, _SPAN, columns).copy_(values[of].view(spans, _SPAN, columns) * scales)
+    out.view(spans, _SPAN, columns).copy_(values[indices].view(spans, _SPAN, columns) * scales)
 
 
 @cache
@@ -302,13 +302,13 @@ def _fp4_values(device: torch.device) -> Tensor:
 
 NF4 = WeightFormat("nf4", _nf4_sections, _pack_nf4, _nf4_parts, _expand_nf4, _nf4_values)
 NF4_WIDE = WeightFormat(
-    "nf4_wide", _wide_sections, _pack_wide, _with_fp32, _expand_nf4, _nf4_values
+    "nf4_wide", _nf4_wide_sections, _pack_nf4_wide, _with_fp32, _expand_nf4, _nf4_values
 )
 FP8 = WeightFormat("fp8", _fp8_sections, _pack_fp8, _with_fp32, _expand_fp8)
 OPERANDS = replace(
     FP8, name="operands", sections=lambda shape: (*_fp8_sections(shape), prod(shape))
 )
-"""The operands of products in float8: FP8, and the codes turned, since they read along the sum."""
+"""The operands of products in float8: FP8, and its codes transposed for the backward's product."""
 BLOCKS = WeightFormat(
     "float8_blocks",
     _blocks_sections,
@@ -326,7 +326,7 @@ MXFP4 = WeightFormat(
     values=_fp4_values,
     takes=lambda shape: len(shape) == 3 and shape[1] % _SPAN == 0,
 )
-BASES = {each.name: each for each in (NF4, FP8)}
+BASES = {chosen.name: chosen for chosen in (NF4, FP8)}
 FP32 = WeightFormat(
     "fp32",
     sections=lambda shape: (0, 4 * prod(shape)),
@@ -335,5 +335,5 @@ FP32 = WeightFormat(
     expand=lambda codes, scales, values, out: out.copy_(codes),
     computed=torch.float32,
 )
-# The others are chosen by folders and models.
-PACKINGS = BASES | {each.name: each for each in (NF4_WIDE, BLOCKS, MXFP4, FP32)}
+# Folders and models bring the other formats.
+PACKINGS = BASES | {brought.name: brought for brought in (NF4_WIDE, BLOCKS, MXFP4, FP32)}

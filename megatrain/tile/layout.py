@@ -1,13 +1,13 @@
 """The flat layout of a tile: one list of offsets, the same in every plane.
 
-Trainable parameters come first, one contiguous run per optimizer group, frozen ones last; so the
-gradient and the moments cover a prefix, and the update is one kernel call per group, as long as the
-groups stay as they were. Of the frozen ones those come first whose source has more bits than bf16,
-so that the rest of the masters is a prefix, too.
+Trainable parameters come first, one contiguous run for each optimizer group, frozen ones last. So
+the gradient and the states cover a prefix, and the update is one kernel call for each group, unless
+the groups change. Frozen parameters whose source has more bits than bf16 come before the other
+frozen ones, so that the remainder covers a prefix, too.
 
-Parameters that layers compute with in fp32, whatever the type of the others, have all their bits in
-the plane of weights: frozen ones as a packing, trained ones as copies of their masters, which come
-after what is trained.
+Layers may compute with some parameters in fp32, whatever the type of the others. The weights plane
+has all their bits: of frozen ones in the format `FP32`, of trained ones as copies of their masters,
+which lie behind the trained parameters.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ from megatrain.tile.formats import FP8, FP32, OPERANDS, WeightFormat, operands, 
 def _factors(
     entry: "Entry", stored: Tensor, fast: Callable[[Any], Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """A parameter's values; or its codes and scales, where it is kept in float8."""
+    """A parameter's values, or its codes and scales if it rests in `FP8`."""
     shape = entry.shape
     if entry.packed is FP8:
         codes, scales = FP8.codes_and_scales(stored, shape)
@@ -42,16 +42,16 @@ def _factors(
 
 Group = TypeVar("Group")
 
-# Elements. 128 bf16 values are 256 bytes: every parameter starts on a boundary that the widest
-# device loads and the host's cache lines both like.
+# Elements: 128 bf16 values are 256 bytes, so every parameter starts on a boundary that suits the
+# widest loads of devices and the host's cache lines.
 ALIGNMENT = 128
 
-# Of a tile: what numbers the elements of all tiles, whatever their sizes.
+# No tile has more elements, so `tile index * MOST_ELEMENTS + element` numbers all elements.
 MOST_ELEMENTS = 1 << 40
 
 
 class TileKind(Enum):
-    """The kinds of a tile's parameters; the value is for people."""
+    """The unit of the model whose parameters a tile holds."""
 
     EMBEDDING = "embedding"
     PROLOGUE = "prologue"
@@ -71,10 +71,10 @@ class Entry:
     """One parameter inside a tile: its Hugging Face name, shape, offset (elements) and group.
 
     Attributes:
-        group: index of the optimizer's parameter group at first; None: frozen.
-        wide: it is frozen, and its source has bits that bf16 does not hold.
-        packed: how it is kept in the weights plane; None: as its values.
-        multiplied: layers compute with its `OPERANDS`.
+        group: index of its parameter group when the optimizer was made; None: frozen.
+        wide: True if it is frozen, and its source has bits that bf16 does not hold.
+        packed: its format in the weights plane; None: plain values.
+        multiplied: True if layers compute with its `OPERANDS` in float8.
     """
 
     name: str
@@ -96,26 +96,27 @@ class Entry:
 
     @property
     def needs_unpacking(self) -> bool:
-        """True if layers cannot compute with the parameter as it is kept."""
+        """True if layers cannot compute with the parameter in its format of the weights plane."""
         return self.multiplied or self.packed not in (None, FP32, OPERANDS)
 
     def cut_in_rows(self) -> bool:
-        """True if each row of the first dimension can be read, and unpacked, alone."""
+        """True if each row of the first dimension can be copied and unpacked alone."""
         return not any(size % self.shape[0] for size in self._sections(1)[1:])
 
     def places_of(self, rows: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
-        """`(start, stop)` in a plane of the bytes that no other row of the first dimension has.
+        """Yield `(start, stop)` in the weights plane of bytes that belong to `rows` alone.
 
-        Args: `rows`: ascending; those that follow each other are in one range.
+        Args: `rows`: of the first dimension, ascending; adjacent rows share a range.
         """
         shared, *kinds = self._sections(itemsize)
         first, later = self.offset * itemsize + shared, {row + 1 for row in rows}
         starts = [row for row in rows if row not in later]
         stops = sorted(later.difference(rows))
         for num_bytes in kinds:
-            of_row = num_bytes // self.shape[0]
+            row_bytes = num_bytes // self.shape[0]
             for start, stop in zip(starts, stops, strict=True):
-                yield (first + start * of_row) // itemsize, -(-(first + stop * of_row) // itemsize)
+                start_byte, stop_byte = first + start * row_bytes, first + stop * row_bytes
+                yield start_byte // itemsize, -(-stop_byte // itemsize)
             first += num_bytes
 
     def _sections(self, itemsize: int) -> tuple[int, ...]:
@@ -123,11 +124,11 @@ class Entry:
         return plain if self.packed is None else self.packed.sections(self.shape)
 
     def memory(self, flat: Tensor) -> Tensor:
-        """The elements that it takes of a flat plane of its tile."""
+        """The elements that the parameter takes in a flat plane of its tile."""
         return flat[self.offset : self.offset + self.stored]
 
     def view(self, flat: Tensor) -> Tensor:
-        """This parameter in a flat plane of its tile."""
+        """The parameter's values in a flat plane of its tile, in its shape."""
         values = self.memory(flat)
         if self.packed is FP32:
             values = values.view(torch.float32)
@@ -138,19 +139,18 @@ class TileLayout:
     """The places of a tile's parameters.
 
     Attributes:
-        name: for messages, traces and files (`layer 3`, `embedding`, `head`).
-        kind: what the tile, or the tile that this is a slice of, is.
+        name: such as `layer 3`, `embedding` or `head`, for messages, traces and files.
+        kind: the unit whose parameters the tile, or the tile that this is cut from, holds.
         entries: the parameters in storage order.
         numel: length of the weights plane, in elements.
-        trainable_numel: length of the gradient and moment planes; a prefix of `numel`.
-        parts: `(start, stop)` of what is trained, of its copies in fp32, and of what is frozen
-            with and without bits that bf16 does not hold; each `owned` parameter is one of its own.
-        owned: stacks of experts; each rank's block of one is a number of whole experts, and its
-            device holds no others.
-        moved: how much further each part is than in the layout of one rank, if it is trained.
-        copies: for each trained parameter that layers compute with in fp32, `(start, stop, at)` of
-            its elements in each rank's block, and of the first copy, which is as long as two.
-        ranks: into how many equal blocks each of these is cut.
+        trainable_numel: length of the gradient and state planes; a prefix of `numel`.
+        parts: `(start, stop)` of the trained parameters, of their copies in fp32, and of the frozen
+            ones with and without bits that bf16 does not hold. Each `owned` parameter is a part.
+        owned: stacks of experts of which each rank keeps whole experts, and its device no others.
+        moved: for each trained part, by how much it starts later than in the layout of one rank.
+        copies: for each trained parameter that layers compute with in fp32, and each rank's block
+            of it, `(start, stop, at)`: its elements, and where their copies, twice as long, start.
+        ranks: the number of equal blocks into which each part is cut.
     """
 
     def __init__(
@@ -168,12 +168,12 @@ class TileLayout:
         owned: Collection[str] = (),
     ) -> None:
         """Args:
-        parameters: as `(name, shape, group)`; group None means frozen.
-        wide: names of those whose source has bits that bf16 does not hold.
-        packed: how frozen ones are kept that are not kept as bf16, by name.
-        fp32: names of those that layers compute with in fp32, whatever the type of the plane.
-        multiplied: names of frozen ones that layers multiply by in float8.
-        row: elements that no cut between ranks divides, counted from each part's beginning.
+        parameters: `(name, shape, group)` of each; group None means frozen.
+        wide: names of parameters whose source has bits that bf16 does not hold.
+        packed: formats of frozen parameters that do not rest as plain values, by name.
+        fp32: names of parameters that layers compute with in fp32, whatever the planes' type.
+        multiplied: names of frozen parameters that layers multiply by in float8.
+        row: elements of a row, which cuts between ranks keep whole in each part.
         """
         self.name, self.kind, self.ranks, self._row, self._fp32 = name, kind, ranks, row, fp32
         self.owned = frozenset(owned) if ranks > 1 else frozenset()
@@ -186,11 +186,14 @@ class TileLayout:
             (n, shape, group, group is None and n in wide and n not in formats)
             for n, shape, group in parameters
         ]
-        later = {name for name, packing in formats.items() if packing is not FP32}.union(multiplied)
-        order = sorted(marked, key=lambda p: (p[2] is None, not p[3], p[0] in later, p[2] or 0))
+        packed_last = {name for name, packing in formats.items() if packing is not FP32}
+        packed_last.update(multiplied)
+        order = sorted(
+            marked, key=lambda p: (p[2] is None, not p[3], p[0] in packed_last, p[2] or 0)
+        )
         self.parts: list[tuple[int, int]] = []
         self.moved: list[int] = []
-        self.trainable_numel = rank_offset = 0  # the place in the layout of one rank
+        self.trainable_numel = one_rank_offset = 0  # the offset in the layout of one rank
 
         def part_of(p: Any) -> tuple[bool, bool, str]:
             return p[2] is None, p[3], p[0] if p[0] in self.owned else ""
@@ -199,13 +202,13 @@ class TileLayout:
             if is_frozen and not any(entry.group is None for entry in entries):
                 offset = self._place_copies(entries, offset, cut)
             start = offset
-            self.moved.append(start - rank_offset)
+            self.moved.append(start - one_rank_offset)
             for parameter, shape, group, is_wide in members:
                 packing = formats.get(parameter) if group is None else None
                 traits = is_wide, packing, is_frozen and parameter in multiplied
                 entries.append(Entry(parameter, tuple(shape), offset, group, *traits))
                 offset = align(offset + entries[-1].stored, ALIGNMENT)
-            rank_offset += offset - start
+            one_rank_offset += offset - start
             offset = start + align(offset - start, ALIGNMENT if is_owned else cut)
             self.parts.append((start, offset))
             if not is_frozen:
@@ -216,7 +219,7 @@ class TileLayout:
         self.by_name = {entry.name: entry for entry in entries}
 
     def _place_copies(self, trained: Sequence[Entry], start: int, cut: int) -> int:
-        """Lay out each rank's copies of its blocks from `start` on; returns their end."""
+        """Lay out the ranks' fp32 copies of their blocks from `start` on; return the end."""
         longest = 0
         places: list[tuple[str, int, int, int, int]] = []
         for rank in range(self.ranks):
@@ -239,17 +242,17 @@ class TileLayout:
         return start + self.ranks * length
 
     def computed(self, flat: Tensor) -> dict[str, Tensor]:
-        """The weights that layers compute with, in the memory that `unpack` writes."""
+        """The weights as layers compute with them, in memory that `unpack` has written."""
         views = self.unpacked.views(flat)
         for entry in self.multiplied:
             del views[entry.name]
             path = entry.name.removesuffix("weight")
-            of_entry = operands(entry.memory(flat), entry.shape).items()
-            views |= {f"{path}{name}": values for name, values in of_entry}
+            tensors = operands(entry.memory(flat), entry.shape)
+            views |= {f"{path}{name}": tensor for name, tensor in tensors.items()}
         return views
 
     def values(self, flat: Tensor) -> dict[str, Tensor]:
-        """Every parameter's values in the memory that `unpack` writes; copies of operands."""
+        """Every parameter's values in memory that `unpack` has written; from operands, copies."""
         views = self.unpacked.views(flat)
         for entry in self.multiplied:
             views[entry.name] = flat.new_empty(entry.shape)
@@ -258,28 +261,30 @@ class TileLayout:
 
     @cached_property
     def multiplied(self) -> list[Entry]:
-        """The parameters that layers multiply by in float8, where `unpack` writes them."""
+        """The parameters that layers multiply by in float8, as entries of `unpacked`."""
         return [self.unpacked.by_name[entry.name] for entry in self.entries if entry.multiplied]
 
     @cached_property
     def needs_unpacking(self) -> bool:
-        """True if layers cannot compute with some parameters as they are kept."""
+        """True if some parameters rest in a format that layers cannot compute with."""
         return any(entry.needs_unpacking for entry in self.entries)
 
     @cached_property
     def unpacked(self) -> "TileLayout":
-        """The places of parameters once they are unpacked; of what is not packed the same."""
+        """The layout of the unpacked parameters, in which plain ones have the same places."""
         if not self.needs_unpacking:
             return self
         parameters = [(e.name, torch.Size(e.shape), e.group) for e in self.entries]
         wide = [e.name for e in self.entries if e.wide]
         packed = {e.name: OPERANDS for e in self.entries if e.multiplied}
-        given = self.name, parameters, self.kind, wide, packed, self._fp32
-        return TileLayout(*given, ranks=self.ranks, row=self._row, owned=self.owned)
+        return TileLayout(
+            self.name, parameters, self.kind, wide, packed, self._fp32,
+            ranks=self.ranks, row=self._row, owned=self.owned,
+        )  # fmt: skip
 
     @cached_property
     def local(self) -> "TileLayout":
-        """The places on a rank's device, which has its own experts of the `owned` parameters."""
+        """The layout on a rank's device, which has the rank's experts alone of `owned` stacks."""
         if not self.owned:
             return self
 
@@ -289,18 +294,23 @@ class TileLayout:
 
         parameters = [(e.name, shape(e), e.group) for e in self.entries]
         packed = {e.name: e.packed for e in self.entries if e.packed not in (None, FP32)}
-        traits = [e.name for e in self.entries if e.wide], packed, self._fp32
-        given = self.name, parameters, self.kind, *traits, [e.name for e in self.multiplied]
-        return TileLayout(*given, ranks=self.ranks, row=self._row, owned=self.owned)
+        wide, multiplied = (
+            [e.name for e in self.entries if e.wide],
+            [e.name for e in self.multiplied],
+        )
+        return TileLayout(
+            self.name, parameters, self.kind, wide, packed, self._fp32, multiplied,
+            ranks=self.ranks, row=self._row, owned=self.owned,
+        )  # fmt: skip
 
     @cached_property
     def gathered(self) -> list[tuple[int, int]]:
-        """The parts, on the device, that have a block of each rank."""
+        """The parts that are gathered: on the device they have the blocks of all ranks."""
         owned_starts = {entry.offset for entry in self.local.entries if entry.name in self.owned}
         return [part for part in self.local.parts if part[0] not in owned_starts]
 
     def local_blocks(self, rank: int) -> Iterator[tuple[int, int]]:
-        """As `blocks`, with the block's place on the device."""
+        """Yield `(start on the device, size)` of a rank's block of each part."""
         for (_, size), part in zip(self.blocks(rank), self.local.parts, strict=True):
             yield part[0] + (rank * size if part in self.gathered else 0), size
 
@@ -315,8 +325,8 @@ class TileLayout:
         """Write the parameters of the weights plane `stored` to `out`, laid out as `unpacked`.
 
         Args:
-            fast: gives what a packing's `expand`, or `write_operands`, is compiled to.
-            stacks: those to leave out; with `rows` the only ones to write, and only these rows.
+            fast: compiles a format's `expand`, or `write_operands`.
+            stacks: parameters to leave out; with `rows` write nothing but these rows of them.
         """
         plain = next((entry.offset for entry in self.entries if entry.needs_unpacking), self.numel)
         if rows is None:
@@ -336,7 +346,7 @@ class TileLayout:
                 entry.packed.unpack(memory, to.view(out), fast, rows)
 
     def blocks(self, rank: int) -> Iterator[tuple[int, int]]:
-        """A rank's block of each part: its first element, and how many it has."""
+        """Yield `(start, size)` of a rank's block of each part."""
         for start, stop in self.parts:
             size = (stop - start) // self.ranks
             yield start + rank * size, size
@@ -367,7 +377,7 @@ class TileLayout:
         return tuple(entry for entry in self.entries if entry.group is not None)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Every parameter of the tile, as layers compute with it, in its full-length weights."""
+        """Every parameter of the tile in its whole weights; fp32 ones are views of their copies."""
         views = {entry.name: entry.view(flat) for entry in self.entries}
         for name, pieces in self.copies.items():
             parts = [flat[offset : offset + 2 * (stop - start)] for start, stop, offset in pieces]
