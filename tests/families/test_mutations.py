@@ -425,7 +425,7 @@ def changed(family, name):
 def usual(family):
     """The losses of plain training without a change."""
     model = tiny_model(family)
-    return plain_training(model, make_steps(model.config)).losses
+    return plain_training(model, make_steps(model.config)[:2]).losses
 
 
 def engine_of(model):
@@ -451,7 +451,7 @@ def test_a_change_is_trained_or_refused_by_name(family, name):
         assert family != "llama" or (words and re.search(words, str(refusal))), refusal
         return
     assert words is None or family != "llama"
-    steps = make_steps(model.config)
+    steps = make_steps(model.config)[:2]
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     with engine:
         losses, masters = [engine.step(step).loss for step in steps], dict(engine.named_masters())
