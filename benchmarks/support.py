@@ -143,27 +143,38 @@ class Trials:
         tree["data"]["path"] = str(data)
         return tree
 
-    def together(self, *names: str) -> Cell:
-        """Whether features train together, and why not."""
-        try:
-            tree = self.run_file(names)
-        except ValueError as error:
-            return "no", str(error)
-        return self._on_ranks(tree) if "devices" in tree["engine"] else attempt(trained, tree)
+    def together(self, *sets: tuple[str, ...]) -> list[Cell]:
+        """Of each set whether its features train together, and why not."""
+        trees: dict[tuple[str, ...], dict[str, Any]] = {}
+        found: dict[tuple[str, ...], Cell] = {}
+        for names in sets:
+            try:
+                trees[names] = self.run_file(names)
+            except ValueError as error:
+                found[names] = "no", str(error)
+        on_ranks = {names: tree for names, tree in trees.items() if "devices" in tree["engine"]}
+        for names in trees.keys() - on_ranks.keys():
+            found[names] = attempt(trained, trees[names])
+        found |= zip(on_ranks, self._on_ranks([*on_ranks.values()]), strict=True)
+        return [found[names] for names in sets]
 
-    def _on_ranks(self, tree: dict[str, Any]) -> Cell:
-        def work(group: Any) -> Cell:
+    def _on_ranks(self, trees: list[dict[str, Any]]) -> list[Cell]:
+        """What comes of run files on two ranks, which are started once for all."""
+
+        def work(group: Any) -> list[Cell]:
             @contextmanager
             def joined():
                 yield ProcessGroups(dist.get_rank(), dist.get_world_size(), host=group)
 
             with mock.patch("megatrain.train.loop.joined", joined):
-                return attempt(trained, tree)
+                return [attempt(trained, tree) for tree in trees]
 
+        if not trees:
+            return []
         try:
-            return run_ranks(2, Path(tree["data"]["cache_dir"]).parent, work)[0]
+            return run_ranks(2, Path(trees[0]["data"]["cache_dir"]).parent, work)[0]
         except AssertionError as error:
-            return "untested", str(error).splitlines()[-1]
+            return [("untested", str(error).splitlines()[-1])] * len(trees)
 
     def by_trainer(self, trainer: str, feature: str) -> Cell:
         """Whether a feature trains under a Trainer, and why not."""
@@ -288,10 +299,7 @@ def main() -> None:
         os.environ["XDG_CACHE_HOME"] = folder
         leave_out(setattr)
         trials = Trials(Path(folder))
-        together = {}
-        for names in pairs():
-            together[names] = trials.together(*names)
-            print(names, *together[names], file=sys.stderr, flush=True)
+        together = dict(zip(pairs(), trials.together(*pairs()), strict=True))
         by_trainers = {}
         for each in [(kind, name) for name in BY_TRAINERS for kind in TRAINERS]:
             by_trainers[each] = trials.by_trainer(*each)
