@@ -7,10 +7,9 @@ from transformers import PreTrainedModel
 
 from megatrain import AdamW, Engine, InputError, Placement
 from megatrain.model.build import loaded_types
-from megatrain.model.probe import spec
-from megatrain.model.rebuilt import emptied
 from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
+from megatrain.source.source import open_source, structure
 from tests.families.folders import FromFolder
 from tests.families.parity import Errors, compare
 from tests.families.plain import make_steps
@@ -20,7 +19,7 @@ from tests.families.tiny import NOT_TRAINABLE, tiny_model
 PASSES, REFUSED, NOT_TRAINED, WRONG = "passes", "refused", "not trainable", "wrong"
 BF16_TOLERANCE = 0.05
 
-# Everything that a placement can change on a CPU, at once.
+# Everything that a placement can change on a CPU, at once; without clipping updates begin early.
 OTHER_PLACEMENT = Placement(slots=3, layer_inputs="host", save_activations=2, head_tokens=5)
 
 
@@ -59,12 +58,16 @@ def examine(family: str, changes: dict | None = None, name: str = "") -> Diagnos
     if family in NOT_TRAINABLE:
         return Diagnostic(name, NOT_TRAINED, NOT_TRAINABLE[family])
     model = tiny_model(family, changes=changes)
+    steps = make_steps(model.config)
     try:
-        errors = compare(model)
+        source = open_source(model)
+        errors = compare(source, steps=steps)
+        other = compare(model, OTHER_PLACEMENT, max_grad_norm=None, steps=steps[:2])
     except InputError as refusal:
         return Diagnostic(name, REFUSED, str(refusal))
-    found = spec(emptied(model))
-    notes, problems = _notes(model, found), list(errors.failures)
+    found = structure(source)
+    notes = _notes(model, found)
+    problems = [*errors.failures, *(f"placed otherwise, {text}" for text in other.failures)]
     bf16 = None
     try:
         refuse_rounding(loaded_types(model, torch.bfloat16), found.gathered, torch.bfloat16)
@@ -72,8 +75,8 @@ def examine(family: str, changes: dict | None = None, name: str = "") -> Diagnos
         notes.append(f"bf16 is refused: {refusal}")
     else:
         if runs_in_bf16(model):
-            with Engine(model, optimizer=AdamW(), precision="bf16", device="cpu") as engine:
-                loss = engine.step(make_steps(model.config)[0]).loss
+            with Engine(source, optimizer=AdamW(), precision="bf16", device="cpu") as engine:
+                loss = engine.step(steps[0]).loss
             bf16 = abs(loss - errors.first) / abs(errors.first)
             if not bf16 <= BF16_TOLERANCE:
                 problems.append(f"bf16 loss off by {bf16:.1e}")

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamW, Engine, InputError
+from megatrain.source.source import Source, open_source
 from megatrain.train.export import export
 from tests.families.parity import LOSS_TOLERANCE, Errors, Reference, compare_steps, compare_updates
 from tests.families.plain import EPS, LR, accumulate, make_steps, shares
@@ -55,9 +56,10 @@ def from_folders(family: str, changes: dict[str, Any] | None = None) -> FromFold
             model = tiny_model(family, changes=changes)
             folder = Path(place) / "folder"
             trained = _save(model, folder, PRECISIONS[stored])
-            _compare(found, folder, trained, stored)
+            source = open_source(folder)
+            _compare(found, source, folder, trained, stored)
             if stored == "bf16":
-                _compare_bf16(found, folder)
+                _compare_bf16(found, source, folder)
     return found
 
 
@@ -84,29 +86,31 @@ def _loaded(folder: Path, precision: str) -> PreTrainedModel:
         return cls.from_pretrained(folder, dtype=PRECISIONS[precision]).train()
 
 
-def _compare(found: FromFolder, folder: Path, trained: set[str], stored: str) -> None:
+def _compare(
+    found: FromFolder, source: Source, folder: Path, trained: set[str], stored: str
+) -> None:
     model = _loaded(folder, "fp32")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)  # from_pretrained does not keep it
     (first, then, _), errors = make_steps(model.config), Errors()
     settings = AdamW(lr=LR, eps=EPS)
-    with Engine(folder, optimizer=settings, precision="fp32", device="cpu") as engine:
+    with Engine(source, optimizer=settings, precision="fp32", device="cpu") as engine:
         _compare_buffers(errors, engine, model)
         results = [engine.step(first)]
         reference = Reference(model, [first], 1.0)
         compare_steps(errors, results, reference)
         compare_updates(errors, dict(engine.named_masters()), reference)
         engine.save_pretrained(folder.with_name("exported"))
-        still = set(engine._opened.source.untrained.dtypes)
+        still = set(source.untrained.dtypes)
         saved = folder.with_name("saved")
         if stored == "bf16":  # goes on in bf16, below
             engine.save(saved)
         elif (trip := goes_on(engine, then[:1], saved)) != EXACT:
             errors.failures.append(trip)
     _compare_export(errors, folder, model, still)
-    source = folder.rename(folder.with_name("moved"))  # a checkpoint needs it no more
+    moved = folder.rename(folder.with_name("moved"))  # a checkpoint needs it no more
     export(str(folder.with_name("saved")), folder.with_name("again"))
-    source.rename(folder)
+    moved.rename(folder)
     one, other = (tensors_of(folder.with_name(name)) for name in ("exported", "again"))
     if one.keys() != other.keys() or not all(torch.equal(one[n], other[n]) for n in one):
         errors.failures.append("export of the checkpoint is another one")
@@ -114,11 +118,11 @@ def _compare(found: FromFolder, folder: Path, trained: set[str], stored: str) ->
     found.failures += [f"{stored} folder: {failure}" for failure in errors.failures]
 
 
-def _compare_bf16(found: FromFolder, folder: Path) -> None:
+def _compare_bf16(found: FromFolder, source: Source, folder: Path) -> None:
     model, errors = _loaded(folder, "bf16"), Errors()
     step, then, _ = make_steps(model.config)
     try:
-        engine = Engine(folder, optimizer=AdamW(), precision="bf16", device="cpu")
+        engine = Engine(source, optimizer=AdamW(), precision="bf16", device="cpu")
     except InputError:  # rows of a table would be looked up in fp32
         return
     with engine:

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from megatrain import AdamW, Engine, Placement
 from megatrain.compat.transformers import encoders
 from megatrain.model.trained import Trained as Chosen
+from megatrain.source.source import Source
 from tests.families.plain import EPS, LR, Step, Trained, make_steps, plain_training
 
 LOSS_TOLERANCE = 1e-6
@@ -122,7 +123,7 @@ class Reference:
 
 
 def compare(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Source,
     placement: Placement | str = "auto",
     max_grad_norm: float | None = 1.0,
     steps: list[Step] | None = None,
@@ -130,22 +131,24 @@ def compare(
 ) -> Errors:
     """Train copies of `model` both ways, on text or on `steps`.
 
-    Args: `chosen`: which parameters are trained, by their names.
+    Args: `model`: also opened, and so examined once; not if `placement` runs its head in chunks;
+        `chosen`: which parameters are trained, by their names.
 
     Raises:
         Unsupported: the engine refuses the model.
     """
-    steps = steps or make_steps(model.config)
-    options = {"precision": "fp32", "device": "cpu", "placement": placement}
     if chosen is not None:
         model = _with_trained(model, chosen)
+    opened, model = model, model.given if isinstance(model, Source) else model
+    steps = steps or make_steps(model.config)
+    options = {"precision": "fp32", "device": "cpu", "placement": placement}
     settings = AdamW(lr=LR, eps=EPS)
-    with Engine(model, optimizer=settings, max_grad_norm=max_grad_norm, **options) as engine:
+    with Engine(opened, optimizer=settings, max_grad_norm=max_grad_norm, **options) as engine:
         own = engine.evaluate(steps[0][:1])
         results = [engine.step(step) for step in steps]
         masters = dict(engine.named_masters())
     probe = AdamW(lr=PROBE_RATE * PROBE_EPS, eps=PROBE_EPS, weight_decay=0.0)
-    with Engine(model, optimizer=probe, max_grad_norm=None, **options) as engine:
+    with Engine(opened, optimizer=probe, max_grad_norm=None, **options) as engine:
         engine.step(steps[0])
         moved = dict(engine.named_masters())
     reference = Reference(model, steps, max_grad_norm)

@@ -3,9 +3,8 @@
 import pytest
 
 from megatrain import AdamW, Engine, InputError
-from tests.families.examine import NOT_TRAINED, OTHER_PLACEMENT, PASSES, REFUSED, examine
+from tests.families.examine import NOT_TRAINED, PASSES, REFUSED, examine
 from tests.families.folders import from_folders
-from tests.families.parity import compare
 from tests.families.plain import make_steps, plain_training
 from tests.families.report import documented, documents_this_version
 from tests.families.roundtrip import EXACT, WRONG, round_trips
@@ -35,16 +34,6 @@ def test_a_family_trains_as_in_plain_torch_or_is_refused(name):
     assert "\n" not in found.reason
     if documents_this_version():
         assert (found.result, found.reason) == documented()[name], "docs/models.md: `make models`"
-
-
-@pytest.mark.parametrize("family", quick(families(), ["gemma2"]))
-def test_another_placement(family):
-    """Chunked head, boundaries on the host, kept graphs, updates during the backward."""
-    if documented()[family][0] != PASSES:
-        pytest.skip("does not pass")
-    model = tiny_model(family)
-    steps = make_steps(model.config)[:2]
-    assert not compare(model, OTHER_PLACEMENT, max_grad_norm=None, steps=steps).failures
 
 
 @pytest.mark.exhaustive

@@ -79,7 +79,8 @@ def foretold_and_taken(model, seed, row=None):
     Raises:
         NotForeseeable, InputError: as forecasts and engines do.
     """
-    found = structure(open_source(model))
+    source = open_source(model)
+    found = structure(source)
     placement, size = drawn(seed, len(found.layers))
     if row is not None:
         length = row["input_ids"].shape[1] + 7
@@ -95,7 +96,7 @@ def foretold_and_taken(model, seed, row=None):
     device = CountedDevice()
     device.can = replace(device.can, attends_with_sums=True)
     with Engine(
-        model,
+        source,
         optimizer=workload.rule,
         precision=workload.precision,
         max_grad_norm=1.0 if workload.clip else None,
