@@ -1,4 +1,4 @@
-"""The run file: YAML in, one validated and frozen value out."""
+"""Run files: YAML, read into one validated and frozen value."""
 
 from megatrain.config.learning import RolloutSection, TrainingSection, step_loss
 from megatrain.config.load import load, overridden, validate

@@ -1,4 +1,4 @@
-"""The sections that say how a model learns: adapter, optimizer, loss, rollouts, schedule, steps."""
+"""The sections of training itself: adapter, optimizer, loss, rollouts, schedule, steps."""
 
 import re
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ class AdapterSection(Section):
 
     @property
     def keys(self) -> dict[str, Any] | None:
-        """The keys that `Engine` takes; None: there is no adapter."""
+        """The adapter's keys as `Engine` takes them; None: there is no adapter."""
         return None if self.method is None else self.model_dump(exclude={"method"})
 
     def problems(self) -> Iterator[str]:
@@ -72,7 +72,7 @@ class AdapterSection(Section):
 
 
 class OptimizerSection(NamedSection):
-    """A rule of `megatrain.optim` and its settings (docs/optimizers.md); null: the rule's own."""
+    """A rule of `megatrain.optim` and its settings (docs/optimizers.md); null: its default."""
 
     name: str = "adamw"
     lr: Annotated[float, Field(gt=0)] | None = None
@@ -113,7 +113,7 @@ class OptimizerSection(NamedSection):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The rule's settings as the groups of torch's optimizer hold them."""
+        """The rule's settings by name, as the param_groups of torch's optimizers have them."""
         rule = self.rule()
         return {name: getattr(rule, name) for name in rule.settings}
 
@@ -127,27 +127,27 @@ class OptimizerSection(NamedSection):
         return rule(**values)
 
 
-_RIGHT = ("loss", "accuracy")
-_REPLIES = ("loss", *(f"rewards/{k}" for k in ("chosen", "rejected", "margins", "accuracies")))
-_OF_ROWS = {"labels": None, "problem_type": None}
+_CLASS_METRICS = ("loss", "accuracy")
+_PAIR_METRICS = ("loss", *(f"rewards/{k}" for k in ("chosen", "rejected", "margins", "accuracies")))
+_ROW_CLASS_KEYS = {"labels": None, "problem_type": None}
 # For each loss: its class, the kind of data that it needs (None: texts or chats), the metrics of
-# its evaluations, and with their defaults the keys of a run file that the class does not have.
+# its evaluations, and the keys, with defaults, that the run file has beside the class's fields.
 _LOSSES: dict[str, tuple[str, Any, tuple[str, ...], dict[str, Any]]] = {
     "sft": ("CrossEntropy", None, ("loss", "perplexity", "accuracy"), {"label_smoothing": 0.0}),
     "distill": ("Distillation", None, ("loss",), {"teacher": None, "top_k": 64}),
-    "dpo": ("DPO", "pairs", _REPLIES, {}),
-    "reward": ("Reward", "pairs", _REPLIES, {}),
-    "sequence_classification": ("CrossEntropy", "classes", _RIGHT, _OF_ROWS),
-    "token_classification": ("CrossEntropy", "tags", _RIGHT, {"labels": None}),
-    "contrastive": ("Contrastive", "anchors", _RIGHT, {}),
+    "dpo": ("DPO", "pairs", _PAIR_METRICS, {}),
+    "reward": ("Reward", "pairs", _PAIR_METRICS, {}),
+    "sequence_classification": ("CrossEntropy", "classes", _CLASS_METRICS, _ROW_CLASS_KEYS),
+    "token_classification": ("CrossEntropy", "tags", _CLASS_METRICS, {"labels": None}),
+    "contrastive": ("Contrastive", "anchors", _CLASS_METRICS, {}),
     "grpo": ("GRPO", "prompts", ("reward",), {}),
 }  # fmt: skip
 
 
 class LossSection(NamedSection):
-    """The loss and its settings in `megatrain.loss` (docs/losses.md).
+    """A loss of `megatrain.loss` and its settings (docs/losses.md).
 
-    `teacher`: a model to distil, by its `top_k` likeliest tokens for each label. `labels`: the
+    `teacher`: the model to distil, by its `top_k` likeliest tokens for each label. `labels`: the
     names of classes, in the order of their numbers.
     """
 
@@ -209,7 +209,7 @@ class LossSection(NamedSection):
 
     def loss(self) -> Loss:
         """The loss for `Engine.step`."""
-        if self.several:
+        if self.is_multi_label:
             return loss.MultiLabel()
         if self.name != "sft":
             kind = getattr(loss, _LOSSES[self.name][0])
@@ -218,13 +218,13 @@ class LossSection(NamedSection):
         return loss.LabelSmoothing(smoothing) if smoothing else loss.CROSS_ENTROPY
 
     @property
-    def several(self) -> bool:
+    def is_multi_label(self) -> bool:
         """True if a row may have several classes."""
         return self.problem_type == "multi_label_classification"
 
     @property
     def head(self) -> ClassHead | None:
-        """The head that the model gets, of classes, a score, or none; None: it keeps its own."""
+        """The head of classes or of a score that the model gets; None: the model keeps its own."""
         if not self.labels:
             return self.loss().head
         problem = self.problem_type or "single_label_classification"
@@ -233,7 +233,9 @@ class LossSection(NamedSection):
     @property
     def kind(self) -> Any:
         """The kind of data that the loss needs; None: texts or chats."""
-        return "margins" if self.margin else "class_sets" if self.several else _LOSSES[self.name][1]
+        if self.margin or self.is_multi_label:
+            return "margins" if self.margin else "class_sets"
+        return _LOSSES[self.name][1]
 
     @property
     def lines(self) -> int:
@@ -242,19 +244,17 @@ class LossSection(NamedSection):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of evaluations' metrics."""
-        return ("loss",) if self.several else _LOSSES[self.name][2]
+        """The names of the metrics of evaluations."""
+        return ("loss",) if self.is_multi_label else _LOSSES[self.name][2]
 
 
 def _loss_fields(name: str) -> dict[str, Any]:
-    """The fields of a loss's class that are keys of a run file, with their defaults."""
-    own_fields = LossSection.model_fields.keys()
-    elsewhere = () if name == "distill" else ("temperature",)  # in `rollout`
-    return {
-        field.name: field.default
-        for field in fields(getattr(loss, _LOSSES[name][0]))
-        if field.name in own_fields and field.name not in elsewhere
-    }
+    """The fields of a loss's class that are keys of this section, with their defaults."""
+    keys = set(LossSection.model_fields)
+    if name != "distill":
+        keys.remove("temperature")  # GRPO's is a key of `rollout`
+    of_class = fields(getattr(loss, _LOSSES[name][0]))
+    return {field.name: field.default for field in of_class if field.name in keys}
 
 
 def _function(text: str) -> str:
@@ -266,7 +266,7 @@ def _function(text: str) -> str:
 
 
 class RolloutSection(Section):
-    """How replies to prompts are made and rewarded (docs/rollouts.md).
+    """The sampling and rewards of replies to prompts (docs/rollouts.md).
 
     `rewards`: functions, each as `module:function` or `file.py:function`.
     """
@@ -292,14 +292,14 @@ def step_loss(loss: LossSection, rollout: RolloutSection) -> Loss:
     return replace(value, temperature=rollout.temperature) if loss.kind == "prompts" else value
 
 
-# The run sets these options of schedules; given all steps they ignore `num_stable_steps`.
+# The run sets these options of schedules, which then ignore `num_stable_steps`.
 _OF_THE_RUN = (
     "optimizer", "num_warmup_steps", "num_training_steps", "num_stable_steps", "last_epoch",
 )  # fmt: skip
 
 
 class ScheduleSection(Section):
-    """Learning-rate schedule: a name known to `transformers.get_scheduler`, and its options."""
+    """A learning-rate schedule of `transformers.get_scheduler`, by name, and its options."""
 
     name: str = "cosine"
     warmup_steps: Natural | None = None
@@ -345,9 +345,9 @@ class EarlyStopping(Section):
 
 
 class TrainingSection(Section):
-    """How long and in what portions (docs/training.md, docs/reliability.md).
+    """The number and size of steps, and checks of them (docs/training.md, docs/reliability.md).
 
-    `batch_size`, `micro_batch_size`: in rows; `recheck`: null: if updates wait for the norm.
+    `batch_size`, `micro_batch_size`: rows. `recheck`: null: recheck if updates wait for the norm.
     """
 
     steps: Positive | None = None
@@ -365,7 +365,7 @@ class TrainingSection(Section):
 
     @property
     def refuses(self) -> str | None:
-        """The setting by which steps may be refused for their gradient norm; None: none does."""
+        """The setting that may refuse steps for their gradient norm; None: no setting does."""
         if self.spike is not None:
             return "spike"
         if self.on_nonfinite == "skip":

@@ -1,4 +1,4 @@
-"""Run file and overrides together. Precedence: defaults < file < `--set path=value`."""
+"""Reads a run file and overrides. Precedence: defaults < file < `--set path=value`."""
 
 import copy
 import re
@@ -16,15 +16,14 @@ from megatrain.config.schema import Config
 from megatrain.config.section import Section, nearest, shown
 from megatrain.errors import InputError, explained
 
-# Endings of rows in `megatrain.data.sources`, except .json: a run file may be JSON.
+# Endings of data files (`megatrain.data.sources`) but .json, as a run file may be JSON.
 _DATA = re.compile(r"\.(jsonl|ndjson|jsonlines|csv|tsv|parquet|arrow|txt)(\.(gz|bz2|xz|zst))?$")
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, endless: bool = False) -> Config:
-    """Read a run file and apply `overrides` (`path.to.key=value`, the value in YAML).
+    """Read a run file, or that of a run's folder, and apply `overrides` (`path.to.key=value`).
 
-    A run's folder has it as `config.yaml`. An `endless` one need not say how long to
-    train, for commands that only show data.
+    Args: `endless`: the file may lack `steps` and `epochs`, for commands that only show data.
 
     Raises InputError: the file cannot be read or is not a valid run file.
     """
@@ -44,7 +43,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endless: bool = Fal
 def overridden(
     tree: Mapping[str, Any], source: str, overrides: Sequence[str], *, endless: bool = False
 ) -> Config:
-    """`tree` with `overrides` as a Config; `source` serves the message only."""
+    """The Config of a tree of keys with `overrides`; messages name `source`."""
     changed = copy.deepcopy(dict(tree))
     names = [_apply_override(changed, text) for text in overrides]
     training = changed.setdefault("training", {}) if endless else None
@@ -54,7 +53,10 @@ def overridden(
 
 
 def validate(tree: Mapping[str, Any], source: str, overridden: Iterable[str] = ()) -> Config:
-    """`tree` as a Config; `source` and the `overridden` keys serve the message only."""
+    """The Config of a tree of keys; messages name `source`, and mark `overridden` keys.
+
+    Raises InputError: keys are missing, unknown or contradict each other.
+    """
     keys = {name: value for name, value in tree.items() if value is not None}
     required: dict[str, Any] = {
         name: {} for name, field in Config.model_fields.items() if field.is_required()
@@ -66,11 +68,12 @@ def validate(tree: Mapping[str, Any], source: str, overridden: Iterable[str] = (
         # An unknown key likely causes the other errors (a misspelt key is also missing).
         details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
         names = set(overridden)
-        by_key = {tuple(map(str, d["loc"][:2])): d for d in reversed(details)}  # of a union's arms
+        # Of the errors of one key, such as those of a union's arms, the first one is shown.
+        by_key = {tuple(map(str, d["loc"][:2])): d for d in reversed(details)}
         problems = [_describe(detail, names) for detail in reversed(by_key.values())]
-        theirs = [d for d in details if d["type"] == "extra_forbidden" and _name(d) in foreign()]
+        unknown = [_name(detail) for detail in details if detail["type"] == "extra_forbidden"]
         remedies = [f" (and {len(problems) - _MOST} more)"] if len(problems) > _MOST else []
-        if len(theirs) > 2:
+        if sum(name in foreign() for name in unknown) > 2:
             remedies.append(f"; the keys of other trainers: {shipped('docs/coming-from.md')}")
         if any(detail["type"] == "missing" for detail in details):
             remedies.append(f"; a run file needs at least {_SMALLEST}")
@@ -105,6 +108,7 @@ def _apply_override(tree: dict[str, Any], text: str) -> str:
 
 
 def _describe(detail: ErrorDetails, overridden: set[str]) -> str:
+    """The message for one of pydantic's errors."""
     sections = _sections(detail)
     path = ".".join(str(item) for item in detail["loc"][: max(2, len(sections))])
     kind, value, message = detail["type"], detail["input"], detail["msg"].removeprefix("Input ")
@@ -129,7 +133,7 @@ def _describe(detail: ErrorDetails, overridden: set[str]) -> str:
 
 
 def _name(detail: ErrorDetails) -> str:
-    """The key; pydantic adds list indices and arms of unions, which are not in the file."""
+    """The key with an error, without list indices and arms of unions, which pydantic adds."""
     return str(detail["loc"][min(len(_sections(detail)), len(detail["loc"])) - 1])
 
 
@@ -147,6 +151,7 @@ def _sections(detail: ErrorDetails) -> list[type[Section]]:
 
 
 def _remedy(name: str, sections: Sequence[type[Section]]) -> str:
+    """The remedy for an unknown key: its name here, or the nearest key of the section."""
     annotations = {section: field.annotation for section, field in Config.model_fields.items()}
     places = [
         f"{section}.{name}"
@@ -169,7 +174,7 @@ _PLACE = re.compile(
 
 @cache
 def foreign() -> dict[str, str]:
-    """The remedies for keys that other trainers have, by the names of these."""
+    """The remedies for keys of other trainers, by key, as docs/coming-from.md has them."""
     answers: dict[str, str] = {}
     try:
         document = shipped("docs/coming-from.md").read_text(encoding="utf-8")
@@ -178,14 +183,14 @@ def foreign() -> dict[str, str]:
     for theirs, ours, note in _ROW.findall(document):
         keys, places = theirs.split(", "), ours.split(", ")
         if len(keys) != len(places) or not all(map(_PLACE.match, places)):
-            keys, places = [theirs], [ours]  # the row's answer is for all its keys together
+            keys, places = [theirs], [ours]  # all keys of the row have the same remedy
         for key, place in zip(keys, places, strict=True):
             answers = dict.fromkeys(_KEY.findall(key), _answer(place, _plain(note))) | answers
     return answers
 
 
 def _answer(ours: str, note: str) -> str:
-    """The remedy for a key of another trainer, of what the table has in the column of ours."""
+    """The remedy for another trainer's key, by the table's column `ours` and its note."""
     words = _plain(ours)
     if _PLACE.match(ours):
         return f"its name here is {words}" + (f" ({note})" if note else "")
@@ -195,4 +200,5 @@ def _answer(ours: str, note: str) -> str:
 
 
 def _plain(text: str) -> str:
+    """Markdown without links and code marks."""
     return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("`", "").strip()

@@ -1,4 +1,4 @@
-"""The sections of a run file, their defaults and possible values."""
+"""The sections of a run file, with the defaults and possible values of their keys."""
 
 import re
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ from megatrain.placement import Placement, Precision, Verify, old_name
 class ModelSection(Section):
     """The model that is trained: a pretrained `path`, or a `config` to be randomly initialised.
 
-    `chat_template`: a Jinja file; it and `eos_token` replace the tokenizer's, in the
-    result, too. `base`: how frozen linear layers are kept (docs/adapters.md). `freeze`,
-    `train_only`: regular expressions.
+    `chat_template`: a Jinja file; it and `eos_token` replace the tokenizer's, also in the folder
+    that is written. `base`: the format of frozen linear layers (docs/adapters.md). `freeze`,
+    `train_only`: regular expressions of parameters' names.
     """
 
     path: Name | None = None
@@ -59,7 +59,7 @@ class ModelSection(Section):
 class DataSection(Section):
     """The training and evaluation data (docs/data.md).
 
-    `fields`: our name of a field -> its name in the data; null: passed over on purpose.
+    `fields`: our name of a field -> its name in the data; null: the field is ignored on purpose.
     `weights`: shares of the tokens, one for each path. `eval_path`: one set, or several by name.
     """
 
@@ -93,7 +93,7 @@ class DataSection(Section):
 
     @property
     def eval_sets(self) -> dict[str, str | list[str]]:
-        """Paths of evaluation sets by name; a single set's is empty."""
+        """Paths of evaluation sets by name; a single set has the empty name."""
         if self.eval_path is None or isinstance(self.eval_path, dict):
             return dict(self.eval_path or {})
         return {"": self.eval_path}
@@ -113,8 +113,8 @@ class DataSection(Section):
 class EngineSection(Section):
     """The device, and how the step is computed on it (docs/planning.md, docs/distributed.md).
 
-    `disk`: a folder for planes that rest on a disk, `disk_space` bytes at most. `sharding`, on
-    several hosts: each keeps the whole model (`hybrid`), or all of them keep it once (`full`).
+    `disk`: a folder for planes on a disk, which take `disk_space` bytes at most. `sharding`, on
+    several hosts: each keeps the whole model (`hybrid`), or all of them share it (`full`).
     `sequence_parallel`: the number of devices that share every row.
     """
 
@@ -133,7 +133,7 @@ class EngineSection(Section):
     @field_validator("verify", mode="before")
     @classmethod
     def _off(cls, verify: Any) -> Any:
-        return "off" if verify is False else verify  # YAML 1.1 reads a plain off so
+        return "off" if verify is False else verify  # YAML 1.1 reads a plain off as False
 
     @field_validator("device_memory", "host_memory", "disk_space", mode="before")
     @classmethod
@@ -156,7 +156,7 @@ class EngineSection(Section):
             return value
         if not isinstance(value, dict):
             raise ValueError(f"should be auto, or choices such as {{slots: 2}}, got {shown(value)}")
-        # A run file has lists only.
+        # A run file has lists where a placement has tuples.
         value = {n: tuple(v) if isinstance(v, list) else v for n, v in value.items()}
         names = Placement.names()
         for name in value:
@@ -186,10 +186,10 @@ class EngineSection(Section):
 
 
 class CheckpointSection(Section):
-    """When the run's whole state is saved below its folder, for `--resume` (docs/reliability.md).
+    """The steps after which the run's whole state is saved, for `--resume` (docs/reliability.md).
 
-    `best`: an evaluation's metric, whose best state is saved and stays; `load_best`: `model/` is of
-    that state, not of the last.
+    `best`: an evaluation's metric; the state with its best value is kept. `load_best`: `model/` is
+    written from that state, not from the last one.
     """
 
     every: Positive | None = 500
@@ -222,9 +222,9 @@ Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow"]
 
 
 class TrackingSection(Section):
-    """Trackers that get what `metrics.jsonl` gets (docs/training.md).
+    """Trackers that get the same values as `metrics.jsonl` (docs/training.md).
 
-    Nothing leaves the machine unless `online` is true. `options`: of a library's own start.
+    Nothing leaves the machine unless `online` is true. `options`: arguments of a library's start.
     """
 
     to: Tracker | list[Tracker] = Field(default_factory=list)
@@ -235,7 +235,7 @@ class TrackingSection(Section):
 
     @property
     def trackers(self) -> list[Tracker]:
-        """Their names, each once."""
+        """The names of trackers, each once."""
         return list(dict.fromkeys(self.to if isinstance(self.to, list) else [self.to]))
 
     def problems(self) -> Iterator[str]:
@@ -245,7 +245,7 @@ class TrackingSection(Section):
 
 
 class Config(Section):
-    """A whole run."""
+    """A whole run file."""
 
     model: ModelSection
     adapter: learning.AdapterSection = learning.AdapterSection()
@@ -261,7 +261,7 @@ class Config(Section):
     tracking: TrackingSection = TrackingSection()
 
     def problems(self) -> Iterator[str]:
-        """Messages for values of different sections that do not go together."""
+        """Messages for values of different sections that contradict each other."""
         yield from self._of_the_loss()
         yield from self._of_rollouts()
         precision, training = self.engine.precision, self.training
@@ -314,7 +314,7 @@ class Config(Section):
 
     @property
     def updates_wait_for_the_norm(self) -> bool:
-        """True if no weight changes in a step before its gradient norm is known."""
+        """True if a step changes no weight before its gradient norm is known."""
         directs = self.optimizer.rule().directing and self.optimizer.clip != "all"
         return self.training.max_grad_norm is not None and not directs
 
@@ -340,16 +340,16 @@ class Config(Section):
 
     @property
     def watched(self) -> str:
-        """The metric of the best state and of early stopping."""
+        """The metric that decides the best state and early stopping."""
         return self.checkpoint.best or f"eval_{self.loss.metrics[0]}"
 
     @property
     def larger_is_better(self) -> bool:
-        """True if large values of that metric are good."""
+        """True if large values of the `watched` metric are good."""
         mode = self.checkpoint.mode
-        large = ("accuracy", "accuracies", "margins", "chosen", "reward")
-        return self.watched.endswith(large) if mode is None else mode == "max"
+        good_if_large = ("accuracy", "accuracies", "margins", "chosen", "reward")
+        return self.watched.endswith(good_if_large) if mode is None else mode == "max"
 
     def as_yaml(self) -> str:
-        """The resolved run file as YAML: every key, defaults included."""
+        """The run file as YAML, with every key, defaults included."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

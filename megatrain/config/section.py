@@ -1,4 +1,4 @@
-"""The base of all sections of a run file: strict values, checks, and words for messages."""
+"""The base classes of all sections of a run file, and checks of values that sections share."""
 
 import difflib
 import os
@@ -16,11 +16,11 @@ _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 
 
 def _a_name(text: str) -> str:
-    """Refuse what is no path: an empty one would be the current folder."""
+    """Return the text. Raises ValueError: it is no path, or empty (the current folder)."""
     try:
         path = Path(text).expanduser()
         is_name = bool(text) and b"\0" not in os.fsencode(text)
-    except (UnicodeEncodeError, RuntimeError):  # half of a surrogate pair; nobody's home
+    except (UnicodeEncodeError, RuntimeError):  # half of a surrogate pair; an unknown user's home
         is_name = False
     if not is_name or (_VARIABLE.search(text) and not os.path.lexists(path)):
         raise ValueError(
@@ -44,7 +44,7 @@ def a_pattern(text: str) -> str:
 Pattern = Annotated[str, AfterValidator(a_pattern)]
 
 
-# Keys of earlier versions with their defaults, which config.yaml of the runs of then has.
+# Former keys with their defaults, which are in config.yaml of old runs, and are ignored.
 _GIVEN_UP = {
     "base_model": None, "z_loss": None, "gamma": None, "normalize_advantages": None,
     "packed": None, "neftune_alpha": None, "streaming": False, "shuffle_buffer": 4 << 20,
@@ -57,7 +57,7 @@ _GIVEN_UP = {
 
 
 class Section(BaseModel):
-    """One section of the run file; strict, so that `"8"` is not quietly taken for `8`."""
+    """One section of the run file; strict: `"8"` is an error where `8` is meant."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True
@@ -68,19 +68,20 @@ class Section(BaseModel):
     def _null_is_not_given(cls, values: Any) -> Any:
         """Drop a null for a section, or for a key that is 0, false or empty by default.
 
-        For other keys null is refused unless they allow it: its meaning would be unclear.
+        Other keys refuse a null unless their type allows it, as its meaning would be unclear. Old
+        keys are dropped if they have their default.
         """
         if not isinstance(values, dict):
             return values
         return {
             n: v
             for n, v in values.items()
-            if not (cls._is_nothing(n) if v is None else v == _GIVEN_UP.get(n, ...))
+            if not (cls._is_off_by_default(n) if v is None else v == _GIVEN_UP.get(n, ...))
         }
 
     @classmethod
-    def _is_nothing(cls, name: Any) -> bool:
-        """True if a key's value is a section, or its default switches something off."""
+    def _is_off_by_default(cls, name: Any) -> bool:
+        """True if a key's value is a section, or its default is 0, false or empty."""
         field = cls.model_fields.get(name)
         if field is None:
             return name in _GIVEN_UP
@@ -89,7 +90,7 @@ class Section(BaseModel):
         return of_section or (default is not None and not field.is_required() and not default)
 
     def problems(self) -> Iterator[str]:
-        """A message for each reason why the values do not go together."""
+        """A message for each contradiction between values."""
         return iter(())
 
     @model_validator(mode="after")
@@ -111,7 +112,7 @@ class NamedSection(Section):
     @classmethod
     def _of_its_name(cls, values: Any) -> Any:
         if not isinstance(values, dict):
-            return values  # refused below
+            return values  # pydantic refuses these
         name = values.get("name", cls.model_fields["name"].default)
         defaults = cls.defaults(name) if isinstance(name, str) else None
         if defaults is None:
@@ -135,6 +136,6 @@ def nearest(name: str, names: Sequence[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as it appears in a message: its beginning when it is long."""
+    """A value for a message, cut if it is long."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""A model's weights, and what else its source has, to their places."""
+"""Loads a model's weights and buffers from its source into a store."""
 
 import logging
 from collections.abc import Callable, Collection
@@ -34,15 +34,15 @@ Write = Callable[[str, Tensor], None]
 
 
 def load_weights(source: Source, spec: ModelSpec, store: Store, seed: int, ranks: Ranks) -> None:
-    """Read, copy or draw every weight and persistent buffer into its place.
+    """Fill a store with weights and persistent buffers: read, copied or randomly initialised.
 
-    From a checkpoint, also the other planes of tiles. All ranks call this.
+    With a checkpoint that is resumed, all planes of tiles are read. All ranks call this.
     """
     loading = _Loading(source, spec, store, seed)
     ranks.agree(loading.run)
-    drawn = source.stored is None and source.copied is None
-    new = adapted(source.model) is not None and (source.grows or drawn)
-    if new and not source.adapter_folder:  # what they begin with may depend on the rest
+    from_nothing = source.stored is None and source.copied is None
+    new = adapted(source.model) is not None and (source.grows or from_nothing)
+    if new and not source.adapter_folder:  # last, as their first values may depend on the base
         read = source.untrained.values
         read |= {e.name: partial(t.whole_master, e, ranks) for t, e in store.entries()}
         ranks.agree(lambda: draw_adapters(source.model, read, loading.write, seed))
@@ -62,7 +62,7 @@ class _Loading:
         self._buffers = dict(source.model.named_buffers())
 
     def run(self) -> None:
-        """Load everything except adapters that are drawn."""
+        """Load everything except new adapters."""
         source, spec, write = self._source, self._spec, self.write
         source.require_base()
         dtype = self._store.tiles[0].weights.data.dtype
@@ -77,7 +77,7 @@ class _Loading:
             model, threads = plain(source.model), update_threads()
             missing = read_weights(source.folder, model, write, threads=threads, packed=packed)
             if missing and (adapters is None or not {*missing} <= adapters.replaced):
-                source.origin, folder = None, source.adapter_folder  # of what is drawn
+                source.origin, folder = None, source.adapter_folder  # no file has all weights
                 if folder is not None and classifies(plain(source.model)):
                     raise InputError(
                         f"{folder}: has no sequence head, and nor has its base; merge it first "
@@ -100,11 +100,12 @@ class _Loading:
         source.untrained.computed = state_io.computed_buffers(source.model)
 
     def _draw(self, names: Collection[str] | None) -> None:
-        """Draw the weights with these names; None: all weights."""
+        """Initialise the weights with these names at random; None: all weights."""
         source, threads = self._source, update_threads()
         frozen = {name: entry for name, (_, entry) in self._places.items() if entry.group is None}
 
         def as_kept(name: str, values: Tensor) -> Tensor:
+            """Frozen weights in the dtype or format in which tiles keep them."""
             if (entry := frozen.get(name)) is None:
                 return values
             if entry.packed is not FP32:
@@ -118,14 +119,14 @@ class _Loading:
         initialise(self._spec, self._seed, write, names, threads=threads, kept=as_kept, alike=alike)
 
     def _read_saved(self, saved: Checkpoint) -> set[str]:
-        """Fill the tiles; returns the names of unused parameters that were stored nowhere."""
+        """Read a checkpoint; returns the names of unused parameters that no file has."""
         source, threads = self._source, update_threads()
         untrained = state_io.read_untrained(saved, source.model)
         if source.resumes:
             _log.log(PASSING, "reading weights and states of %s...", saved.folder)
             read_tiles(saved, self._store.tiles, threads)
         else:
-            values = masters(saved)  # exact fp32, whatever optimizer either has
+            values = masters(saved)  # exact fp32, also if the optimizers differ
             with ThreadPoolExecutor(threads, thread_name_prefix="read-masters") as pool:
                 list(pool.map(lambda name: self.write(name, values[name]()), values))
         as_computed = not source.resumes
@@ -135,7 +136,7 @@ class _Loading:
         return unused
 
     def write(self, name: str, values: Tensor, *, threads: int = 1, read: bool = True) -> None:
-        """Write values into their place; `read`: the base's, which its checksums count."""
+        """Write values into their place; `read`: an adapter's base counts them in its checksums."""
         source, untrained = self._source, self._source.untrained
         name = source.names.get(name, name)
         if name not in self._places:
@@ -157,7 +158,7 @@ class _Loading:
 def read_adapter(source: Source, write: Write) -> None:
     """Read the adapter of the source's folder, if it has one.
 
-    PEFT saves the base's embeddings and head beside adapters of these; they must be the base's.
+    PEFT saves the base's embeddings and head beside adapters of these: they must be unchanged.
     """
     adapters = adapted(source.model)
     if source.adapter_folder is None or adapters is None:

@@ -1,4 +1,4 @@
-"""Checks before ranks work together: what they need alike, and what they cannot do yet."""
+"""Checks before ranks work together: they need the same settings, and some are not supported."""
 
 import zlib
 from typing import Any
@@ -17,11 +17,11 @@ from megatrain.parallel.distributed import Ranks, require_same
 from megatrain.placement import Placement
 from megatrain.source.source import EngineSetup, Source
 
-NO_LABELS = "no labels"  # in the place of a loss
+NO_LABELS = "no labels"  # takes the place of a loss
 
 
 def check_shared(opened: EngineSetup, placement: Placement) -> None:
-    """Raises InputError: a rank cannot train in this placement, or has another model or setting."""
+    """Raises InputError: ranks cannot train in this placement, or differ in model or settings."""
     ranks = opened.ranks
     if ranks.size == 1:
         return
@@ -37,9 +37,12 @@ def check_call(
     loss: object,
     alike: Any = None,
 ) -> None:
-    """Raises InputError: ranks differ in their calls, or settings or loss cannot be used."""
+    """Raises InputError: ranks differ in their calls, or settings or loss cannot be used.
 
-    def wanted() -> dict[str, str]:
+    Args: `alike`: values of the call that must be the same on all ranks.
+    """
+
+    def described() -> dict[str, str]:
         if optimizer is not None:
             optimizer.check()
         checked_loss = loss if loss is NO_LABELS else given_loss(loss)
@@ -64,10 +67,11 @@ def check_call(
         }
 
     ranks.barrier()
-    require_same(ranks.agree(wanted))
+    require_same(ranks.agree(described))
 
 
 def _fits(loss: Any, spec: ModelSpec) -> bool:
+    """True if a loss is for the model's head."""
     if loss.embeds or spec.capture.embeds:
         return bool(loss.embeds and spec.capture.embeds)
     is_score = spec.capture.scores_rows and spec.num_logits == 1
@@ -86,6 +90,7 @@ def require_alone(ranks: Ranks, what: str) -> None:
 
 
 def _refuse(opened: EngineSetup, placement: Placement) -> None:
+    """Raises InputError: several ranks do not support the model or the placement."""
     spec, rule = opened.model.spec, opened.model.rule
     several = opened.ranks.hosts > 1 or opened.sequence_ranks.size > 1
     if placement.own_experts and (several or (rule is not None and rule.needs_matrices)):
@@ -100,11 +105,12 @@ def _refuse(opened: EngineSetup, placement: Placement) -> None:
 
 
 def _described(opened: EngineSetup, placement: Placement) -> dict[str, str]:
+    """Everything that must be the same on all ranks, by name."""
     from megatrain import __version__
 
     source, model = opened.source, opened.model
     adapter, folder = adapted(source.model), source.adapter_folder
-    code = [(attention_of(each), experts_of(each)) for _, each in configs(source.model.config)]
+    code = [(attention_of(part), experts_of(part)) for _, part in configs(source.model.config)]
     tiles = [(t.name, t.numel, t.trainable_numel, t.entries) for t in model.layouts]
     facts = {
         "version of megatrain": __version__,
@@ -129,7 +135,7 @@ def _described(opened: EngineSetup, placement: Placement) -> dict[str, str]:
 
 
 def _checksum(source: Source) -> int:
-    """A hash of the weights of a given model, of which each rank takes its own part."""
+    """A hash of a given model's weights, of which each rank takes its own shard."""
     checksum = 0
     if source.given is not None:
         for tensor in (*source.given.parameters(), *source.given.buffers()):

@@ -1,4 +1,4 @@
-"""Everything that an engine needs except its placement: a model's structure, tiles and weights."""
+"""Opens a model for an engine: its structure, its tiles, and the place of its weights."""
 
 import copy
 import logging
@@ -51,30 +51,31 @@ from megatrain.tile.formats import BASES, WeightFormat
 _log = logging.getLogger(__name__)
 
 Base = Literal["bf16", "fp8", "nf4", "folder"]
-"""How frozen linear layers are kept (`base` of an engine or a run file)."""
+"""The format of frozen linear layers (`base` of an engine or a run file)."""
 
-_KEPT = {"nf4": (formats.NF4, formats.NF4_WIDE), "fp8": (formats.FP8,)}
-_KEPT["folder"] = (*_KEPT["nf4"], *_KEPT["fp8"], formats.BLOCKS, formats.MXFP4)
+_FORMATS = {"nf4": (formats.NF4, formats.NF4_WIDE), "fp8": (formats.FP8,)}
+_FORMATS["folder"] = (*_FORMATS["nf4"], *_FORMATS["fp8"], formats.BLOCKS, formats.MXFP4)
 
 
 @dataclass
 class Source:
-    """A model's structure, and where its weights come from.
+    """A model without its weights, and the place of the weights.
 
-    They are in a `folder`, a `saved` checkpoint or a `given` model, or are drawn.
+    Weights are in a `folder`, a `saved` checkpoint or a `given` model, or are randomly initialised.
 
     Attributes:
         dtype: of the weights, in which exports are written.
-        resumes: the optimizer's state is that of `saved`, too.
-        companions: files of the folder or checkpoint that exports and checkpoints have as well.
-        origin: where an adapter's base was read; None: checkpoints have all of it.
-        lost: what neither a checkpoint nor an export would have of the model; None: nothing.
-        base: how frozen linear layers are kept; a checkpoint's own, where its state is taken.
-        alike: what is drawn is drawn once for all layers that are alike.
-        grows: adapters are put on a source that has none: they are drawn, or those of
+        resumes: True if the optimizer's state is taken from `saved` as well.
+        untrained: tensors of the source that no step changes.
+        companions: files of the folder or checkpoint that are copied to exports and checkpoints.
+        origin: the place of an adapter's base, for checkpoints to refer to; None: they save it all.
+        lost: a message about parts of the model that no checkpoint or export has; None: no part.
+        base: the format of frozen linear layers; with `resumes` that of the checkpoint.
+        alike: True if all layers of a kind may have the same random weights.
+        grows: True if the source has no adapter and the model gets one, randomly initialised or of
             `adapter_folder`.
         require_base: raises InputError if the base of a run's finished adapter has changed.
-        structures: what `structure` has found, by whether the model is trained.
+        structures: results of `structure`, by its argument `trained`.
     """
 
     model: PreTrainedModel
@@ -96,31 +97,31 @@ class Source:
 
     @property
     def stored(self) -> Path | Checkpoint | None:
-        """The files that have the weights; None: a model in memory has them, or they are drawn."""
+        """The files with the weights; None: they are in memory, or randomly initialised."""
         return self.saved or self.folder
 
     @property
     def copied(self) -> PreTrainedModel | None:
-        """The given model, if it has weights; None: they are read, or drawn."""
+        """The given model, if it has weights; None: they are read, or randomly initialised."""
         real = self.given is not None and not next(self.given.parameters()).is_meta
         return self.given if real else None
 
     @property
     def names(self) -> Mapping[str, str]:
-        """The model's names of parameters that have other names in the source."""
+        """Names in the source -> names in the model, of parameters where the two differ."""
         adapters = adapted(self.model)
         return adapters.names if self.grows and adapters is not None else {}
 
 
 @dataclass(frozen=True)
 class Alike:
-    """A configuration whose layers may all be drawn the same: for measurements of large shapes."""
+    """A configuration whose layers may all get the same weights, to measure large shapes."""
 
     config: PreTrainedConfig
 
 
 Opens: TypeAlias = PreTrainedModel | PreTrainedConfig | Alike | Checkpoint | Source | str | Path
-"""All kinds of values that an engine opens."""
+"""All types of values that an engine opens."""
 
 
 def open_source(
@@ -140,10 +141,10 @@ def open_source(
             model; a PeftModel, the folder of an adapter; or a source, which is returned as it is.
         adapter: a LoraConfig of PEFT, or its keys: the adapter to train.
         base: the format of frozen linear layers.
-        routers: what is asked of a mixture's routers, see `ask_for`.
-        resumes: take a checkpoint's optimizer state, too, to go on with its training.
-        head: open a folder, hub id or configuration with this one in place of its own; an adapter
-            with such a head implies it.
+        routers: settings of a mixture's routers, see `ask_for`.
+        resumes: take a checkpoint's optimizer state as well, to continue its training.
+        head: the head of a folder, hub id or configuration, in place of its own; an adapter's
+            folder with a head implies it.
         code: trust_remote_code and attn_implementation, as for `empty_model`.
     """
     if isinstance(model, Source):
@@ -170,7 +171,7 @@ def open_source(
         files = sentence_files(source.companions, width, head.pooling)
         source.companions = {**source.companions, **files}
     ask_for(source.model, routers)
-    ask_for(plain(source.model), routers)  # which merged exports are made of
+    ask_for(plain(source.model), routers)  # the model of merged exports
     if source.base == "bf16" and not source.resumes:
         source.base = base
     elif base not in ("bf16", "folder", source.base):
@@ -182,11 +183,11 @@ def open_source(
             "the model has an adapter already; leave adapter out to go on with that one, or merge "
             "it first: megatrain export MODEL OUT --merged"
         )
-    config = _asked_for(adapter, model, source.model)
+    config = _new_adapter_config(adapter, model, source.model)
     return _grown(source, config)
 
 
-def _asked_for(adapter: Any, model: Any, opened: PreTrainedModel) -> Any:
+def _new_adapter_config(adapter: Any, model: Any, opened: PreTrainedModel) -> Any:
     """The configuration of a new adapter, which names the model as its base."""
     config = peft.lora_config(adapter) if isinstance(adapter, Mapping) else copy.copy(adapter)
     peft.check(config)
@@ -212,7 +213,7 @@ def _resolved(model: Any) -> Any:
 def folder_adapter(folder: Path) -> tuple[Any, str]:
     """The configuration of a folder's adapter, for training, and its base's folder or hub id.
 
-    If it names a revision of a base on the hub, the local folder of that revision.
+    Of a revision of a base on the hub, the local folder is returned.
     """
     config = peft.from_json(read_json(folder / peft.CONFIG_FILE) | {"inference_mode": False})
     if not config.base_model_name_or_path or not isinstance(config.base_model_name_or_path, str):
@@ -234,7 +235,7 @@ def folder_adapter(folder: Path) -> tuple[Any, str]:
 
 
 def _head_of(folder: Path, config: Any) -> ClassHead | None:
-    """The head in an adapter's folder, of as many labels as its weights have; None: it has none."""
+    """The head in an adapter's folder, with as many labels as its weights; None: it has none."""
     if config.task_type == peft.EMBEDDINGS:
         return ClassHead(())
     if not peft.of_scores(config):
@@ -243,7 +244,7 @@ def _head_of(folder: Path, config: Any) -> ClassHead | None:
     ends = ("score.weight", "classifier.weight")
     count = next((shape[0] for name, shape in shapes.items() if name.endswith(ends)), 0)
     if not count and config.task_type in (None, "CAUSAL_LM"):
-        return None  # the names match nothing
+        return None  # the weights have no head
     labels = tuple(f"LABEL_{number}" for number in range(count or 1))
     return ClassHead(labels, of_tokens=config.task_type == "TOKEN_CLS")
 
@@ -256,6 +257,7 @@ def _not_merged(folder: Path, base: str) -> InputError:
 
 
 def _grown(source: Source, config: Any) -> Source:
+    """The source, its model with a new adapter."""
     source.model, source.grows = with_new_adapter(source.model, config), True
     names, buffers = source.names, source.untrained.buffers
     source.untrained.buffers = {names.get(n, n): b for n, b in buffers.items()}
@@ -291,7 +293,7 @@ def _open_plain(
         )
     set_generation(source.model, beside)
     source.companions = beside
-    if source.saved is None:  # most are replaced when weights are read
+    if source.saved is None:  # reading weights replaces most of these buffers
         buffers = state_io.persistent_buffers(source.model)
         types = build.loaded_types(source.model, source.dtype) if buffers else {}
         copies = {n: b.to(types.get(n, b.dtype), copy=True) for n, b in buffers.items()}
@@ -300,10 +302,11 @@ def _open_plain(
 
 
 def _open_folder(model: str | Path, head: ClassHead | None, **code: Any) -> Source:
+    """Open a model's folder, GGUF file or hub id."""
     folder = resolve_model(model)
     config = build.load_config(folder, trust_remote_code=code.get("trust_remote_code", False))
     quantised = quantised_base(read_json(folder / "config.json"), folder)
-    for _, part in configs(config):  # exports are whole
+    for _, part in configs(config):  # exports are not quantised
         vars(part).pop("quantization_config", None)
     config = build.with_head(config, head) if head else config
     empty = build.empty_model(config, **code)
@@ -323,7 +326,7 @@ def _open_folder(model: str | Path, head: ClassHead | None, **code: Any) -> Sour
 
 
 def structure(source: Source, *, trained: bool = True) -> ModelSpec:
-    """The spec of a model that is `trained`, or only run."""
+    """The `ModelSpec` of a source's model, which is `trained` or only run; probed once for each."""
     if trained not in source.structures:
         probed = spec(source.model, trained=trained)
         adapters = adapted(source.model)
@@ -333,9 +336,9 @@ def structure(source: Source, *, trained: bool = True) -> ModelSpec:
                 "hold; leave it out, or name the routers' modules in the adapter's modules_to_save"
             )
         frozen = [name for name, p in source.model.named_parameters() if not p.requires_grad]
-        if still := [*frozen, *probed.unused, *probed.fixed]:
+        if untrained := [*frozen, *probed.unused, *probed.fixed]:
             types = _types(source)
-            probed.wide = {n for n in still if types.get(n, source.dtype) != torch.bfloat16}
+            probed.wide = {n for n in untrained if types.get(n, source.dtype) != torch.bfloat16}
         if packed := _packings(source, probed, trained=trained):
             wide = probed.in_fp32(torch.bfloat16)
             probed.packed = {name: packing for name, packing in packed.items() if name not in wide}
@@ -348,11 +351,11 @@ def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict
 
     Routers, other modules, embeddings and heads are not packed.
 
-    Args: `frozen`: nothing is trained, even parameters that require gradients.
+    Args: `frozen`: all parameters count as frozen, even those that require gradients.
     """
     if base == "bf16":
         return {}
-    if base not in _KEPT:
+    if base not in _FORMATS:
         raise InputError(f"base is {base!r}; it must be bf16, {', '.join(BASES)} or folder")
     adapters = adapted(spec.capture.model)
     config = plain(spec.capture.model).config.to_dict()
@@ -381,17 +384,17 @@ def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict
 
 
 def _packings(source: Source, spec: ModelSpec, *, trained: bool) -> dict[str, WeightFormat]:
-    """The formats of frozen weights: those of a checkpoint or folder, else those asked for."""
+    """The formats of frozen weights by name: a checkpoint's or folder's, else those of `base`."""
     saved = source.saved
     if saved is not None and source.resumes:
         base = saved.settings.left_out
-        saved_as = {p.name: p.packed for p in saved.manifest.parameters if p.packed}
-        saved_as |= {} if base is None else base.packed
-        return {name: formats.PACKINGS[form] for name, form in saved_as.items()}
+        format_names = {p.name: p.packed for p in saved.manifest.parameters if p.packed}
+        format_names |= {} if base is None else base.packed
+        return {name: formats.PACKINGS[form] for name, form in format_names.items()}
     folder, names = source.folder, source.names
     stored = {} if folder is None else WeightPlan(folder, plain(source.model)).packings
-    ours = _KEPT.get(source.base, ())
-    packed = {names.get(name, name): form for name, form in stored.items() if form in ours}
+    of_base = _FORMATS.get(source.base, ())
+    packed = {names.get(name, name): form for name, form in stored.items() if form in of_base}
     if not packed:
         return packed_weights(spec, source.base, frozen=not trained)
     for name in packed if trained else ():
@@ -405,7 +408,7 @@ def _packings(source: Source, spec: ModelSpec, *, trained: bool) -> dict[str, We
 
 
 def _types(source: Source) -> dict[str, torch.dtype]:
-    """The dtype of each parameter in its source; drawn ones have the source's dtype."""
+    """The dtype of each parameter in its source, by name; missing ones have `source.dtype`."""
     if (saved := source.saved) is not None:
         masters = {p.name: torch.float32 for p in saved.manifest.parameters}
         types = masters | state_io.frozen_types(saved, source.model)
@@ -421,9 +424,9 @@ class EngineSetup:
     """Everything that an engine needs except its placement; see `Engine` for the settings.
 
     Attributes:
-        host_limit: bytes that the process may have; None: what the machine allows.
-        disk_space: bytes that planes may take on the disk; None: what is free.
-        sequence_ranks: who share every row as well; alone where each rank has rows of its own.
+        host_limit: bytes of host memory that the process may take; None: all that the machine has.
+        disk_space: bytes that planes may take on the disk; None: all that is free.
+        sequence_ranks: the ranks that share every row; one alone if each rank has its own rows.
     """
 
     source: Source
@@ -482,7 +485,7 @@ def open_structure(
     source: Source, optimizer: Rule | None, ranks: Ranks, precision: Precision, *, saveable: bool
 ) -> Model:
     """The model's structure and tiles. Raises InputError: it cannot be saved."""
-    if source.saved is None and not source.structures:  # that puts other forwards into the model
+    if source.saved is None and not source.structures:  # `structure` changes the model's forwards
         computed = torch.float32 if source.copied is None else source.dtype
         with_code = source.folder is not None
         source.lost = difference(source.model, source.dtype, computed, with_code=with_code)
@@ -507,7 +510,7 @@ def choose_parameters(source: Source, trained: Trained, *, pretrained: bool) -> 
 def choose_trained(
     source: Source, trained: Trained, optimizer: Rule | None, precision: Precision
 ) -> None:
-    """Set which parameters require gradients. Raises InputError: they cannot be trained so."""
+    """Set which parameters require gradients. Raises InputError: the settings do not allow it."""
     adapters = adapted(source.model)
     plain = adapters is None
     choose_parameters(source, trained, pretrained=source.stored is not None and not source.resumes)

@@ -1,7 +1,7 @@
-"""Reads what a checkpoint holds of an engine besides its tiles.
+"""Reads the files of a checkpoint beside its tiles.
 
-Checkpoints leave the base of an adapter out: it is read again from where it was. A base with other
-values is refused, because training would go on with another model.
+Checkpoints leave out the base of an adapter: it is read again from its place. A base with other
+values is refused, because another model would then be trained.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -52,14 +52,14 @@ _PUT_BACK = "put the base back as it was; of one that has moved a link in its ol
 
 @dataclass
 class Untrained:
-    """The parts of a model's source that no step changes: exports give them back bit for bit.
+    """The tensors of a model's source that no step changes: exports write them bit for bit.
 
     Attributes:
         buffers: persistent ones, on the CPU; the model computes with copies in its own dtypes.
-        computed: buffers that no file of weights has, which the class computes when it is made.
-        dtypes: of frozen parameters, by name, as they came; values rest in the tiles.
-        carried: tensors of the source's files that the model's class has no place for.
-        rounded: the tiles hold fewer bits of some of these than came.
+        computed: buffers that no file of weights has, as the model's class computes them.
+        dtypes: of frozen parameters, by name, in the source; their values are in the tiles.
+        carried: tensors of the source's files that the model's class does not have.
+        rounded: True if the tiles hold fewer bits of a frozen parameter than the source.
     """
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -70,11 +70,11 @@ class Untrained:
 
     @property
     def values(self) -> dict[str, Callable[[], Tensor]]:
-        """A function for each buffer that returns it, as exports need."""
+        """For each buffer a function that returns it, as exports need."""
         return {name: partial(Tensor.detach, buffer) for name, buffer in self.buffers.items()}
 
     def as_came(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-        """Dtypes of tensors that an export in `dtype` (None: any) writes unchanged."""
+        """The dtypes of tensors that an export in `dtype` (None: the source's) writes unchanged."""
         parameters = self.dtypes if dtype is None else {}
         return parameters | {name: buffer.dtype for name, buffer in self.buffers.items()}
 
@@ -95,7 +95,7 @@ class Untrained:
 
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The buffers that belong to the model's weights, by name."""
+    """The buffers that a state_dict has, by name."""
     saved = model.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
@@ -107,7 +107,7 @@ def computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def read_untrained(checkpoint: Checkpoint, model: PreTrainedModel) -> Untrained:
-    """Read a checkpoint's untrained tensors; copies all buffers into `model`."""
+    """Read a checkpoint's untrained tensors, and copy all its buffers into `model`."""
     stored, buffers = _stored(checkpoint, BUFFERS), persistent_buffers(model)
     if {n: (tensor.dtype.is_floating_point, tensor.shape) for n, tensor in stored.items()} != {
         n: (tensor.is_floating_point(), tuple(tensor.shape)) for n, tensor in buffers.items()
@@ -118,7 +118,7 @@ def read_untrained(checkpoint: Checkpoint, model: PreTrainedModel) -> Untrained:
     values = {name: tensor.read() for name, tensor in stored.items()}
     for name, buffer in buffers.items():
         buffer.copy_(values[name])
-    # Another version of transformers, or a model that was made in bf16, computes others.
+    # Another version of transformers, or a model built in bf16, computes other values.
     computed = computed_buffers(model)
     for name, tensor in _stored(checkpoint, COMPUTED).items():
         if name not in computed or tensor.shape != tuple(computed[name].shape):
@@ -138,16 +138,16 @@ def frozen_types(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, to
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> dict[str, Stored]:
-    """The tensors of a file of a checkpoint, which may not have it."""
+    """The tensors of a checkpoint's file; none if it has no such file."""
     header = read_header(checkpoint.folder / name) if name in checkpoint.manifest.files else []
     return {tensor.name: tensor for tensor in header}
 
 
 def open_model(checkpoint: Checkpoint, **code: Any) -> PreTrainedModel:
-    """The checkpoint's model without weights; the same parameters are frozen."""
+    """The checkpoint's model without weights, with the same parameters frozen."""
     settings, folder = checkpoint.settings, checkpoint.model_folder
     config = load_config(folder, trust_remote_code=code.get("trust_remote_code", False))
-    # config.json does not say which code computes; the outer parts first: they set the inner, too.
+    # config.json does not name implementations. Outer parts come first, as they set inner ones.
     for path, part in configs(config):
         set_attention(part, settings.attn_implementation.get(path))
         set_experts(part, settings.experts_implementation.get(path))
@@ -175,7 +175,7 @@ def saved_companions(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def saved_dtype(checkpoint: Checkpoint, name: str | None = None) -> torch.dtype:
-    """The dtype of the model's source, or of this name. Raises InputError."""
+    """The dtype `name`, or that of the model's source. Raises InputError: it is unknown."""
     name = name or checkpoint.settings.dtype
     if name not in _DTYPES:
         raise InputError(f"{checkpoint.folder}: its dtype {name!r} is unknown")
@@ -191,7 +191,7 @@ def saved_optimizer(checkpoint: Checkpoint) -> Rule | None:
     if name == "adafactor":
         raise InputError(f"{checkpoint.folder}: trained with Adafactor. {NO_ADAFACTOR}")
     if name == "muon" and not settings.get("packed", True):
-        del settings["packed"]  # earlier versions had it
+        del settings["packed"]  # a setting of earlier versions
     rule = RULES.get(name)
     keys = set() if rule is None else {setting.name for setting in fields(rule)}
     if rule is None or settings.keys() != keys:
@@ -202,7 +202,7 @@ def saved_optimizer(checkpoint: Checkpoint) -> Rule | None:
 def resumed_placement(
     checkpoint: Checkpoint, wanted: Placement | Literal["auto"] | None, device: str
 ) -> Placement | Literal["auto"]:
-    """The placement to go on with; None: the saved one where the kind of device is the same."""
+    """The placement to resume with: `wanted`, or the saved one if the kind of device is the same."""
     if wanted is not None:
         return wanted
     if checkpoint.settings.device != device:
@@ -214,7 +214,7 @@ def resumed_placement(
 
 
 def check_precision(checkpoint: Checkpoint, requested: str | None) -> Any:
-    """The precision to go on with, which is the saved one. Raises InputError."""
+    """The saved precision, to resume with. Raises InputError: another one is requested."""
     saved = checkpoint.settings.precision
     if requested not in (None, saved):
         raise InputError(
@@ -226,10 +226,10 @@ def check_precision(checkpoint: Checkpoint, requested: str | None) -> Any:
 
 @dataclass
 class Origin:
-    """The folder, checkpoint or hub id that weights were read from, and checksums of them.
+    """The folder, checkpoint or hub id from which weights were read, and checksums of these.
 
     Attributes:
-        carried: the fingerprint of what is carried; None: it was not read yet.
+        carried: the fingerprint of carried tensors; None: not computed yet.
     """
 
     path: str
@@ -251,6 +251,7 @@ class Origin:
 
 
 def _fingerprint(carried: Mapping[str, Stored], algorithm: str = ALGORITHM) -> str:
+    """One checksum of carried tensors."""
     origin = Origin("", algorithm=algorithm)
     for name, tensor in carried.items():
         origin.add(name, tensor.read())
@@ -258,9 +259,9 @@ def _fingerprint(carried: Mapping[str, Stored], algorithm: str = ALGORITHM) -> s
 
 
 def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
-    """The place of the base of an adapter that is trained on a checkpoint or resumes from it.
+    """The place of the base, for an adapter that is trained on a checkpoint or resumed from it.
 
-    None if the base's values are in no file: another adapter changed them, or they are unpacked.
+    None: no file has the base's values, as another adapter changed them, or they are unpacked.
     """
     settings = checkpoint.settings
     if base := settings.left_out:
@@ -276,15 +277,15 @@ def base_reference(
     folder: Path,
     ranks: Ranks,
 ) -> BaseReference | None:
-    """A reference to the base, which a checkpoint of an adapter leaves out; None: it has all of it.
+    """A reference to the base that a checkpoint of an adapter leaves out; None: it saves the base.
 
     A base that is a checkpoint of ours is marked, so that no rotation removes it. All ranks call
     this, and get the same result.
 
     Args:
-        origin: of the base; None: it was not read, or not all of it.
-        carried: tensors of the base that the model has no place for.
-        folder: of the checkpoint; it replaces a folder that is there.
+        origin: of the base; None: no file has all of the base.
+        carried: tensors of the base that the model's class does not have.
+        folder: of the checkpoint, which may replace the folder of the base.
     """
     adapters, frozen = adapted(model), [entry for entry in entries if entry.group is None]
     reference = None
@@ -313,7 +314,7 @@ def _will_stay(base: Path, folder: Path) -> bool:
 
 
 def left_out_names(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, str]:
-    """The parameters that a checkpoint leaves out: names in the base, to names in the model."""
+    """Names in the base -> names in the model, of the parameters that a checkpoint leaves out."""
     adapters = adapted(model)
     if checkpoint.settings.left_out is None or adapters is None:
         return {}
@@ -328,11 +329,11 @@ def left_out_names(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, 
 def read_left_out(
     checkpoint: Checkpoint, model: PreTrainedModel, write: Write, *, as_computed: bool
 ) -> set[str]:
-    """Pass the parameters that a checkpoint leaves out to `write`, from many threads.
+    """Read the parameters that a checkpoint leaves out, and call `write` from many threads.
 
-    Args: `as_computed`: packed ones as layers compute with them; else unchanged.
+    Args: `as_computed`: packed parameters as layers compute with them; else as they are stored.
 
-    Returns the names that the base never had, such as a head of which the adapter has a copy.
+    Returns the names that the base does not have, such as a head of which the adapter has a copy.
     """
     reference = checkpoint.settings.left_out
     if reference is None:
@@ -366,9 +367,9 @@ def read_left_out(
 def _unpacked(
     reference: BaseReference, model: PreTrainedModel, name: str, values: Tensor, dtype: Any
 ) -> Tensor:
-    """A base's values as layers compute with them: packed and unpacked if the reference packs them.
+    """A base's values as layers compute with them, rounded by packing if the reference packs them.
 
-    Args: `dtype`: that of the values if they come packed (uint8).
+    Args: `dtype`: to unpack to, if values are stored packed (uint8).
     """
     if name not in reference.packed:
         return values
@@ -385,13 +386,13 @@ def _formats(reference: BaseReference, names: Mapping[str, str]) -> dict[str, We
 
 
 def _another_base(checkpoint: Checkpoint, reference: BaseReference) -> AbstractContextManager[None]:
-    """Within this context errors say that the base is not the one that the checkpoint had."""
+    """Within this context errors say that the base is not that of the checkpoint."""
     another = f"{reference.path}: is not the base that {checkpoint.folder} was trained on"
     return explained(another, _PUT_BACK, of=InputError)
 
 
 def _require_same(checkpoint: Checkpoint, reference: BaseReference, now: str, before: str) -> None:
-    """Raises InputError: the base's fingerprint `now` is not the one when the checkpoint began."""
+    """Raises InputError: the base's fingerprint is another one `now` than `before`."""
     if now != before:
         raise InputError(
             f"{reference.path}: its weights are not those that {checkpoint.folder} was trained on; "
@@ -400,7 +401,7 @@ def _require_same(checkpoint: Checkpoint, reference: BaseReference, now: str, be
 
 
 def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
-    """All `masters`, including those of a base that is left out, as layers compute with them."""
+    """The `masters` of a checkpoint and of a base that it leaves out, as layers compute them."""
     saved, reference = masters(checkpoint), checkpoint.settings.left_out
     if reference is None:
         return saved
@@ -421,7 +422,7 @@ def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
 
 
 def require_same_base(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
-    """Raises InputError: the base that a checkpoint leaves out is not the one that it had."""
+    """Raises InputError: the base that a checkpoint leaves out has changed."""
     read_left_out(checkpoint, model, lambda name, values: None, as_computed=False)
     carried(checkpoint, model)
 
@@ -449,7 +450,7 @@ def require_base_of(adapter: Path, base: str, **code: Any) -> None:
 
 
 def stored_values(place: Checkpoint | Path, model: PreTrainedModel) -> Values:
-    """Functions that read each parameter of a plain model from its files."""
+    """For each parameter of a model without adapter a function that reads it from files."""
     return masters(place) if isinstance(place, Checkpoint) else weights.lazy_weights(place, model)
 
 
@@ -470,6 +471,7 @@ def carried(place: Checkpoint | Path, model: PreTrainedModel) -> dict[str, Store
 
 
 def _open(checkpoint: Checkpoint, reference: BaseReference) -> Checkpoint | Path:
+    """The checkpoint or folder of a base that is left out. Raises InputError: there is none."""
     path = Path(reference.path)
     problem = f"{checkpoint.folder}: has an adapter alone, and its base cannot be read"
     with explained(problem, of=InputError):

@@ -1,4 +1,4 @@
-"""The tiles of a model, and how much of it computes with a token."""
+"""The tiles of a model, and the number of its parameters that compute with each token."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -19,10 +19,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
 
 @dataclass(eq=False)
 class Model:
-    """A model's structure, its optimizer of a rule (None: it is only run), and its tiles.
+    """A model's structure, its optimizer (of `rule`; None: it is only run), and its tiles.
 
-    `ranks` share the tiles, on each of the `hosts`. Layers are computed in `precision`. Each rank
-    has its own experts of the stacks that are `owned`.
+    On each of `hosts`, `ranks` share the tiles. Layers are computed in `precision`. Of the stacks
+    of experts in `owned`, each rank has its own experts.
     """
 
     spec: ModelSpec
@@ -48,10 +48,10 @@ class Model:
 
     @cached_property
     def layouts(self) -> list[TileLayout]:
-        """Tiles in the order in which a forward needs them; the head, then what nothing reads.
+        """The tiles in the order in which a forward needs them, and last that of unused parameters.
 
-        Between ranks no row of a table that is gathered is cut, and a head begins with one that it
-        shares. Layers are computed in one type, but for what transformers keeps in fp32.
+        Ranks' shards cut no row of an embedding table; a head that shares a table begins with it.
+        All parameters are computed in one dtype, but for those that transformers keeps in fp32.
         """
         spec, ranks = self.spec, self.ranks
         groups = {} if self.optimizer is None else self.optimizer.group_of()
@@ -89,7 +89,7 @@ class Model:
 
     @cached_property
     def computing(self) -> tuple[int, int]:
-        """Parameters that compute with a token, and those of them that are trained."""
+        """The number of parameters that compute with each token, and of trained ones among them."""
         config = self.spec.capture.model.config
         used = (layout for layout in self.layouts if layout.kind.in_every_step)
         entries = [entry for layout in used for entry in layout.entries]

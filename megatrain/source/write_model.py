@@ -1,6 +1,6 @@
-"""Writes a model as a folder, and what a checkpoint has of it besides its tiles.
+"""Writes a model's folder, and the files of a checkpoint beside its tiles.
 
-A folder has Hugging Face's layout, or, of an adapter alone, PEFT's.
+The folder has Hugging Face's layout, or PEFT's if it has an adapter alone.
 """
 
 import logging
@@ -32,8 +32,9 @@ _log = logging.getLogger(__name__)
 
 
 def write_documents(folder: Path, source: Source, *, carries: bool) -> None:
-    """Write the model's configuration and companions and its buffers into a checkpoint.
-    With `carries`, also what is carried, which a base that is left out would hold.
+    """Write the model's configuration, companions and buffers into a checkpoint.
+
+    Args: `carries`: also carried tensors, unless the checkpoint leaves out a base with them.
     """
     write_configs(folder / MODEL, source.model, source.dtype)
     write_companions(folder / MODEL, source.companions)
@@ -54,10 +55,10 @@ def _write(path: Path, described: Mapping[str, Tensor], value: Callable[[str], T
 def settings_of(
     opened: EngineSetup, steps: int, placement: Placement, left_out: BaseReference | None
 ) -> Settings:
-    """All that a checkpoint says of an engine after so many steps."""
+    """The settings that a checkpoint saves of an engine after `steps` steps."""
     source, rule, optimizer = opened.source, opened.model.rule, opened.model.optimizer
     model, dtype, types = source.model, source.dtype, source.untrained.dtypes
-    if source.untrained.rounded:  # an export of the checkpoint claims no bits that are not there
+    if source.untrained.rounded:  # exports of the checkpoint have no more bits than bf16
         dtype, types = torch.bfloat16, {}
     attention = {path: chosen_attention(attention_of(part)) for path, part in configs(model.config)}
     experts = {path: experts_of(part) for path, part in configs(model.config)}
@@ -91,11 +92,11 @@ def settings_of(
 def write_model(
     folder: Path, source: Source, masters: Values, *, dtype: torch.dtype | None, merged: bool
 ) -> None:
-    """Write the model; if it has an adapter, only that, in float32, or the `merged` whole model.
+    """Write the model; if it has an adapter, the adapter alone, in float32, or the whole `merged`.
 
     Args:
         masters: functions that return each parameter's exact values, by name.
-        dtype: of all floating tensors; None: the source's, and untrained tensors unchanged.
+        dtype: of all floating tensors; None: the source's, with untrained tensors unchanged.
     """
     model, untrained, companions = source.model, source.untrained, source.companions
     adapters = adapted(model)
@@ -136,8 +137,8 @@ def write_saved(
 
     Args:
         saved: a checkpoint, or the folder of an adapter.
-        dtype: of all floating tensors; None: that of the model that the run began with.
-        merged: of a model with an adapter the whole, not the adapter alone.
+        dtype: of all floating tensors; None: that of the model with which the run began.
+        merged: write the whole model, with its adapter merged, and not the adapter alone.
     """
     source = open_source(saved, resumes=isinstance(saved, Checkpoint))
     model, stored, names = source.model, source.stored, source.names
