@@ -17,11 +17,11 @@ __all__ = [
     "Placement", "RunFailed", "StepResult", "__version__", "run",
 ]  # fmt: skip
 
-# Memory that tensors of other sizes had is used again, not cut up: a step fits in less.
-# Read when CUDA starts; whoever has set either name has chosen.
+# With expandable segments, freed memory serves tensors of other sizes: a step needs less. CUDA
+# reads either name when it starts; a user's choice stays.
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-if "WORLD_SIZE" in os.environ:  # streams that share a connection hold each other up; 8 by default
+if "WORLD_SIZE" in os.environ:  # streams that share one of CUDA's 8 connections delay each other
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 __version__ = "0.1.0"  # the build reads it from here
@@ -31,7 +31,7 @@ _PLACES = {"Engine": "api", "StepResult": "api", "run": "train.loop"}  # the oth
 
 
 def __getattr__(name: str) -> Any:
-    # torch and transformers take seconds to import; a command that prints help needs neither.
+    # Imports of torch and transformers take seconds; a command that prints help needs neither.
     if name in __all__:
         return getattr(import_module(f"megatrain.{_PLACES.get(name, 'optim')}"), name)
     if name == "Adafactor":

@@ -1,4 +1,4 @@
-"""The engine as its users see it: it settles the placement, and hands it on."""
+"""The engine of users: opens a model, chooses the placement, and computes losses and scores."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,12 +42,13 @@ ALL = Trained()
 class Engine(PlacedEngine):
     """Trains a causal language model whose state rests in host memory.
 
-    Creating it reads or draws the weights; a model that does not fit is refused before that.
+    A new engine reads or randomly initialises the weights; it refuses a model that does not fit
+    before.
 
     Args:
-        model: a folder, a hub id, a transformers model or PeftModel (copied; on the meta device its
-            weights are drawn), a configuration (drawn), or a checkpoint, of which the weights
-            alone are taken (`Engine.load` takes all of it).
+        model: a folder, a hub id, a transformers model or PeftModel (it is copied; on the meta
+            device it is randomly initialised), a configuration (randomly initialised), or a
+            checkpoint, of which only the weights are taken (`Engine.load` takes all of it).
         optimizer: the rule of updates, such as `AdamW(lr=1e-5)`. None: the model is only run; only
             its weights are kept, in the compute dtype.
         max_grad_norm: gradients are clipped to this global norm. None: they are not clipped.
@@ -55,15 +56,15 @@ class Engine(PlacedEngine):
             bf16). Trained parameters have an fp32 master in any case.
         placement: where state rests and how it is streamed. `auto`: the fastest one that fits.
         device: `cpu`, `cuda`, `cuda:N` or `mps`. None, `auto`: a CUDA GPU if there is one.
-        seed: of drawn weights and of dropout.
+        seed: of random weights and of dropout.
         tokens_per_step: the most tokens in a step, of all micro-batches and ranks. With `auto`,
             None stands for 98,304.
         sequence_length: tokens of a row, at most. With `auto`, None stands for 1,024.
         micro_batch: rows of a micro-batch. None: `auto` chooses, see `Engine.micro_batch`.
-        loss: of steps and evaluations that name none; `auto` leaves room for it.
-        generation: replies that the model makes between steps, for which `auto` leaves room.
-        media: `input_ids` `[1, T]` and what a processor makes beside it, of a row with as many
-            images or sounds as any will have; `auto` leaves room for encoding them in every row.
+        loss: of steps and evaluations that name none; `auto` leaves memory for it.
+        generation: replies that the model makes between steps, for which `auto` leaves memory.
+        media: a processor's tensors, `input_ids` `[1, T]` and others, of a row with as many images
+            or sounds as any will have; `auto` leaves memory to encode them in every row.
         trust_remote_code: as for `from_pretrained` of transformers.
         attn_implementation: likewise.
         trained: the trained parameters, by patterns of their names. By default those that
@@ -71,19 +72,19 @@ class Engine(PlacedEngine):
         device_memory: a limit for the process, such as `"10GiB"`, or a number of bytes. None: all
             of the machine's.
         host_memory: likewise.
-        disk: a folder on a fast disk where state may rest that the host has no room for.
-        disk_space: bytes of it at most. None: what is free.
-        saveable: False also trains a model that code has changed so that no folder could hold it;
-            it cannot be saved then.
+        disk: a folder on a fast disk, where state may rest that does not fit in host memory.
+        disk_space: bytes of the disk, at most. None: all that is free.
+        saveable: False allows a model that code has changed so that no folder could hold it; the
+            engine cannot save it then.
         adapter: a LoraConfig of PEFT, or its keys as a dictionary: only this is trained. Of a model
             with encoders of images or sounds, `all-linear` is its language model.
-        base: how the frozen linear layers under an adapter rest: bf16, fp8 or nf4 (2, 1 and half
-            a byte a parameter), or as the folder has them (folder: mxfp4, float8 in blocks).
+        base: the format of frozen linear layers under an adapter: bf16, fp8 or nf4 (2, 1 and half
+            a byte a parameter), or `folder`, that of the model's files (mxfp4, float8 in blocks).
         router_aux_loss_coef: weight of the routers' loss of a mixture of experts. None: from the
             model's configuration.
         router_z_loss_coef: weight of the mean square of logsumexp of the routers' logits.
-        router_bias_update: how far a step moves the biases that routers choose by towards even
-            loads (DeepSeek-V3: 0.001); needs a model that has such biases.
+        router_bias_update: the amount by which a step moves routers' biases towards even loads
+            (DeepSeek-V3: 0.001); needs a model that has such biases.
         group: the ranks that train the model together (docs/distributed.md). None: this process.
         sequence_parallel: the number of ranks that share every row: 1, or all of `group`.
         verify: the time at which weights, states and gradients are compared with their checksums:
@@ -100,7 +101,7 @@ class Engine(PlacedEngine):
         num_trained: of them, those that have a gradient.
         label_shift: tokens from a label's logits to the label: 1, or 0 if the model says so.
         placement: where state rests and how it is streamed; it never changes.
-        micro_batch: rows that micro-batches should have; None where nothing was foreseen.
+        micro_batch: rows that micro-batches should have; None: nobody has chosen a number.
     """
 
     def __init__(
@@ -191,14 +192,14 @@ class Engine(PlacedEngine):
             self.loss = loss
 
     def evaluate(self, micro_batches: MicroBatches, loss: Loss | None = None) -> float:
-        """The loss of a step (for cross entropy the mean); changes no state, dropout is off."""
+        """The loss of a step (cross entropy: the mean) without dropout; changes no state."""
         losses = self.run_forward(micro_batches, self.loss if loss is None else loss, Head.loss)
         return sum(self.ranks.all_gather_object(float(torch.stack(losses).sum())))
 
     def router_loss(
         self, micro_batches: MicroBatches, router_shares: Sequence[float] | None = None
     ) -> tuple[float, float]:
-        """The routers' loss as a step on these rows adds it, and the loss without its weight."""
+        """The routers' loss as a step of these micro-batches adds it, and without its weight."""
 
         def finish(head: Head, weights: Buffer, batch: Batch, h: State) -> tuple[float, float]:
             if router_shares is not None:
@@ -211,9 +212,9 @@ class Engine(PlacedEngine):
         return sum(self.ranks.all_gather_object(loss)), balance
 
     def score(self, micro_batches: MicroBatches) -> tuple[float, float]:
-        """Mean cross entropy, and the share of labels that are the likeliest token; as `evaluate`.
+        """Mean cross entropy, and the share of labels that are the likeliest token.
 
-        If several tokens are equally likely, each counts as the likeliest.
+        Of equally likely tokens each counts as the likeliest. Otherwise as `evaluate`.
         """
         sums = self.run_forward(micro_batches, losses.Score(), Head.loss)
         parts = self.ranks.all_gather_object(torch.stack(sums).sum(0).cpu())
@@ -223,7 +224,7 @@ class Engine(PlacedEngine):
     def logprobs(self, micro_batches: MicroBatches, *, temperature: float = 1.0) -> list[Tensor]:
         """The log-probability of each label `[B, T]`, fp32 on the CPU; 0 without a label.
 
-        Micro-batches as for `evaluate`; logits never exist as a whole. They are divided by
+        Micro-batches are those of `evaluate`. Logits, which never exist as a whole, are divided by
         `temperature`.
         """
         losses = self.label_losses(micro_batches, CrossEntropy(temperature))
@@ -232,9 +233,9 @@ class Engine(PlacedEngine):
     def top_logprobs(
         self, micro_batches: MicroBatches, top_k: int, temperature: float = 1.0
     ) -> list[tuple[Tensor, Tensor]]:
-        """The likeliest tokens in each label's place, and their log-probabilities `[B, T, K]`.
+        """The likeliest tokens in each label's place, and their log-probabilities.
 
-        The ids (int64) and fp32, on the CPU; 0 without a label. Otherwise as `logprobs`.
+        Both are `[B, T, K]` on the CPU, int64 and fp32; 0 without a label. See `logprobs`.
         """
         if top_k > (size := self.num_logits):
             raise InputError(f"top_k is {top_k}, and the model has {size} tokens; take fewer")
@@ -281,17 +282,17 @@ class Engine(PlacedEngine):
         sequence_parallel: int = 1,
         verify: Verify = "save",
     ) -> Self:
-        """An engine that continues from a checkpoint of `save`.
+        """An engine that resumes from a checkpoint of `save`.
 
         Args:
-            folder: a checkpoint; every byte of it is checked.
-            placement: None takes the saved one, if the kind of device is the same; else `auto`.
-            precision: as a check: it cannot change.
+            folder: the checkpoint; every byte of it is checked.
+            placement: None: the saved one if the kind of device is the same, else `auto`.
+            precision: None, or the saved one; another one is an error.
             max_grad_norm: a new value, or None, from now on.
             tokens_per_step, sequence_length, micro_batch, loss, generation, media: of the steps
                 to come, as for `Engine`; they are not saved, and `auto` plans for them.
             attn_implementation: None: the saved one; else as for `Engine`.
-            group: as for `Engine`; any number of ranks, whatever it was at the save.
+            group: as for `Engine`; any number of ranks, not only that of the save.
 
         Raises:
             InputError: the checkpoint is damaged (the file is named) or cannot be used as wanted.
@@ -334,10 +335,11 @@ class Engine(PlacedEngine):
 def _check_arguments(
     optimizer: Any, max_grad_norm: Any, precision: Any, placement: Any, seed: Any, verify: Any
 ) -> None:
+    """Raises InputError: an argument of `Engine` has a value that it cannot have."""
     positive = is_number(max_grad_norm) and max_grad_norm > 0
     is_rule = optimizer is None or isinstance(optimizer, Rule)
     is_placement = placement == "auto" or isinstance(placement, Placement)
-    for name, value, right, what in (
+    for name, value, valid, expected in (
         ("optimizer", optimizer, is_rule, "megatrain.AdamW(...), another rule, or None"),
         ("max_grad_norm", max_grad_norm, max_grad_norm is None or positive, "positive, or None"),
         ("precision", precision, precision in DTYPES, "bf16, fp32 or fp8"),
@@ -345,5 +347,5 @@ def _check_arguments(
         ("verify", verify, verify in get_args(Verify), "step, save or off"),
         ("seed", seed, type(seed) is int, "an integer"),
     ):
-        if not right:
-            raise InputError(f"{name} is {value!r}; it must be {what}")
+        if not valid:
+            raise InputError(f"{name} is {value!r}; it must be {expected}")

@@ -1,4 +1,4 @@
-"""Everything a user can run into, each with its documented exit code."""
+"""The errors that users see, each with its documented exit code."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ class DoesNotFit(MegatrainError):
 
 
 class RunFailed(MegatrainError):
-    """The run began and could not go on; the state is that of the last finished step."""
+    """A run has begun and cannot continue; its state is that of the last finished step."""
 
     exit_code = 4
 
@@ -68,7 +68,7 @@ def explained(
     of: type[Exception] | tuple[type[Exception], ...] = Exception,
     into: type[MegatrainError] = InputError,
 ) -> Iterator[None]:
-    """In the block, errors `of` these kinds become one line: problem, reason and remedy."""
+    """Within this context errors `of` these types become one line: problem, reason and remedy."""
     try:
         yield
     except of as error:

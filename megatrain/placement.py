@@ -1,7 +1,7 @@
 """Placement: every choice of where state rests and how it is scheduled, as one frozen value.
 
-They trade memory for time. With eager layers none of them changes a bit of the result, but for
-`chunk_tokens` and `head_tokens`, which sum in another order (tests/race).
+The choices trade memory for time. With eager layers none of them changes a bit of the result, but
+for `chunk_tokens` and `head_tokens`, with which sums have another order (tests/race).
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from megatrain.errors import InputError
 
-# The least value of each choice that is a number; of those that are None by default, of others.
+# The least value of each choice that is a number; a default of None is allowed besides.
 _LEAST: dict[str, int] = {
     **dict.fromkeys(("host_grad_buffers", "layer_input_lanes", "head_tokens"), 1),
     **dict.fromkeys(("update_threads", "gradient_lanes", "chunk_tokens", "passes"), 1),
@@ -19,7 +19,7 @@ _LEAST: dict[str, int] = {
     **dict.fromkeys(("save_bytes", "slots"), 0),
 }
 
-# Of what is made one by one, so many are enough for any model.
+# Choices that count buffers, of which `_MOST` are enough for any model.
 _COUNTS = ("slots", "gradient_lanes", "host_grad_buffers", "layer_input_lanes")
 _MOST = 10_000
 
@@ -34,17 +34,17 @@ RENAMED = {
     "keep_attention": "save_attention",
     "tile_tokens": "chunk_tokens",
 }
-"""Old names of choices, which may be in checkpoints and results, to their new names."""
+"""Old names of choices, which old checkpoints and results have -> their new names."""
 
 
 def renamed(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """The choices of a saved placement by their current names, without unused ones of old."""
+    """The choices of a saved placement by their current names, without former unused ones."""
     current = {RENAMED.get(name, name): value for name, value in choices.items()}
     return {n: v for n, v in current.items() if v is not None or n in Placement.names()}
 
 
 def old_name(name: str) -> str | None:
-    """The reason why a choice of an earlier version is none any more; None: it was none, or is."""
+    """The reason why a former choice is refused; None: the name is no former choice."""
     if name in ("max_stream_bytes", "split_bytes"):
         return f"{name!r} has been given up: heads are streamed as a whole; leave it out"
     return f"{name!r} is now called {RENAMED[name]!r}" if name in RENAMED else None
@@ -54,18 +54,18 @@ Precision = Literal["bf16", "fp32", "fp8"]
 """The dtype that layers are computed in; fp8: bf16, but for the products of linear modules."""
 
 Verify = Literal["step", "save", "off"]
-"""The time at which planes are compared with their checksums."""
+"""When planes are compared with their checksums."""
 
 Saves = Literal["nothing", "attention", "graph", "all"]
 
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """Saves part of a layer's forward for its backward, on device or host; recomputes the rest.
+    """The part of a layer's forward that is saved for its backward; the rest is recomputed.
 
     Attributes:
-        saves: only the layer's inputs; also the results of its attention; its graph (of which
-            compiled layers recompute about half); or its whole graph.
+        saves: nothing but the layer's inputs; the results of its attention as well; its graph (of
+            which compiled layers recompute about half); or its whole graph ("all").
         where: the place of the saved tensors: the device or pinned host memory.
     """
 
@@ -212,7 +212,7 @@ class Placement:
 
     def policies(self, num_layers: int) -> tuple[ActivationPolicy, ...]:
         """The activation policy of each layer."""
-        # Evenly among all: each has a few layers' time to leave.
+        # Layers with graphs on the host are evenly spread: each graph has time to leave.
         leaving = self.offload_activations
         on_host = {v for v in range(num_layers) if v * leaving % num_layers < leaving}
         elsewhere = [v for v in range(num_layers) if v not in on_host]
@@ -241,8 +241,8 @@ class Planned:
     """The step of one rank for which a placement was chosen.
 
     Attributes:
-        micro_batch_tokens: of one micro-batch.
-        has_media: True if its rows have images or sounds.
+        micro_batch_tokens: tokens of a micro-batch.
+        has_media: True if rows have images or sounds.
     """
 
     tokens_per_step: int
@@ -251,10 +251,11 @@ class Planned:
 
 
 def _written(value: Any) -> str:
+    """A choice as YAML."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
 
 
 CPU_PLACEMENT = Placement(slots=0, head_tokens=1024)
-"""The default on a CPU: planes are used where they rest, few logits lie beside them at once."""
+"""The default on a CPU: planes are used in place, with few logits beside them at once."""

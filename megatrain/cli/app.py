@@ -211,10 +211,10 @@ def plan(
     Nothing is allocated, and only a config.json is downloaded. Exit code 3: it does not fit.
     """
     passing("loading torch and transformers...")
-    gc.disable()  # it takes a fifth of the time to import torch and transformers, and frees nothing
+    gc.disable()  # collections take a fifth of the imports' time, and free nothing
     from megatrain.cli.plan import run_plan
 
-    gc.freeze()  # nor are they looked through when the interpreter ends, for half a second
+    gc.freeze()  # spares half a second for a collection when the interpreter ends
     # Not all versions of typer convert what they put into `params`.
     run_plan(context.params | {"tokens_per_step": tokens, "run": run})
 
@@ -317,12 +317,12 @@ def generate(
     from megatrain.cli.generate import all_prompts, opened, print_texts, require_new
     from megatrain.generate import Sampling
 
-    all_of_them = all_prompts(prompt or [], prompts, chat=chat)
+    texts = all_prompts(prompt or [], prompts, chat=chat)
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
     if output is not None:
         require_new(output)
     with opened(model, device, precision, device_memory, host_memory) as run:
-        print_texts(*run, all_of_them, sampling, batch_size=batch_size, output=output)
+        print_texts(*run, texts, sampling, batch_size=batch_size, output=output)
 
 
 @app.command()

@@ -10,7 +10,7 @@ from megatrain import config
 from megatrain.data.preview import ShownDocument, shown, summary
 from megatrain.telemetry.console import say
 
-_LONGEST = 3000  # most characters shown of a document
+_LONGEST = 3000  # characters of a document that are shown, at most
 
 
 def show_data(run: Path, overrides: Sequence[str], rows: int) -> None:
@@ -32,7 +32,7 @@ def show_data(run: Path, overrides: Sequence[str], rows: int) -> None:
 
 
 def _print_row(console: Console, row: int, pieces: Sequence[ShownDocument]) -> None:
-    """Print a row; learnt text is coloured, or in brackets without colours."""
+    """Print a row; learnt text is coloured, or without colours in brackets."""
     coloured = console.color_system is not None
     legend = "green: learnt" if coloured else "⟦ ⟧: learnt"
     console.print(Text(f"\nrow {row + 1} ({legend})", style="bold"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`megatrain demo`: a small model on Python's own source files, start to finish, no download."""
+"""`megatrain demo`: trains and samples a small model of Python's own library, without downloads."""
 
 import shutil
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ PROMPTS = ("def read_", "class Base")
 
 
 def run_demo(overrides: Sequence[str]) -> None:
-    """Make corpus and tokenizer, train, show loss and samples; all below `runs/`."""
+    """Make corpus and tokenizer, train, print loss and samples; all files are below `runs/`."""
     run_file = config.load(shipped("examples/demo.yaml"), overrides)
     write_corpus_and_tokenizer()
     outcome = train(run_file, "demo")
@@ -45,7 +45,7 @@ def run_demo(overrides: Sequence[str]) -> None:
 
 
 def write_corpus_and_tokenizer() -> None:
-    """Make the corpus and the tokenizer once; later demos use the same."""
+    """Make the corpus and the tokenizer, unless an earlier demo has made them."""
     files = stdlib_corpus(CORPUS_BYTES)
     if not CORPUS.exists():
         with whole_folder(CORPUS) as folder:

@@ -24,7 +24,7 @@ def run_doctor(device: str, folder: Path, as_json: bool, share: bool) -> None:
 
 
 def shared(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The facts from which a maintainer lists this machine, without names of folders or hosts."""
+    """The facts with which a maintainer lists this machine, without names of folders or hosts."""
     facts, gpu = diagnosis.facts, diagnosis.facts.gpu
     return {
         "megatrain": __version__,
@@ -35,13 +35,13 @@ def shared(diagnosis: Diagnosis) -> dict[str, Any]:
         "kernels": facts.kernels,
         "gpu": gpu
         and {"name": gpu.name, "driver": gpu.driver, "pcie": [gpu.pcie_generation, gpu.pcie_lanes]},
-        "measured": {one.label: [one.value, one.unit] for one in diagnosis.measurements},
+        "measured": {m.label: [m.value, m.unit] for m in diagnosis.measurements},
         "rates": {name: machine.as_dict() for name, machine in diagnosis.machines.items()},
     }
 
 
 def show(diagnosis: Diagnosis, console: Console) -> None:
-    """The machine, its rates, and what is wrong with it."""
+    """Print the machine, its rates, and the findings."""
     facts, gpu = diagnosis.facts, diagnosis.facts.gpu
     lines = [
         f"host     {facts.cpu}, {facts.cores} cores for this process",

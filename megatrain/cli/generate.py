@@ -34,14 +34,14 @@ def opened(
     device_memory: str | None = None,
     host_memory: str | None = None,
 ) -> Iterator[tuple[Any, Any]]:
-    """The model of a run, checkpoint, folder or hub id, and its tokenizer.
+    """Within this context the model of a run, checkpoint, folder or hub id, and its tokenizer.
 
     Raises:
         InputError: one of them cannot be read, or the model writes no texts.
         DoesNotFit: host memory cannot hold the model.
     """
     resolved = ResolvedModel.of(ModelSection(path=model))
-    resolve_model(str(resolved.section.path))  # first: its error is right for a misspelt folder
+    resolve_model(str(resolved.section.path))  # first, for its message on a misspelt folder
     tokenizer = run_tokenizer(resolved.section)
     with Engine(
         resolved.source,
@@ -63,9 +63,9 @@ def print_texts(
     batch_size: int = 16,
     output: Path | None = None,
 ) -> None:
-    """Print each prompt with its continuation; a single one as it is generated.
+    """Print each prompt with its continuation; a single one while it is generated.
 
-    Args: `output`: a file to which prompts and completions are also written, as lines of JSON.
+    Args: `output`: write prompts and completions to this file instead, as lines of JSON.
 
     Raises InputError: a prompt cannot be used.
     """
@@ -119,11 +119,11 @@ def require_new(output: Path) -> None:
     """Raises InputError: the output file has content, from another command for example."""
     if output.is_file() and output.stat().st_size:
         raise InputError(f"{output}: holds something already; name a new file, or remove it")
-    output.open("a").close()  # fails before texts are made if it cannot be written
+    output.open("a").close()  # an unwritable file fails now, not after the texts are generated
 
 
 def all_prompts(texts: Sequence[str], path: Path | None, *, chat: bool) -> list[Prompt]:
-    """The prompts given and those in a file; with `chat`, texts are messages of a user."""
+    """The prompts of options and of a file; with `chat`, a text is the message of a user."""
     prompts = [*texts, *([] if path is None else read_prompts(path))]
     if not prompts:
         raise InputError("no prompt: give --prompt TEXT, or --prompts FILE")
@@ -134,7 +134,7 @@ def all_prompts(texts: Sequence[str], path: Path | None, *, chat: bool) -> list[
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts in a file: lines of text, or `prompt` or `messages` in rows of `.jsonl`."""
+    """The prompts of a file: its lines, or `prompt` or `messages` of rows of `.jsonl`."""
     lines = enumerate(read_text(path, GIB, regular=False).splitlines(), 1)
     numbered = [(number, line) for number, line in lines if line.strip()]
     if not numbered:

@@ -1,4 +1,4 @@
-"""The model that an option names, as a configuration: no weights are read or downloaded.
+"""The configuration of the model that an option names: no weights are read or downloaded.
 
 Shapes are the Qwen2.5 family's, from its published config.json files:
 https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json and its siblings. 120b is no published
@@ -29,12 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model by its configuration.
+    """A model by its configuration, for a plan.
 
     Attributes:
-        frozen: the format of its frozen layers.
+        adapter: the adapter to train, or None.
+        frozen: the format of frozen layers.
         opening: further arguments of `open_source`.
-        pretrained: False if a run draws the weights, and trains encoders of images, too.
+        trained: arguments of `Trained`.
+        pretrained: False if weights are random, with which encoders of images are trained as well.
     """
 
     name: str
@@ -47,14 +49,14 @@ class NamedModel:
 
     @property
     def base(self) -> Literal["fp8", "nf4"] | None:
-        """How its weights are quantised; None: they are not, or in an unsupported way."""
+        """The format in which the weights are quantised; None: none that is supported."""
         with suppress(InputError):
             return quantised_base(self.config.to_dict(), self.name)
         return None
 
     @property
     def unpacked(self) -> str | None:
-        """The format from which its weights are unpacked as they are read; None: as stored."""
+        """The format from which weights are unpacked as they are read; None: as stored."""
         return None if self.frozen == "folder" else unpacked_format(self.config.to_dict())
 
     @property
@@ -67,12 +69,12 @@ class NamedModel:
 
     @property
     def packed_folder(self) -> Path | None:
-        """The local folder whose packed weights stay so, which are not all; None: there is none."""
+        """The local folder that says which weights stay packed; None: it is not needed."""
         folder = Path(self.config.name_or_path)
         return folder if (self.base or self.frozen == "folder") and has_weights(folder) else None
 
     def spec(self) -> "ModelSpec":
-        """The structure of the model. Raises InputError: the engine cannot follow it."""
+        """The model's `ModelSpec`. Raises InputError: the engine does not support the model."""
         from megatrain.source.source import choose_parameters, open_source, structure
 
         base = (self.adapter and self.base) or self.frozen
@@ -90,7 +92,7 @@ def lora_adapter(rank: int) -> dict[str, Any] | None:
 def model_of_run(
     name: str, section: "ModelSection", adapter: dict[str, Any] | None = None, *, head: Any = None
 ) -> NamedModel:
-    """The model of a run file, and its adapter; `head`: a ClassHead to put on it, or None."""
+    """The model of a run file's section; `head`: a ClassHead in place of its own, or None."""
     from megatrain.data import load_tokenizer
     from megatrain.model.build import with_head
     from megatrain.train.resolve import model_config
@@ -111,6 +113,7 @@ def model_of_run(
 
 
 def _adapter_of(section: "ModelSection") -> Any:
+    """The configuration of the adapter that `path` has already; None: it has none."""
     from megatrain.checkpoint import Checkpoint
     from megatrain.compat import peft
     from megatrain.source.source import adapter_folder, folder_adapter
@@ -132,7 +135,7 @@ def named_config(
     Of a hub model only config.json is fetched.
 
     Args:
-        max_positions: the least number of positions for a shape.
+        max_positions: a shape gets at least so many positions.
 
     Raises InputError: there is no such model, or the hub cannot be reached.
     """
@@ -181,15 +184,15 @@ SHAPES = {
     "120b": (10240, 36864, 86, 80, 8, 152064, False),
 }
 
-MAX_TOKENS = 32768  # in a row of Qwen2.5
+MAX_TOKENS = 32768  # positions of Qwen2.5
 
 
 def qwen2_config(name: str, tokens: int = 0, layers: int | None = None) -> "Qwen2Config":
     """The transformers configuration of a shape in `SHAPES`.
 
     Args:
-        tokens: length of the longest row, if it is beyond Qwen2.5's positions.
-        layers: number of layers instead of the shape's.
+        tokens: of the longest row, which may need more positions than Qwen2.5 has.
+        layers: their number, in place of the shape's.
     """
     from transformers import Qwen2Config
 

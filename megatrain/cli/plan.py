@@ -1,4 +1,4 @@
-"""`megatrain plan`: what a run will take, before anything is allocated or downloaded."""
+"""`megatrain plan`: the memory and time of a run, before anything is allocated or downloaded."""
 
 import glob
 import json
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megatrain.config import Config
     from megatrain.model.spec import ModelSpec
 
-# Device memory of the driver, and of a desktop's windows.
+# More device memory in use than the driver and a desktop's windows take is other processes'.
 _USUAL_BYTES = GIB
 _UNQUANTISED = "take the unquantised model"
 _OF_WORKLOAD = (
@@ -49,16 +49,16 @@ Options = Mapping[str, Any]
 
 
 def run_plan(options: Options) -> None:
-    """Plan and print.
+    """Plan a run, and print the plan.
 
-    Args: `options`: those of the command, by their names; `tokens` as `tokens_per_step`.
+    Args: `options`: of the command, by name; `tokens` is called `tokens_per_step`.
 
     Raises:
-        InputError: options, model or run file cannot be used; also, after the plan has been
-            printed, when the run file's data are missing.
-        DoesNotFit: after the plan and its remedies have been printed.
+        InputError: options, model or run file cannot be used; or, once the plan is printed, the
+            run file's data are missing.
+        DoesNotFit: the run does not fit; the plan and its remedies are printed before.
     """
-    options = _of_one_memory(options)
+    options = _with_one_memory(options)
     named, run = _opened(options)
     gpus = options["gpus"] or (1 if run is None else run.engine.devices)
     if gpus > 1 and options["gpu"] and (gpu := named_gpu(options["gpu"])).shared:
@@ -107,8 +107,8 @@ def run_plan(options: Options) -> None:
         raise InputError(f"{problem} (it would fit; the plan is above)")
 
 
-def _of_one_memory(options: Options) -> Options:
-    """The options, with the one memory of a GPU that shares the host's as its own."""
+def _with_one_memory(options: Options) -> Options:
+    """The options, `memory` as `device_memory`, for a GPU that shares the host's memory."""
     gpu, memory = options["gpu"] and named_gpu(options["gpu"]), options.get("memory")
     if not gpu or not gpu.shared:
         if memory is None:
@@ -126,6 +126,7 @@ def _of_one_memory(options: Options) -> Options:
 
 
 def _opened(options: Options) -> "tuple[NamedModel, Config | None]":
+    """The model to plan for, and the run file if one is given."""
     run, model, rank, base = (options[name] for name in ("run", "model", "lora_r", "base"))
     if (run is None) == (model is None):
         raise InputError("give either a run file or --model")
@@ -199,7 +200,7 @@ def missing_data(paths: str | list[str]) -> str | None:
 def _machine(
     options: Options, device: str | None, workload: Workload, warnings: list[str]
 ) -> Machine:
-    """The machine to plan for, with the workload's limits: this one, or with another GPU."""
+    """The machine to plan for: this one or one with another GPU, with the workload's limits."""
     gpu = options["gpu"] and named_gpu(options["gpu"])
     cores, space = options["cores"], workload.disk_bytes
     of_gpu = "auto" if device in (None, "cpu") else device
@@ -239,7 +240,7 @@ def _machine(
 
 
 def _without_others(machine: Machine, gpu: Gpu, warnings: list[str]) -> Machine:
-    """The machine with the memory of its GPU that other processes leave."""
+    """The machine without the GPU memory that other processes use."""
     used = gpu.used_bytes or 0
     if used <= _USUAL_BYTES:
         return machine
@@ -252,6 +253,7 @@ def _without_others(machine: Machine, gpu: Gpu, warnings: list[str]) -> Machine:
 
 
 def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: Any) -> Plan:
+    """The plan of `make_plan`, with kept measurements of the model."""
     notes = _notes(named, workload)
     remedy = "megatrain train streams all of it, and fewer tokens in a row may help"
     with one_thread(), explained(f"{named.name} cannot be planned", remedy, of=NotForeseeable):
@@ -268,7 +270,7 @@ def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: An
 
 
 def _notes(named: NamedModel, workload: Workload) -> Notes:
-    """Notes about the model; kept unless they need more than a configuration."""
+    """Measurements of the model; kept in a file if they depend on its configuration alone."""
 
     def opened() -> "ModelSpec":
         from megatrain.model.attention import attend_by_kernel
@@ -286,9 +288,9 @@ def _notes(named: NamedModel, workload: Workload) -> Notes:
         "precision": workload.precision,
     }
     own_code = not named.opening.get("trust_remote_code")
-    # Operands of fp8 are read off modules, and what is packed off a folder.
-    can_note = workload.precision != "fp8" and named.packed_folder is None
-    return Notes(opened, key if own_code and can_note else None)
+    # fp8's operands depend on modules, and packed weights on a folder.
+    by_config = workload.precision != "fp8" and named.packed_folder is None
+    return Notes(opened, key if own_code and by_config else None)
 
 
 _WIDTH = 140
@@ -306,7 +308,7 @@ _BINDS = {
 
 
 def experts_of_step(config: "PreTrainedConfig", forecast: Forecast) -> dict[str, int] | None:
-    """The load of a mixture's experts, and tokens a step that hide the bus; None: it has none."""
+    """The tokens of each expert, and tokens a step that hide the bus; None: no experts."""
     chosen, total = experts_of_a_token(config)
     if not chosen or not total:
         return None
@@ -346,6 +348,7 @@ def show(plan: Plan, name: str, experts: Mapping[str, int] | None = None) -> Non
 
 
 def _head(plan: Plan, name: str) -> list[str]:
+    """Lines on the model, the machine, the step and the verdict."""
     forecast, machine, workload = plan.forecast, plan.machine, plan.workload
     kind = "measured" if machine.measured else "from published figures, not measured"
     rows = forecast.tokens_per_step // forecast.sequence_length
@@ -456,7 +459,7 @@ def _remedies(plan: Plan) -> list[str]:
 
 
 def changed(workload: Workload, options: Mapping[str, Any]) -> Workload:
-    """The workload with options for its fields and its rule's choices; None: not given."""
+    """The workload, changed by options for its fields and its rule's choices that are not None."""
     values = {name: value for name, value in options.items() if value is not None}
     for name in values.keys() & LIMITS:
         with explained(f"--{name.replace('_', '-')}", of=ValueError):

@@ -1,4 +1,4 @@
-"""Errors of a command as one line on stderr, with the documented exit code."""
+"""Reports errors of a command as one line on stderr, with the documented exit code."""
 
 import errno
 import os
@@ -18,9 +18,8 @@ _PATH_ERRORS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR),
     *(errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP),
 )
-# The base of all of typer's errors of usage, which it does not export itself.
+# The base of typer's errors of usage, which typer does not export.
 _UsageError = cast(type[Exception], typer.BadParameter.__base__)
-
 
 _GONE = {
     "branch": "copy the run's folder and go on there: cp -r RUN NEW, then megatrain train NEW "
@@ -34,7 +33,7 @@ class ReportingGroup(TyperGroup):
     """Turns errors into one line on stderr and the documented exit code."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of a name. Raises InputError: there is none any more."""
+        """The command of this name. Raises InputError: it has been given up."""
         if cmd_name in _GONE:
             raise InputError(f"{cmd_name}: {_GONE[cmd_name]}")
         return super().get_command(ctx, cmd_name)
@@ -52,19 +51,19 @@ class ReportingGroup(TyperGroup):
 
 @contextmanager
 def reported(ctx: Any) -> Iterator[None]:
-    """In the block, turn errors into one line on stderr and the documented exit code."""
+    """Within this context errors become one line on stderr and the documented exit code."""
     try:
         try:
             yield
         finally:
             end_passing()
     except (MegatrainError, OSError, _UsageError) as error:
-        explained = error if isinstance(error, MegatrainError) else _of_usage(error)
+        explained = error if isinstance(error, MegatrainError) else _as_megatrain_error(error)
         if explained is None:  # only help is shown
             raise
         if ctx.params.get("debug"):
             traceback.print_exc()
-        with suppress(OSError):  # the exit code says it, too
+        with suppress(OSError):  # the exit code still tells of the error
             prefix = f"rank {os.environ['RANK']}: " if "TORCHELASTIC_RUN_ID" in os.environ else ""
             print(wrapped(f"megatrain: error: {prefix}{in_one_line(explained)}"), file=sys.stderr)
         raise typer.Exit(explained.exit_code) from error
@@ -73,8 +72,8 @@ def reported(ctx: Any) -> Iterator[None]:
         raise typer.Exit(130) from error  # 128 + SIGINT, the shells' convention
 
 
-def _of_usage(error: Any) -> MegatrainError | None:
-    """The error of a path, or of a wrong command line; None: only help is shown."""
+def _as_megatrain_error(error: Any) -> MegatrainError | None:
+    """The error of a path or of a wrong command line as one of ours; None: only help is shown."""
     if isinstance(error, OSError):
         unusable = error.errno in _PATH_ERRORS
         reason = f"{os_reason(error)}; check the path and who may use it"
@@ -84,7 +83,7 @@ def _of_usage(error: Any) -> MegatrainError | None:
         return None
     text = error.format_message()
     text = text[:1].lower() + text[1:]
-    if parameter is not None and message:  # of a value; a missing one has no message
+    if parameter is not None and message:  # a wrong value; a missing one has no message
         problem = message.removeprefix("Input ").removeprefix("Value error, ")
         details: list[Any] = getattr(error.__cause__, "errors", list)()
         value = str(details[0]["input"]) if details else ""

@@ -1,4 +1,4 @@
-"""`megatrain train`: a run file or a run's folder in, a finished or a resumable run out."""
+"""`megatrain train`: trains by a run file, or resumes a run from its folder."""
 
 import os
 import shlex
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
-    """Train, and print where the result is or how to go on."""
+    """Train, and print where the result is, or how to resume."""
     try:
         with Signals() as signals:
             with signals.interruptible():  # before the import of torch, which takes seconds
@@ -45,9 +45,9 @@ def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
 
 
 def say_end(outcome: "Outcome") -> None:
-    """Print where the result of a run is, or how to go on."""
+    """Print where the result of a run is, or how to resume the run."""
     if int(os.environ.get("RANK", 0)):
-        return  # rank 0 says it
+        return  # rank 0 prints
     if outcome.stopped and not outcome.steps:
         _say(f"stopped by {outcome.stopped} before the first step; nothing to save")
     elif outcome.stopped:

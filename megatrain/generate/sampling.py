@@ -1,4 +1,4 @@
-"""How tokens are drawn: options for transformers' `generate`, and seeds for single rows."""
+"""Sampling of tokens: settings of transformers' `generate`, and random numbers for each row."""
 
 import copy
 import logging
@@ -16,10 +16,10 @@ from megatrain.base.seeds import derived_seed
 from megatrain.errors import InputError, RunFailed
 from megatrain.parallel.distributed import Ranks
 
-# Logits that differ by a thousandth are as good as equal: below it, sampling takes the likeliest.
+# Below this temperature the likeliest token is taken.
 _COLD = 1e-3
 _USUAL: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "top_k": 0}
-# Settings of a model's folder for searches and decoders that generation here does not do.
+# Settings of a model's folder for searches and decoders that are not supported here.
 _NOT_FOLLOWED = (
     "constraints", "diversity_penalty", "dola_layers", "force_words_ids", "guidance_scale",
     "low_memory", "num_beam_groups", "num_beams", "num_return_sequences", "penalty_alpha",
@@ -33,15 +33,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
-
-    None takes the model's setting, if it has one; else temperature 0.8 and top_p 0.95.
+    """Settings of sampling; None: the model's setting, or temperature 0.8 and top_p 0.95.
 
     Attributes:
         temperature: 0: always the likeliest token.
         top_p: sample from the likeliest tokens up to this probability.
-        top_k: and from this many at most; 0: any number.
-        repetition_penalty: above 1: tokens that are there already become less likely.
+        top_k: sample from no more than so many of the likeliest tokens; 0: from any number.
+        repetition_penalty: above 1: tokens that have occurred become less likely.
     """
 
     max_new_tokens: int = 128
@@ -60,16 +58,16 @@ class Sampling:
     def settings(
         self, of_model: GenerationConfig, *, room: int, stops: set[int], pad: int, cached: bool
     ) -> GenerationConfig:
-        """The settings for transformers' `generate`, from those `of_model`.
+        """The settings for transformers' `generate`: these, completed by the model's own.
 
         Args:
-            room: the most new tokens.
+            room: new tokens, at most.
             stops: tokens that end a text.
-            cached: keys and values of earlier tokens are kept.
+            cached: True if the model keeps keys and values of earlier tokens.
         """
         settings = copy.deepcopy(of_model)
         if ignored := [n for n in _NOT_FOLLOWED if getattr(of_model, n, None) not in _NEUTRAL]:
-            _say(", ".join(ignored))
+            _warn_of_ignored(", ".join(ignored))
         for name in ignored:
             setattr(settings, name, None)
         fallback = {} if of_model.do_sample else _USUAL
@@ -88,12 +86,12 @@ class Sampling:
 
 
 @cache
-def _say(names: str) -> None:
+def _warn_of_ignored(names: str) -> None:
     log.warning("settings of the model's generation_config.json that are not followed: %s", names)
 
 
 class OnlyNumbers(transformers.LogitsProcessor):
-    """Raises where logits are NaN or infinite, of which torch would draw anything."""
+    """Raises RunFailed: logits are NaN or infinite, from which torch would sample any token."""
 
     def __call__(self, input_ids: Tensor, scores_RV: Tensor) -> Tensor:
         if not scores_RV.amax(-1).isfinite().all():
@@ -105,15 +103,15 @@ class OnlyNumbers(transformers.LogitsProcessor):
 
 
 class OwnDraws(transformers.LogitsProcessor):
-    """Draws each row's token by inverse transform sampling, and masks all others.
+    """Samples each row's token by inverse transform sampling, and masks all other tokens.
 
-    A row's random numbers follow from the seed and its own number alone.
+    A row's random numbers depend on the seed and on the row's own number alone.
     """
 
     def __init__(
         self, settings: GenerationConfig, seed: int, rows: Sequence[int], device: torch.device
     ) -> None:
-        self._at, generator = 0, torch.Generator()
+        self._num_sampled, generator = 0, torch.Generator()
         numbers = [
             torch.rand(
                 settings.max_new_tokens or 0,
@@ -135,22 +133,22 @@ class OwnDraws(transformers.LogitsProcessor):
         for warper in self._warpers:
             scores_RV = warper(input_ids, scores_RV)
         sums_RV = scores_RV.softmax(-1, dtype=torch.float64).cumsum(-1)
-        wanted_R1 = self._numbers_TR1[self._at] * sums_RV[:, -1:]
-        self._at += 1
-        tokens_R1 = torch.searchsorted(sums_RV, wanted_R1, right=True)
+        quantiles_R1 = self._numbers_TR1[self._num_sampled] * sums_RV[:, -1:]
+        self._num_sampled += 1
+        tokens_R1 = torch.searchsorted(sums_RV, quantiles_R1, right=True)
         return torch.full_like(scores_RV, -torch.inf).scatter_(1, tokens_R1, 0)
 
 
 class AllEnded(transformers.StoppingCriteria):
-    """Stops the rows of all ranks together, so that all ranks take as many forwards."""
+    """Stops when the rows of all ranks have ended, so that all ranks run the same forwards."""
 
     def __init__(self, ranks: Ranks, stops: Collection[int], ended_R: Tensor) -> None:
-        """Args: `ended_R`: rows that nobody waits for, bool on the device."""
+        """Args: `ended_R`: True for rows that only fill a rank's batch, on the device."""
         self._ranks, self._ended_R = ranks, ended_R
         self._stops = torch.tensor(sorted(stops), dtype=torch.int64, device=ended_R.device)
 
     def __call__(self, input_ids: Tensor, scores: Any, **rest: Any) -> Tensor:
         self._ended_R = self._ended_R | torch.isin(input_ids[:, -1], self._stops)
-        open_ones = (~self._ended_R).sum(dtype=torch.float32)[None]
-        self._ranks.all_reduce(open_ones)
-        return (open_ones == 0).expand(len(input_ids))
+        num_open = (~self._ended_R).sum(dtype=torch.float32)[None]
+        self._ranks.all_reduce(num_open)
+        return (num_open == 0).expand(len(input_ids))

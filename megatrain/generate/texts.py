@@ -1,4 +1,4 @@
-"""From prompts to texts: batches of prompts through transformers' own `generate`."""
+"""Generates texts from batches of prompts, with transformers' own `generate`."""
 
 import logging
 import sys
@@ -30,16 +30,17 @@ from megatrain.parallel.distributed import ALONE
 
 log = logging.getLogger(__name__)
 
-# Short trials of a model show its cache and if padding changes its logits.
+# Short trials find the size of a model's cache, and if padding changes its logits.
 _TRIED = (2, 3)  # tokens of the prompts whose caches are compared
 
-Ids = Sequence[Sequence[int]]  # of the tokens of prompts
-# For each layer: bytes of a row at both lengths, and the most tokens that it keeps.
+Ids = Sequence[Sequence[int]]  # of prompts
+# For each layer: bytes of a row's cache at both lengths, and the most tokens that it keeps.
 _Layers = list[tuple[int, int, int | None]]
-_known: WeakKeyDictionary[PreTrainedModel, _Layers | None] = WeakKeyDictionary()
+_caches: WeakKeyDictionary[PreTrainedModel, _Layers | None] = WeakKeyDictionary()
 _PROMPT = (5, 7, 6, 9)  # ids that every vocabulary has
 _PADDED = 3
-_ROUNDED = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the logits' spread: more is no rounding
+# Logits that differ by more than this share of their spread differ by more than rounding.
+_ROUNDED = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 _heeding: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
@@ -60,11 +61,11 @@ def generate(
         prompts: texts to continue, and messages to reply to.
         sampling: None: the model's own settings.
         streamer: transformers' streamer, which gets each new token; for a single prompt.
-        images: of the model, for messages with images, each of which is replied to alone.
+        images: the model's processor, for messages with images; each prompt is a batch then.
 
     Raises:
-        InputError: a prompt that cannot be used, or leaves no room in the model's context.
-        DoesNotFit: no memory for the keys and values of a batch.
+        InputError: a prompt cannot be used, or fills the model's context.
+        DoesNotFit: there is no memory for the keys and values of a batch.
     """
     sampling = sampling or Sampling()
     config = source.config.get_text_config(decoder=True)
@@ -112,14 +113,14 @@ def continued(
     streamer: Any = None,
     media: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> list[list[int]]:
-    """The new tokens of each prompt (`ids`), up to the first of `stops`, which is one of them.
+    """The new tokens of each prompt (`ids`), up to and with the first of `stops`.
 
     Args:
         of_model, stops, pad: as of `Sampling.settings`; others as of `generate`.
-        apart: tokens drawn for a prompt follow from the seed and its place in `ids` alone, so
-            that several ranks share a batch. `of_model` has no sampling settings then.
+        apart: the tokens of a prompt depend on the seed and its number in `ids` alone, and several
+            ranks share a batch. `of_model` has no sampling settings then.
         tokenizer: for `of_model.stop_strings`.
-        media: the tensors of prompts with images, by their places; then `batch_size` is 1.
+        media: the tensors of prompts with images, by number; then `batch_size` is 1.
     """
     limit, share = _room(source, ids, sampling.max_new_tokens), source.ranks if apart else ALONE
     new: dict[int, list[int]] = {}
@@ -134,8 +135,8 @@ def continued(
             torch.manual_seed(sampling.seed)
         for batch in _batches(source, model, ids, batch_size):
             count = -(-len(batch) // share.size)
-            mine = batch[share.rank * count :][:count]
-            rows = mine + batch[:1] * (count - len(mine))  # as many as any rank's
+            of_rank = batch[share.rank * count :][:count]
+            rows = of_rank + batch[:1] * (count - len(of_rank))  # filled up to the other ranks'
             width = max(len(ids[row]) for row in batch)
             num_new = min(sampling.max_new_tokens, limit - width)
             source.ranks.agree(partial(check_cache, source.device, model, count, width + num_new))
@@ -143,13 +144,13 @@ def continued(
                 of_model, room=num_new, stops=stops, pad=pad, cached=_layers_of(model) is not None
             )
             extras: dict[str, Any] = {"logits_processor": [OnlyNumbers()]}
-            if apart and settings.do_sample:  # in the place of transformers' own draws
+            if apart and settings.do_sample:  # instead of transformers' sampling
                 draws = OwnDraws(settings, sampling.seed, rows, device)
                 extras["logits_processor"].append(draws)
                 settings.do_sample = False
                 settings.temperature = settings.top_p = settings.top_k = None
             if share.size > 1:
-                unused = torch.arange(len(rows), device=device) >= len(mine)
+                unused = torch.arange(len(rows), device=device) >= len(of_rank)
                 extras["stopping_criteria"] = [AllEnded(share, stops, unused)]
                 settings.eos_token_id = None
             for name, value in media.get(batch[0], {}).items():
@@ -161,8 +162,8 @@ def continued(
                 tokenizer=tokenizer,
                 streamer=streamer,
             )
-            generated = output.sequences[: len(mine), width:].tolist()
-            for row, tokens in zip(mine, generated, strict=True):
+            generated = output.sequences[: len(of_rank), width:].tolist()
+            for row, tokens in zip(of_rank, generated, strict=True):
                 ends = (size for size, token in enumerate(tokens, 1) if token in stops)
                 new[row] = tokens[: next(ends, len(tokens))]
     merged = {row: tokens for part in share.all_gather_object(new) for row, tokens in part.items()}
@@ -178,24 +179,23 @@ def _padded(ids: Ids, width: int, pad: int, device: torch.device) -> dict[str, T
 
 
 def _batches(source: Engine, model: PreTrainedModel, ids: Ids, batch_size: int) -> list[list[int]]:
-    """Batches of rows: in their order, of equal lengths where padding would change results."""
-    every = list(range(len(ids)))
-    parts = [every]
+    """Batches of rows in their order; of rows of one length if padding would change results."""
+    parts = [[*range(len(ids))]]
     uneven = batch_size > 1 and len({len(row) for row in ids}) > 1
     if uneven and not all(source.ranks.all_gather_object(heeds_mask(model))):
         log.info("padding would change what this model says: only prompts of one length share")
         of_length = defaultdict(list)
-        for row in every:
-            of_length[len(ids[row])].append(row)
+        for row, tokens in enumerate(ids):
+            of_length[len(tokens)].append(row)
         parts = list(of_length.values())
     return [p[start : start + batch_size] for p in parts for start in range(0, len(p), batch_size)]
 
 
 @contextmanager
 def _running(source: Engine, rows: int, tokens: int, *, apart: bool) -> Iterator[PreTrainedModel]:
-    """The model for rows of this length; its weights are on the device if they fit beside it.
+    """Within this context the model for rows of this length; on the device if the weights fit.
 
-    Its generation_config is empty: transformers fills what a call leaves out from it.
+    Its generation_config is empty, as transformers would complete settings from it.
     """
     empty = {"generation_config": GenerationConfig()}
     try:
@@ -210,7 +210,7 @@ def _running(source: Engine, rows: int, tokens: int, *, apart: bool) -> Iterator
 
 
 def stop_ids(source: Engine, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> set[int]:
-    """The tokens that end a text: the model's, the tokenizer's, in a chat also the template's."""
+    """The tokens that end a text: the model's, the tokenizer's, and in a chat the template's."""
     eos = source.generation_config.eos_token_id
     ends = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id}
     if chat:
@@ -219,7 +219,7 @@ def stop_ids(source: Engine, tokenizer: PreTrainedTokenizerBase, *, chat: bool) 
 
 
 def _room(source: Engine, ids: Ids, count: int) -> int:
-    """The longest possible row. Raises InputError: a prompt leaves no room for any token."""
+    """The longest possible row. Raises InputError: a prompt fills the model's context."""
     limit = most_tokens(source.config)
     if limit is None or not ids:
         return sys.maxsize
@@ -236,10 +236,10 @@ def _room(source: Engine, ids: Ids, count: int) -> int:
 
 
 def cache_bytes(model: PreTrainedModel, rows: int, tokens: int) -> int:
-    """Bytes that the model's cache takes of `rows` rows of `tokens` tokens.
+    """The bytes of the model's cache for `rows` rows of `tokens` tokens.
 
-    Measured once for a model, by two short prompts: what a layer keeps of a token is the same of
-    each, up to its window. The largest layer counts twice, since a cache grows into a new one.
+    Two short prompts measure it once for a model: a layer keeps the same bytes for each token, up
+    to its window. The largest layer counts twice, as a cache grows into a new tensor.
     """
     sizes = []
     for first, second, window in _layers_of(model) or []:
@@ -249,7 +249,7 @@ def cache_bytes(model: PreTrainedModel, rows: int, tokens: int) -> int:
 
 
 def check_cache(device: Device, model: PreTrainedModel, rows: int, tokens: int) -> None:
-    """Raises DoesNotFit unless the device has room for the cache."""
+    """Raises DoesNotFit: the device has no memory for the cache."""
     needed, free = cache_bytes(model, rows, tokens), free_bytes(device)
     if needed > free:
         raise DoesNotFit(
@@ -259,30 +259,30 @@ def check_cache(device: Device, model: PreTrainedModel, rows: int, tokens: int) 
 
 
 def _layers_of(model: PreTrainedModel) -> _Layers | None:
-    """The cache of each layer, tried once for a model; None: it does not compute with a cache.
+    """The sizes of each layer's cache, tried once for a model; None: the model needs to do without.
 
-    A cache of states alone does not count its tokens, and masks of some families ask for the count.
+    A cache of states alone has no number of tokens, for which masks of some families ask.
     """
-    if model not in _known:
+    if model not in _caches:
         try:
             outputs = (_next_token(model, [0] * n, 0, use_cache=True) for n in _TRIED)
             first, second = (_layers(*cache_of(output).values()) for output in outputs)
             pairs = zip(first, second, strict=True)
-            _known[model] = [(a, b, window) for (a, window), (b, _) in pairs]
+            _caches[model] = [(a, b, window) for (a, window), (b, _) in pairs]
         except (torch.OutOfMemoryError, MegatrainError):
             raise
-        except Exception as error:  # of the model's code: a mask that asks states for their length
+        except Exception as error:  # the model's code raises any, such as a mask for a length
             log.info(
                 "it generates with no cache of %s, every token is made of all before it anew: %s",
                 model.config.model_type,
                 in_one_line(error, 200),
             )
-            _known[model] = None
-    return _known[model]
+            _caches[model] = None
+    return _caches[model]
 
 
 def _next_token(model: PreTrainedModel, ids: Sequence[int], padding: int, **options: bool) -> Any:
-    """The output of `generate` for one token after `ids`, which follow some tokens of padding."""
+    """The output of `generate` for one token after `padding` tokens of padding and `ids`."""
     return model.generate(
         **_padded([ids], len(ids) + padding, _PROMPT[0], model.device),
         max_new_tokens=1,
@@ -293,7 +293,7 @@ def _next_token(model: PreTrainedModel, ids: Sequence[int], padding: int, **opti
 
 
 def _layers(cache: Any) -> list[tuple[int, int | None]]:
-    """Bytes and sliding window (None: none) of each layer of a cache."""
+    """The bytes and the sliding window, or None, of each layer of a cache."""
     sizes = []
     for layer in getattr(cache, "layers", [cache]):
         leaves = pytree.tree_leaves(dict(getattr(layer, "__dict__", layer)))
@@ -303,7 +303,7 @@ def _layers(cache: Any) -> list[tuple[int, int | None]]:
 
 
 def heeds_mask(model: PreTrainedModel) -> bool:
-    """True if padding, which states may include, does not change logits; tried once for a model."""
+    """True if padding does not change logits, as it does states; tried once for a model."""
     if model not in _heeding:
         plain, padded = _logits(model, 0), _logits(model, _PADDED)
         spread = float((plain - plain.mean()).abs().max())

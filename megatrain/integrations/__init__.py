@@ -1,4 +1,4 @@
-"""The engine under trainers of other libraries."""
+"""Trainers of other libraries that train with an engine."""
 
 from megatrain.integrations.trainer import StreamedTrainer
 

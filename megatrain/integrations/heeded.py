@@ -13,7 +13,7 @@ from megatrain.base.json_yaml import read_yaml
 from megatrain.base.shipped import shipped
 from megatrain.errors import InputError
 
-_TABLE = read_yaml(Path(__file__).with_name("taken.yaml"))  # which says how each is used
+_TABLE = read_yaml(Path(__file__).with_name("taken.yaml"))  # names by kind and by use
 
 
 def _names(kind: str, use: str) -> frozenset[str]:
@@ -47,7 +47,7 @@ HEEDED_OPTIONS, REFUSED_OPTIONS = _names("options", "heeded"), _refused("options
 _SHORT = bool | int | float | str | None
 _REPLACED = "the engine takes its place and never calls it; leave it out"
 _UNKNOWN = "this version of MegaTrain does not know it; leave it out"
-_ALIGNED = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")  # by a Trainer, as it runs
+_ALIGNED = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")  # a Trainer changes these
 
 
 def refuse(name: str, reason: str) -> NoReturn:
@@ -56,9 +56,9 @@ def refuse(name: str, reason: str) -> NoReturn:
 
 
 def check_class(kind: type, mixed_in: type) -> None:
-    """Raises InputError: a class, perhaps patched, overrides a method that is never called.
+    """Raises InputError: a class, or a patch of one, overrides a method that is never called.
 
-    Args: `mixed_in`: `StreamedTrainer`, whose methods are the ones called.
+    Args: `mixed_in`: `StreamedTrainer`, whose own methods may override all.
     """
     library = _library(kind)
     trainers = [c for c in library if any(base.__name__ == "Trainer" for base in c.__mro__)]
@@ -77,7 +77,7 @@ def check_class(kind: type, mixed_in: type) -> None:
 
 
 def decisive_methods(kind: type) -> tuple[str, ...]:
-    """The names of a trainer's class that no subclass or patch may redefine."""
+    """The names of a library's trainer that no subclass or patch may override."""
     names = {name for owner in _library(kind) for name in vars(owner)}
     listed_methods = HEEDED_METHODS | NO_MEANING_METHODS
     return tuple(sorted(name for name in names - listed_methods if not name.startswith("__")))
@@ -86,7 +86,7 @@ def decisive_methods(kind: type) -> tuple[str, ...]:
 def by_name(
     made_by: Callable[..., None], arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional arguments after a trainer's model, by the names that `made_by` has."""
+    """A trainer's arguments after its model, as options: `made_by` has the names of positions."""
     parameters = signature(made_by).parameters
     if any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters.values()):
         return arguments, options
@@ -95,7 +95,7 @@ def by_name(
 
 
 def check_options(kind: type, options: dict[str, Any]) -> None:
-    """Raises InputError: a trainer is made with an option that is not honoured."""
+    """Raises InputError: a trainer gets an option that is not honoured."""
     names = {name for owner in _library(kind) for name in signature(owner.__init__).parameters}  # type: ignore[misc]
     for name in sorted(names - HEEDED_OPTIONS - {"self", "model"}):
         if options.get(name) not in (None, (None, None)):
@@ -121,13 +121,13 @@ def check_arguments(args: Any) -> None:
 
 
 class DecisiveSettings:
-    """The settings that decide a trainer's steps, read when it is made; they must not change."""
+    """The settings that decide a trainer's steps, as they were when it was made."""
 
     def __init__(self, trainer: Any, mixed_in: type) -> None:
         self._values, self._mixed_in = _decisive(trainer), mixed_in
 
     def check(self, trainer: Any) -> None:
-        """Raises InputError: something, or its class, has changed since the trainer was made."""
+        """Raises InputError: a setting, or the trainer's class, has changed."""
         check_class(type(trainer), self._mixed_in)
         _check_accelerator(trainer.accelerator)
         if torch.is_autocast_enabled(trainer.args.device.type):
@@ -141,6 +141,7 @@ class DecisiveSettings:
 
 
 def _decisive(trainer: Any) -> dict[str, Any]:
+    """Copies of the settings that decide a trainer's steps, by name."""
     values = vars(trainer)
     names = FIXED_ARGUMENTS | REFUSED_ARGUMENTS.keys()
     args = {f"args.{name}": getattr(trainer.args, name, None) for name in sorted(names)}
@@ -149,8 +150,8 @@ def _decisive(trainer: Any) -> dict[str, Any]:
     config = trainer.model.config.get_text_config(decoder=True).to_dict()
     model = {f"model.config.{n}": value for n, value in config.items() if n not in _ALIGNED}
     all_settings = args | attributes | methods | model | {"engine_options": trainer.engine_options}
-    parts = "accelerator.gradient_accumulation_steps"
-    all_settings[parts] = trainer.accelerator.gradient_accumulation_steps
+    accumulation = "accelerator.gradient_accumulation_steps"
+    all_settings[accumulation] = trainer.accelerator.gradient_accumulation_steps
     return {n: copy(v) if isinstance(v, list | dict) else v for n, v in all_settings.items()}
 
 
@@ -165,6 +166,7 @@ def _check_accelerator(accelerator: Any) -> None:
 
 
 def _library(kind: type) -> list[type]:
+    """The base classes of a trainer that are transformers' or TRL's."""
     return [owner for owner in kind.__mro__ if _of_library(owner.__module__)]
 
 

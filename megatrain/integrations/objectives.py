@@ -1,8 +1,8 @@
 """Losses of trainers, and predictions for `compute_metrics` and `Trainer.predict`.
 
-The loss is cross entropy, or with DPOTrainer and RewardTrainer a loss of pairs, whose micro-batches
-have chosen replies in the first half of their rows and rejected ones in the second. A step's
-micro-batches are added as a Trainer does: with a divisor for each, not over all rows. Where a
+The loss is cross entropy, or for DPOTrainer and RewardTrainer a loss of pairs, whose micro-batches
+have chosen replies in the first half of their rows and rejected ones in the second. The losses of a
+step's micro-batches are divided and added as the Trainer does it: each has its own divisor. If a
 stream without a length ends within a step, the Trainer adds that part's gradient to the next step.
 """
 
@@ -24,16 +24,16 @@ from megatrain.loss import Replies, Tensors, Weighed
 
 _NOT_OF_MODEL = ("completion_mask", "margin", "ref_chosen_logps", "ref_rejected_logps")
 MicroBatches = list[dict[str, Tensor]]
-Measured = tuple[float, dict[str, float]]  # a loss, and what it measures
+Measured = tuple[float, dict[str, float]]  # a loss and its measures
 _NLL_TYPES = ("nll", "chunked_nll")  # of SFTTrainer, mathematically one
 
 
 class Waiting(NamedTuple):
-    """A micro-batch on the host until its step, of `num_micro`, is taken.
+    """A micro-batch that waits on the host for its step, which has `num_micro` of them.
 
     Attributes:
-        items: labels of the Trainer's step, which divide the sum of its losses; None: the Trainer
-            takes the mean of each micro-batch, divided by their number.
+        items: labels of the Trainer's step, by which it divides the sum of losses; None: the
+            Trainer divides each micro-batch's mean by `num_micro`.
     """
 
     inputs: dict[str, Tensor]
@@ -43,9 +43,9 @@ class Waiting(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatchMeans(losses.PairLoss):
-    """Mix-in for a loss of pairs: its mean over each micro-batch of whole pairs, by `shares`.
+    """Mix-in for a loss of pairs: the sum over micro-batches of their mean loss times their share.
 
-    Measures are the means of those of each micro-batch.
+    Measures are means over micro-batches.
     """
 
     shares: tuple[float, ...] = (1.0,)
@@ -70,14 +70,14 @@ class MicroBatchMeans(losses.PairLoss):
 
 @dataclass(frozen=True)
 class WeightedSum(losses.TokenWeights):
-    """The sum of cross entropy by `token_weights`, not divided."""
+    """The sum of cross entropies weighted by `token_weights`, without a divisor."""
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
         return 1.0
 
 
 def weighed(step: Sequence[Waiting], shift: int, of_trl: bool) -> tuple[MicroBatches, losses.Loss]:
-    """The micro-batches, with weights for their labels if needed, and the loss.
+    """The micro-batches of a step and their loss; with token weights if divisors differ.
 
     Args: `shift`: tokens from logits to their label; `of_trl`: without labels the loss is 0.
     """
@@ -113,16 +113,17 @@ class TrlDPO(MicroBatchMeans, losses.DPO):
 
     def replies(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> list[Replies]:
         replies = super().replies(log_prob_N, targets_N, *extras)
-        lengths = super().replies(extras[-1], targets_N, *extras)  # one value per label
+        # Each label has its reply's length, so that sums over labels are its multiples.
+        sums = super().replies(extras[-1], targets_N, *extras)
         return [
-            reply._replace(length=of.log_prob / of.length)
-            for reply, of in zip(replies, lengths, strict=True)
+            reply._replace(length=summed.log_prob / summed.length)
+            for reply, summed in zip(replies, sums, strict=True)
         ]
 
 
 @dataclass(frozen=True)
 class TrlReward(MicroBatchMeans, losses.Reward):
-    """Reward as RewardTrainer computes it; measures have its names."""
+    """Reward as RewardTrainer computes it; measures have RewardTrainer's names."""
 
     def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
         chosen, rejected = (r.log_prob for r in self.replies(log_prob_N, targets_N, *extras))
@@ -146,7 +147,7 @@ class Objective:
         self.of_trl = hasattr(args, "loss_type")
 
     def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[MicroBatches, losses.Loss]:
-        """Micro-batches and loss of a step, each micro-batch counting as the Trainer counts it."""
+        """The micro-batches and the loss of a step, with the Trainer's divisors."""
         return weighed(waiting, engine.label_shift, self.of_trl)
 
     def value(self, rows: MicroBatches, loss: Any, engine: Engine) -> Measured:
@@ -158,9 +159,10 @@ class Objective:
 
 
 class _Pairs(Objective):
-    """Pairs of replies."""
+    """A loss of pairs of replies."""
 
     def rows(self, step: MicroBatches) -> MicroBatches:
+        """The micro-batches with labels and the loss's other inputs."""
         raise NotImplementedError
 
     def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[MicroBatches, losses.Loss]:
@@ -169,7 +171,7 @@ class _Pairs(Objective):
         return rows, replace(self.loss, shares=shares)  # type: ignore[type-var]
 
     def value(self, rows: MicroBatches, loss: losses.JointLoss, engine: Engine) -> Measured:
-        values = getattr(engine, loss.reads)(loss.bare(rows))  # of which the loss is a function
+        values = getattr(engine, loss.reads)(loss.bare(rows))
         measures = loss.loss_and_measures(values, rows)
         return measures.pop("loss"), measures
 
@@ -203,10 +205,10 @@ class Preferences(_Pairs):
 
 
 class Scores(_Pairs):
-    """The loss of RewardTrainer, with margins where the data have them."""
+    """The loss of RewardTrainer, with margins if the data have them."""
 
     def __init__(self, args: Any, pad: int, pad_of_model: int | None) -> None:
-        """Args: `pad`: the token that fills rows up, which the model never trains."""
+        """Args: `pad`: the token that fills rows; `pad_of_model`: the configuration's."""
         if pad_of_model != pad:
             refuse(
                 f"a model whose pad_token_id is {pad_of_model}",
@@ -241,6 +243,7 @@ class Scores(_Pairs):
 
 
 def _numbered(step: MicroBatches, labels: list[Tensor]) -> MicroBatches:
+    """The micro-batches with labels, the number of each row's pair, and 1 for chosen replies."""
     numbered, first = [], 0
     for micro, targets in zip(step, labels, strict=True):
         rows = torch.arange(len(targets))
@@ -258,8 +261,8 @@ def predicted(
 ) -> tuple[Any, Tensor, Any]:
     """Loss, logits `[B, T, V]` in fp32 and labels `[B, T]` of a batch, on the CPU.
 
-    The loss is the cross entropy of the labelled tokens, divided by `items`; None: by their
-    number. Without labels there is none.
+    The loss is the sum of cross entropies divided by `items`, or by the number of labels (None);
+    without labels it is None.
     """
     labels = inputs.get("labels")
     logits = engine.logits({name: value for name, value in inputs.items() if name != "labels"})

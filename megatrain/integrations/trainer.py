@@ -1,7 +1,7 @@
-"""The engine under Hugging Face's Trainer or TRL's: `class T(StreamedTrainer, SFTTrainer)`.
+"""Hugging Face's Trainer, or TRL's, with an engine: `class T(StreamedTrainer, SFTTrainer)`.
 
-The Trainer's loop, callbacks, loggers, schedulers and evaluations stay; the engine takes the
-micro-batches of an optimizer step together, in one layer-major step, updates, and saves.
+The Trainer's loop, callbacks, loggers, schedulers and evaluations stay. The engine computes all
+micro-batches of an optimizer step together, in one layer-major step, updates weights, and saves.
 """
 
 import json
@@ -33,8 +33,8 @@ _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "s
 _PATCHES = {"forward", "model_tags", "gradient_checkpointing_enable"}
 _PATCHES |= {"activation_checkpointing_enable"}
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
-_AS_IT_IS = {"use_cache": False, "logits_to_keep": 0, "return_dict": True}
-_AS_IT_IS |= {"output_attentions": False, "output_hidden_states": False}
+_ENGINES_OWN = {"use_cache": False, "logits_to_keep": 0, "return_dict": True}
+_ENGINES_OWN |= {"output_attentions": False, "output_hidden_states": False}
 _SAVED = {"is_main_process": True, "save_function": torch.save, "safe_serialization": True}
 _SAVED |= {"push_to_hub": False}
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
@@ -52,27 +52,27 @@ _ROUTERS = ("output_router_logits", "router_aux_loss_coef")
 _NOTES = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 _ENGINE, _SCHEDULER = "megatrain", "scheduler.pt"
 
-_Trainer: Any = object  # the class that this one is mixed into
+_Trainer: Any = object  # stands for the trainer's class
 
 
 class StreamedTrainer(_Trainer):
     """Mix-in before `Trainer` or TRL's SFT-, DPO- or RewardTrainer; trains with an Engine.
 
-    With `DPOTrainer` the reference, `ref_model` or the model as it is given, is streamed by an
-    engine of its own (2 bytes a parameter in bf16).
+    With `DPOTrainer` the reference (`ref_model`, or the given model) is streamed by a second engine
+    (2 bytes a parameter in bf16).
 
     Attributes:
-        engine: trains its copy of the model; drop the model given.
+        engine: trains a copy of the given model, which you can delete.
         engine_options: further arguments of `Engine`, such as placement and device_memory; with
-            `args.bf16` also precision, as fp8.
+            `args.bf16` also precision, such as fp8.
     """
 
     engine_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, model: Any = None, *arguments: Any, **options: Any) -> None:
-        """Takes the arguments of the class that it is mixed into.
+        """Takes the arguments of the trainer's class.
 
-        Raises InputError: a setting that the engine cannot honour, by its name.
+        Raises InputError: the engine cannot honour a setting, which is named.
         """
         self.model: Any
         self.optimizer: torch.optim.Optimizer | None
@@ -93,15 +93,15 @@ class StreamedTrainer(_Trainer):
         if paired and args is None:
             raise InputError("StreamedTrainer needs args=DPOConfig(...)")
         if paired:
-            # TRL needs no reference: ours computes the log-probabilities.
+            # TRL's reference has no weights: ours computes the log-probabilities.
             options["ref_model"] = without_weights = torch.nn.Module()
             vars(without_weights).update(config=model.config)
         with changed([args], model_init_kwargs=None, precompute_ref_log_probs=False):
             super().__init__(model, *arguments, **options)
         heeded.check_arguments(self.args)
         model_given: Any = self.model
-        # Of TRL: a forward that takes the head's loss in chunks, as the engine does; a card's tags;
-        # checkpointing; and a token for padding that another model would be built with.
+        # Undo TRL's patches: a forward with the head's loss in chunks (the engine's own), tags of a
+        # model card, gradient checkpointing, and a padding token that would change the model.
         inner = without_wrapper(model_given)
         for name, patched in product(_PATCHES - attributes, (model_given, inner)):
             vars(patched).pop(name, None)
@@ -123,8 +123,8 @@ class StreamedTrainer(_Trainer):
         decayed = set(self.get_decay_parameter_names(model_given))
         names = {id(value): name for name, value in inner.named_parameters()}
         undecayed = [value for name, value in model_given.named_parameters() if name not in decayed]
-        # Without PEFT's prefix.
-        self._kept = {names[id(value)] for value in undecayed if id(value) in names}
+        # Names of parameters without weight decay, without PEFT's prefix.
+        self._undecayed = {names[id(value)] for value in undecayed if id(value) in names}
         self._stand_in = trainer_model.ModelStandIn(model_given, generates=not scores)
         self._open_engines(model_given, reference)
 
@@ -151,7 +151,7 @@ class StreamedTrainer(_Trainer):
                     betas=(self.args.adam_beta1, self.args.adam_beta2),
                     eps=self.args.adam_epsilon,
                     weight_decay=self.args.weight_decay,
-                    no_decay=[f"^{re.escape(name)}$" for name in sorted(self._kept)],
+                    no_decay=[f"^{re.escape(name)}$" for name in sorted(self._undecayed)],
                 ),
                 seed=self.args.seed,
                 **common,
@@ -161,8 +161,8 @@ class StreamedTrainer(_Trainer):
             opened.pop_all()
 
     def _step_sizes(self, model: Any) -> dict[str, int]:
-        """The sizes of a step, which `auto` plans for; none where rows have no `max_length`."""
-        length = getattr(self.args, "max_length", None)  # TRL's alone have it
+        """The sizes of a step, for which `auto` plans; none without a `max_length` (TRL's)."""
+        length = getattr(self.args, "max_length", None)
         if length is None:
             return {}
         length = min(length, most_tokens(model.config) or length)
@@ -183,6 +183,7 @@ class StreamedTrainer(_Trainer):
             )
 
     def _take(self, engine: Engine) -> None:
+        """Train with this engine from now on."""
         assert engine.optimizer is not None
         self.engine = engine
         self._stand_in.open(engine, self._export, self._drop)
@@ -191,6 +192,7 @@ class StreamedTrainer(_Trainer):
         self._settings = heeded.DecisiveSettings(self, StreamedTrainer)
 
     def _refuse(self) -> None:
+        """Raises InputError: settings of the made trainer that the engine cannot honour."""
         args = self.args
         optimizers = self.optimizer is not None or self.lr_scheduler is not None
         accelerate, precision = self.accelerator.mixed_precision, "bf16" if args.bf16 else "no"
@@ -222,7 +224,7 @@ class StreamedTrainer(_Trainer):
         return self.model_wrapped
 
     def _clip_grad_norm(self, *_: Any, **__: Any) -> Tensor:
-        """Return a tensor that holds the norm once the step has been taken."""
+        """A tensor that gets the gradient norm when the step is taken."""
         self._norm = torch.zeros((), dtype=torch.float64)
         return self._norm
 
@@ -236,14 +238,15 @@ class StreamedTrainer(_Trainer):
             args, self.optimizer = self.args, streamed
             for group in streamed.param_groups:
                 group.update(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2))
-                decay = 0.0 if self._kept.issuperset(group["param_names"]) else args.weight_decay
+                undecayed = self._undecayed.issuperset(group["param_names"])
+                decay = 0.0 if undecayed else args.weight_decay
                 group.update(eps=args.adam_epsilon, weight_decay=decay)
         if getattr(self.optimizer, "optimizer", self.optimizer) is not streamed:
             refuse("trainer.optimizer", "the engine updates; set args.optim and what goes with it")
         return self.optimizer
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        """Train as the base class does, without micro-batches of a step that was broken off."""
+        """Train as the base class does, without micro-batches that an interrupt left behind."""
         self._waiting.clear()
         self._settings.check(self)
         return super().train(*arguments, **options)
@@ -251,7 +254,7 @@ class StreamedTrainer(_Trainer):
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Keep the micro-batch until the optimizer's step, which counts its loss."""
+        """Keep the micro-batch for the optimizer's step; the loss of 0 is replaced then."""
         model.train()
         items = None if num_items_in_batch is None else float(num_items_in_batch)
         count = self.current_gradient_accumulation_steps
@@ -259,7 +262,7 @@ class StreamedTrainer(_Trainer):
         return torch.zeros((), device=self.args.device)
 
     def _update(self) -> None:
-        """Take a step with the waiting micro-batches; the loop calls it as the optimizer's step."""
+        """Take a step of the waiting micro-batches: the Trainer's loop calls this to update."""
         self._settings.check(self)
         self.create_optimizer()
         self.engine.max_grad_norm = self.args.max_grad_norm or None
@@ -269,25 +272,25 @@ class StreamedTrainer(_Trainer):
         self._count(self._last.loss, self._last.measures)
 
     def _count(self, loss: float, measures: Mapping[str, float]) -> None:
-        """Add the loss of the micro-batches that waited to what the loop logs."""
-        for _ in self._waiting:  # trainers of TRL log the mean over micro-batches
-            self._measured("train", measures)
+        """Add the loss and measures of the waiting micro-batches to the Trainer's logs."""
+        for _ in self._waiting:  # TRL's trainers log the mean over micro-batches
+            self._add_measures("train", measures)
         self._waiting.clear()
         self._tr_loss += loss
 
     def _drop(self) -> None:
-        """Raises InputError: `zero_grad` before the step would drop gradients not computed yet."""
+        """Raises InputError: `zero_grad` would drop micro-batches that wait for their step."""
         if self._waiting:
             refuse("zero_grad within a step", "the engine takes a step as a whole; leave it out")
 
     def _finalize_training(self, *arguments: Any) -> Any:
-        """Count a step that was broken off in the loss, then do as the base class does."""
+        """Add the loss of a last, incomplete step to the logs; then as the base class."""
         if self._waiting:
             self._count(*self._value(self._waiting))
         return super()._finalize_training(*arguments)
 
     def _value(self, waiting: list[objectives.Waiting]) -> tuple[float, dict[str, float]]:
-        """The loss of micro-batches without an update, the routers' included, and its measures."""
+        """The loss of micro-batches, the routers' included, without an update; and its measures."""
         rows, loss = self._objective.step(waiting, self.engine)
         value, measures = self._objective.value(rows, loss, self.engine)
         if self.engine.balances_experts:
@@ -303,15 +306,15 @@ class StreamedTrainer(_Trainer):
         mean = hasattr(self, "_metrics")
         return [1 / m.num_micro if mean or m.items is None else 1.0 for m in waiting]
 
-    def _measured(self, mode: str, measures: Mapping[str, float]) -> None:
-        """Add measures; TRL's trainers log their means with the next line."""
+    def _add_measures(self, mode: str, measures: Mapping[str, float]) -> None:
+        """Add measures for TRL's trainers, whose next log has their means."""
         if hasattr(self, "_metrics"):
             for name, value in measures.items():
                 self._metrics[mode][name].append(value)
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
         self._settings.check(self)
-        if self.optimizer is None:  # as Trainer says where no run has prepared the model
+        if self.optimizer is None:  # Trainer reports this if no run has prepared the model
             self.model_preparation_time = 0.0
         return super().evaluation_loop(dataloader, *arguments, **options)
 
@@ -333,23 +336,23 @@ class StreamedTrainer(_Trainer):
         return loss, logits, labels
 
     def _evaluated(self, rows: dict[str, Tensor]) -> Tensor:
-        """The loss of a batch, whose measures are noted."""
+        """The loss of a batch; its measures are added to the evaluation's."""
         value, measures = self._value([objectives.Waiting(rows, self._num_items(rows), 1)])
-        self._measured("eval", measures)
+        self._add_measures("eval", measures)
         return torch.tensor(value)
 
     def _num_items(self, rows: dict[str, Tensor]) -> float | None:
-        """The divisor of an evaluation's loss: Trainer's as in training; None for TRL's mean."""
+        """The divisor of an evaluation's loss, as in the Trainer; None: TRL takes the mean."""
         return None if hasattr(self, "_metrics") else num_items(self, rows)
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Log, with what the last step's loss measures."""
+        """Log, with the measures of the last step."""
         if "grad_norm" in logs and self._last is not None:
             logs.update(self._last.measures)
         super().log(logs, *arguments, **options)
 
     def _export(self, folder: str | Path, **options: Any) -> None:
-        """Save as the engine does; the routers' loss is as in the model's source."""
+        """Save as the engine does; the routers' settings are those of the model's source."""
         for name in options.keys() - signature(self.engine.save_pretrained).parameters.keys():
             if options.pop(name) != _SAVED.get(name):
                 refuse(f"save_pretrained's {name}", "leave it out")
@@ -370,7 +373,7 @@ class StreamedTrainer(_Trainer):
         torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        given, folder = self._decided(), Path(resume_from_checkpoint) / _ENGINE
+        present, folder = self._decided(), Path(resume_from_checkpoint) / _ENGINE
         if not folder.is_dir():
             refuse(
                 f"{resume_from_checkpoint}, which has no folder {_ENGINE}",
@@ -378,7 +381,7 @@ class StreamedTrainer(_Trainer):
             )
         self._restore(folder)
         for name, saved in self._decided().items():
-            if given.get(name, saved) != saved:
+            if present.get(name, saved) != saved:
                 refuse(
                     f"{resume_from_checkpoint}, whose model has another {name}",
                     "make the trainer with the model, adapter and frozen parameters of the "
@@ -386,7 +389,7 @@ class StreamedTrainer(_Trainer):
                 )
 
     def _decided(self) -> dict[str, Any]:
-        """By name all but the weights that decides what a model computes and learns."""
+        """Everything but the weights that decides what the model computes and learns, by name."""
         optimizer, adapter = self.engine.optimizer, adapted(self.engine._opened.source.model)
         assert optimizer is not None
         keys = {} if adapter is None else adapter.as_json()["configs"][adapter.name]
@@ -398,7 +401,7 @@ class StreamedTrainer(_Trainer):
         }
 
     def _restore(self, folder: Path) -> None:
-        """Put the engine of a checkpoint in the place of the trainer's."""
+        """Replace the trainer's engine by that of a checkpoint."""
         accepted = signature(Engine.load).parameters
         options = {name: v for name, v in self.engine_options.items() if name in accepted}
         former = self.engine.optimizer
@@ -406,7 +409,7 @@ class StreamedTrainer(_Trainer):
         self._take(Engine.load(folder, **_settings(self.args) | options))
         assert self.engine.optimizer is not None and former is not None
         self._groups = self.engine.optimizer.state_dict()
-        # A schedule that a user has made before sets the rates in this list.
+        # A schedule that the user made before sets rates in the former list: it stays in use.
         former.param_groups[:] = self.engine.optimizer.param_groups
         self.engine.optimizer.param_groups = former.param_groups
         self.optimizer = None
@@ -424,7 +427,7 @@ class StreamedTrainer(_Trainer):
 
 
 def _read_by_forward(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The keys of a model's configuration, also of those inside, that its forward may read."""
+    """The keys of a configuration and of inner ones that the model's forward may read."""
     keys: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict):
@@ -435,7 +438,7 @@ def _read_by_forward(config: Mapping[str, Any], prefix: str = "") -> dict[str, A
 
 
 def _settings(args: Any) -> dict[str, Any]:
-    """The options of an engine, new or loaded, that follow from TrainingArguments."""
+    """The options of a new or loaded engine that TrainingArguments decide."""
     return {
         "precision": "bf16" if args.bf16 else "fp32",
         "device": str(args.device),
@@ -444,12 +447,12 @@ def _settings(args: Any) -> dict[str, Any]:
 
 
 def _on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A micro-batch for the engine, without settings of a forward that match the engine's."""
+    """A micro-batch on the CPU, without options of a forward that are the engine's own."""
     left_out = _LENGTHS if "position_ids" in inputs else ()
     return {
         name: value.cpu() if isinstance(value, Tensor) else value
         for name, value in inputs.items()
         if name not in left_out
         and value is not None
-        and not (isinstance(value, int) and _AS_IT_IS.get(name) == value)
+        and not (isinstance(value, int) and _ENGINES_OWN.get(name) == value)
     }

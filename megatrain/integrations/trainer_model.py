@@ -1,4 +1,4 @@
-"""A Trainer's model: loaded as TRL's arguments say, then replaced by a stand-in without weights."""
+"""A Trainer's model: loaded by TRL's arguments, then replaced by a stand-in without weights."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -20,7 +20,7 @@ from megatrain.errors import InputError
 from megatrain.integrations.heeded import REFUSED_OPTIONS, refuse
 from megatrain.source.source import adapter_folder
 
-_FACTS = bool | int | float | str | None  # types of attributes that anybody may read
+_FACTS = bool | int | float | str | None  # types of attributes that a stand-in has
 
 
 def refuse_weights(name: str, *_: Any, **__: Any) -> NoReturn:
@@ -32,7 +32,7 @@ def refuse_weights(name: str, *_: Any, **__: Any) -> NoReturn:
 
 
 class StreamedParameter:
-    """Stands for the weights in `model.parameters()`: it can be counted, and refuses all else."""
+    """Stands for weights in `model.parameters()`: has their count, and refuses all other uses."""
 
     def __init__(self, count: int, requires_grad: bool) -> None:
         vars(self).update(_count=count, requires_grad=requires_grad)
@@ -48,7 +48,7 @@ class StreamedParameter:
 
 
 class ModelStandIn:
-    """Has the attributes that a Trainer reads of its model; all others of a model are refused."""
+    """Has the attributes that a Trainer reads of its model; refuses all others of a model."""
 
     main_input_name = "input_ids"
     _modules = None  # Accelerate's unwrap_model then returns the stand-in
@@ -57,7 +57,7 @@ class ModelStandIn:
     _generates: bool
 
     def __init__(self, model: Any, *, generates: bool = True) -> None:
-        """Args: `model`: the streamed one, which is not kept."""
+        """Args: `model`: the model of the engine; no reference to it is kept."""
         if not hasattr(model, "named_modules"):
             refuse_weights("a copy")
         inner = without_wrapper(model)
@@ -71,8 +71,8 @@ class ModelStandIn:
         vars(self).update(training=True, _names=names, _counts=counts, _generates=generates)
 
     def open(self, engine: Engine, save: Callable[..., None], dropped: Callable[[], None]) -> None:
-        """Begin to stand for an engine's model; `dropped` is called as `zero_grad`."""
-        # Trainers change them: the one's tokens are exported, the other describes the model.
+        """Stand for an engine's model from now on; `dropped` is called as `zero_grad`."""
+        # A Trainer changes tokens of both: generation_config is exported, config is a copy.
         vars(self).update(config=deepcopy(engine.config), zero_grad=lambda *_: dropped())
         vars(self).update(save_pretrained=save)
         if self._generates:
@@ -97,7 +97,7 @@ class ModelStandIn:
         return self.train(False)
 
     def parameters(self, recurse: bool = True) -> Iterator[StreamedParameter]:
-        """Two stand-ins that can be counted: one for all trained weights, one for all others."""
+        """Two stand-ins with counts: one for all trained weights, one for all others."""
         trained = self.num_parameters(only_trainable=True)
         yield StreamedParameter(trained, True)
         yield StreamedParameter(self.num_parameters() - trained, False)
@@ -106,13 +106,13 @@ class ModelStandIn:
         return self._counts[only_trainable, exclude_embeddings]
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
-        """Does nothing: the engine chooses what it computes again."""
+        """Does nothing: the placement chooses which activations are recomputed."""
 
     activation_checkpointing_enable = gradient_checkpointing_enable
 
 
 class Wrapped:
-    """The stand-in as a loop's wrapped model, which Accelerate leaves as it is."""
+    """The stand-in as the Trainer's wrapped model, which Accelerate does not wrap again."""
 
     def __init__(self, model: ModelStandIn) -> None:
         self._model = model
@@ -122,12 +122,12 @@ class Wrapped:
 
 
 def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> Any:
-    """The model given, or loaded by its name, then also its tokenizer.
+    """The given model; or the model of a name, loaded together with its tokenizer.
 
     Args:
-        args: their `model_init_kwargs` say how to load; `device_map` has no meaning here.
+        args: its `model_init_kwargs` are used to load the model, but for `device_map`.
         options: the Trainer's; a `processing_class` may be added.
-        scores: the model needs a head that scores rows.
+        scores: True if the model needs a head that scores rows.
     """
     kwargs = dict(getattr(args, "model_init_kwargs", None) or {})
     if options.get("quantization_config") or kwargs.pop("quantization_config", None):
@@ -156,7 +156,7 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
     named = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
     config = transformers.AutoConfig.from_pretrained(model, **named)
     multimodal = MULTIMODAL_CLASSES.get(config.model_type)
-    if multimodal in (config.architectures or ()) and not scores:  # TRL finds its processor
+    if multimodal in (config.architectures or ()) and not scores:  # TRL loads its processor
         return getattr(transformers, str(multimodal)).from_pretrained(model, **kwargs)
     if options.get("processing_class") is None:
         options["processing_class"] = load_tokenizer(model, **named)
@@ -169,7 +169,7 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
 
 
 def without_dropout(model: Any) -> None:
-    """Switch dropout off in configurations, too, as TRL's `disable_dropout` does in modules."""
+    """Switch dropout off in configurations as well, as TRL's `disable_dropout` does in modules."""
     for name, module in model.named_modules():
         for setting, value in vars(module).items():
             if "drop" in setting and isinstance(value, float) and value > 0:

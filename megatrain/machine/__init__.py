@@ -1,4 +1,4 @@
-"""Rates of a machine, of which predictions are made; `gpus.json` lists those of GPUs."""
+"""The rates of a machine, from which forecasts are made; `gpus.json` has those of GPUs."""
 
 import hashlib
 import json
@@ -20,32 +20,32 @@ from megatrain.placement import Precision
 from megatrain.telemetry.gpu import by_driver_name, find_gpu, named_gpu
 from megatrain.telemetry.host import cpu_name, host_limit_bytes, usable_cores
 
-# The disk of the host of an H200, which reads and writes in turn: 1.07 and 1.07 at once. It counts
-# for one that nobody measured.
+# The rates of an H200's disk, which reads and writes in turn (1.07 and 1.07 at once): they stand
+# for those of a disk that nobody has measured.
 DISK_READ_GBPS, DISK_WRITE_GBPS = 1.8, 2.6
 
-# Of a host to other hosts, each way, for all its GPUs together: one port of 100 Gbit/s.
+# From a host to others, each way, for all its GPUs together: one port of 100 Gbit/s.
 NETWORK_GBPS = 12.5
 
-# The driver keeps some of the memory on the label: 0.4 % on an H200, 1.5 % on a 24 GiB card.
+# The driver keeps some of the advertised memory: 0.4 % on an H200, 1.5 % on a 24 GiB card.
 _VISIBLE = 0.98
-# What the driver shows of an H200's process beside tensors (context, cuBLAS, cuDNN, Triton's
-# modules): 837 to 859 MiB in five steps with up to 35 GiB of planes on the host
+# Device memory of an H200's process beside tensors (context, cuBLAS, cuDNN, Triton's modules): 837
+# to 859 MiB in five steps with up to 35 GiB of planes on the host
 # (benchmarks/results/driver-memory-h200.json).
 CONTEXT_BYTES = 840 * MIB
-# 55.5 of 63 GB/s that a PCIe 5 x16 link carries (H200).
+# Copies reach 55.5 of the 63 GB/s of a PCIe 5 x16 link (H200).
 _BUS_SHARE = 0.87
 # Four H200s sum layers' gradients at 298 of NVLink's 450 GB/s, beside products
 # (benchmarks/results/models-qwen3-30b-a3b-4-ranks-96x1024-int8-h200.json).
 _LINK_SHARE = 0.66
-# What `megatrain doctor` measured on a virtual machine with an H200: 22 and, while other jobs
-# compiled, 27 us.
+# `megatrain doctor` measured 22 us on a virtual machine with an H200, and 27 while other jobs
+# compiled.
 _LAUNCH_SECONDS = 22e-6
 
-# Host memory while AdamW runs on so many cores, GB/s. To 16 cores: measured on a Xeon with 8
-# channels of DDR5; above, what such a socket gives at most.
+# (cores, GB/s of host memory) while AdamW updates: up to 16 cores measured on a Xeon with 8
+# channels of DDR5; above, the most that such a socket can give.
 _SERVER_GBPS = ((1, 13.0), (2, 27.0), (4, 54.0), (8, 86.0), (16, 120.0), (32, 180.0), (64, 220.0))
-# Of memory that host and GPU share: the process itself, weights as they arrive, layer inputs.
+# Divisors of one memory for the host's part, which holds the process, arriving weights, inputs.
 _PROCESS_SHARES = (16, 8, 4)
 
 # Two channels of DDR5, four channels.
@@ -63,25 +63,26 @@ def mapping_bytes(pinned_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU with its host. Rates are what work of real size reaches, not peaks on paper.
+    """One GPU with its host. Rates are those of work of real size, not nominal peaks.
 
     Attributes:
         device_context_bytes: device memory that driver and libraries take before any tensor.
-        host_memory_bytes, cores: that this process may use.
-        matmul_tflops: dense product in the compute dtype.
-        experts: the share of it that grouped products reach, their bytes counted apart.
-        attention_forward_tflops, attention_backward_tflops: causal attention over long rows, only
-            the unmasked half counted.
-        device_gbps: device memory, reads and writes together.
-        to_device_gbps, from_device_gbps: copies from and to pinned host memory.
-        update_gbps: host memory during updates (26 bytes a parameter cross it).
-        launch_seconds: from one piece of device work to the next when there is nothing to compute.
-        measured: here; False: published figures times usual efficiencies.
-        disk_both_gbps: read rate while equally many bytes are written.
-        link_gbps, network_gbps: receive rate of a GPU in a gather on one host, or from another host
-            while all GPUs of its host receive; None, as for a disk: not known.
-        disk_space_bytes: bytes that planes may take on a disk; None: none may rest on one.
-        one_memory: device and host have one memory; `host_memory_bytes` of it are the process's.
+        host_memory_bytes, cores: of this process, at most.
+        matmul_tflops: of dense products in the compute dtype.
+        experts: the share of `matmul_tflops` that grouped products reach, beside their bytes.
+        attention_forward_tflops, attention_backward_tflops: of causal attention over long rows;
+            only the unmasked half counts.
+        device_gbps: of device memory, reads and writes together.
+        to_device_gbps, from_device_gbps: of copies from and to pinned host memory.
+        update_gbps: of host memory during updates (26 bytes a parameter).
+        launch_seconds: from one piece of device work to the next if there is nothing to compute.
+        measured: True if rates were measured here; False: published figures times usual shares.
+        disk_both_gbps: of reads while equally many bytes are written.
+        link_gbps, network_gbps: at which a GPU receives in a gather on one host, or from another
+            host while all GPUs of its host receive; None, as for a disk: not known.
+        disk_space_bytes: bytes that planes may take on a disk; None: there is no disk.
+        one_memory: True if device and host share one memory, of which the process itself has
+            `host_memory_bytes`.
     """
 
     name: str
@@ -114,7 +115,7 @@ class Machine:
 
     @property
     def disk_gbps(self) -> float:
-        """The rate of reading, and as much of writing, while a disk does both at once."""
+        """The rate of a disk's reads, and of its writes, while it does both at once."""
         if self.disk_both_gbps:
             return self.disk_both_gbps
         read = self.disk_read_gbps or DISK_READ_GBPS
@@ -128,7 +129,7 @@ class Machine:
         return {"device memory": self.device_memory_bytes, "host memory": self.host_memory_bytes}
 
     def splits(self) -> list["Machine"]:
-        """This machine; one with one memory as if more and more of it were the host's."""
+        """This machine; one with one memory several times, with ever more of it as the host's."""
         if not self.one_memory:
             return [self]
         both, sizes = self.both_bytes, [self.both_bytes // share for share in _PROCESS_SHARES]
@@ -137,7 +138,7 @@ class Machine:
     def shared(
         self, on_host: int, link_gbps: float | None, network_gbps: float | None = None
     ) -> "Machine":
-        """Each rank's share, of `on_host` ranks: host memory, update and disk rates are divided."""
+        """The machine of one of `on_host` ranks: host memory, update and disk rates are divided."""
         space, both_gbps = self.disk_space_bytes, self.disk_both_gbps
         return replace(
             self,
@@ -167,10 +168,11 @@ def machine_for(
 ) -> Machine:
     """The expected rates of a GPU in `gpus.json`, by its common name or the driver's.
 
-    `device_memory` is what programs see; None: the advertised size, less 2 %. If GPU and host share
-    one memory, it is the size of that, and `host_memory` is not used: the process has a sixteenth
-    of it, and all tiles can rest in the other part. Raises InputError: the GPU is not listed; the
-    message has the nearest names.
+    Args:
+        device_memory: that programs see; None: the advertised size, less 2 %. If GPU and host share
+            one memory, its size; `host_memory` is then ignored: the host has a sixteenth of it.
+
+    Raises InputError: the GPU is not listed; the message has the nearest names.
     """
     gpu = named_gpu(gpu_name)
     memory = int(gpu.memory_gib * GIB * _VISIBLE) if device_memory is None else device_memory
@@ -209,12 +211,12 @@ def update_gbps(cores: int, host: str = "server") -> float:
 
 VERSION = 1
 _MAX_AGE_SECONDS = 180 * 24 * 3600
-_LEAST, _MOST = 1e-9, 1e16  # no rate of a real machine is outside
+_LEAST, _MOST = 1e-9, 1e16  # limits of all rates of real machines
 
 
 @dataclass(frozen=True)
 class Key:
-    """The facts for which a measurement is valid; if one changes, it is measured again."""
+    """The facts for which a measurement is valid; if one changes, the machine is measured again."""
 
     gpu: str
     driver: str
@@ -228,7 +230,7 @@ class Key:
 
 
 def key_of(device: str) -> Key:
-    """The key of this machine with GPU `device`, or without a GPU."""
+    """The key of this machine with the GPU `device`, if there is one."""
     gpu = find_gpu(device)
     number, driver = ("none", "none") if gpu is None else (gpu.uuid, gpu.driver)
     return Key(number, driver, cpu_name(), usable_cores())
@@ -248,7 +250,7 @@ def write(key: Key, machines: Mapping[str, Machine]) -> Path:
 
 
 def read(key: Key, precision: str) -> Machine | None:
-    """The measurements for `key`; None if there are none that can be trusted."""
+    """The measurements of `key`; None: there are none, or they cannot be trusted."""
     try:
         record = read_json(key.file)
         if record["version"] != VERSION or record["key"] != vars(key):
@@ -263,36 +265,36 @@ def read(key: Key, precision: str) -> Machine | None:
 
 
 def _checked(values: dict[str, Any]) -> Machine:
-    """Raises ValueError or TypeError: `megatrain doctor` has not written this."""
+    """The machine of these values. Raises ValueError or TypeError: a value is impossible."""
     machine = Machine(**{name: value for name, value in values.items() if name != "unified"})
     for field in fields(Machine):
         value = getattr(machine, field.name)
         if field.type in (str, bool):
-            right = type(value) is field.type
+            valid = type(value) is field.type
         elif value is None:
-            right = field.name.startswith(("disk_", "link_", "network_"))
+            valid = field.name.startswith(("disk_", "link_", "network_"))
         else:
-            right = type(value) in (int, field.type if field.type is int else float)
-            right = right and _LEAST <= value <= _MOST
-        if not right or not machine.measured:
+            valid = type(value) in (int, field.type if field.type is int else float)
+            valid = valid and _LEAST <= value <= _MOST
+        if not valid or not machine.measured:
             raise ValueError(field.name)
     return replace(machine, name=machine.name[:200])
 
 
 def present_machine(device: str = "auto", *, precision: Precision = "bf16") -> Machine | None:
-    """The rates of this machine with GPU `device`, and the memory that it may use now.
+    """The rates of this machine with the GPU `device`, and the memory that it may use now.
 
-    None without a GPU, or with one that was neither measured nor is listed.
+    None: there is no GPU, or it is neither measured nor listed.
     """
     gpu, memory = find_gpu(device), host_limit_bytes()
     if gpu is None:
         return None
     listing = by_driver_name(gpu.name)
-    shares = listing is not None and listing.shared
-    if not (gpu.memory_bytes or shares):
+    one_memory = listing is not None and listing.shared
+    if not (gpu.memory_bytes or one_memory):
         return None
     measured = read(key_of(device), "fp32" if precision == "fp32" else "bf16")
-    if measured is not None and not shares:
+    if measured is not None and not one_memory:
         link = listing.link_gbps * _LINK_SHARE if listing else 0.0
         return replace(measured, host_memory_bytes=memory, link_gbps=link or None)
     try:
@@ -300,7 +302,7 @@ def present_machine(device: str = "auto", *, precision: Precision = "bf16") -> M
             gpu.name,
             memory,
             usable_cores(),
-            memory if shares else int(gpu.memory_bytes * 0.99),
+            memory if one_memory else int(gpu.memory_bytes * 0.99),
             precision=precision,
         )
     except InputError:

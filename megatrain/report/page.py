@@ -1,6 +1,6 @@
-"""A run as one self-contained HTML page: figures, charts, where the time went, files.
+"""A run as one self-contained HTML page: figures, charts, the parts of a step's time, files.
 
-Files of the run's folder that are missing or damaged are named on it.
+The page names files of the run's folder that are missing or damaged.
 """
 
 import base64
@@ -32,7 +32,7 @@ SHOWN_WORK = 24  # rows of the table of work
 
 LOSS = "Loss"
 
-# Title, column, and the quantity whose evaluations are drawn beside it.
+# Title, column, and the quantity whose evaluations are drawn in the same chart.
 _CHARTS = (
     ("Mean reward", "reward", "reward"),
     (LOSS, "loss", "loss"),
@@ -57,8 +57,8 @@ class Metrics:
     """The lines of `metrics.jsonl`.
 
     Attributes:
-        columns: the values of each of COLUMNS over the finished steps; NaN: none.
-        failed: the error that ended the run, if its last line has one.
+        columns: the values of each of COLUMNS over the finished steps; NaN: no value.
+        failed: the error that ended the run, if the last line has one.
     """
 
     columns: dict[str, Values]
@@ -79,7 +79,7 @@ class Metrics:
         return float(values[-1]) if len(values) else None
 
     def median(self, name: str) -> float | None:
-        """The median; the first steps, which compile, are left out if there are more."""
+        """The median; of ten or more steps without the first ones, which compile."""
         values = self.finite(name)
         values = values[5:] if len(values) >= 10 else values
         return float(np.median(values)) if len(values) else None
@@ -88,7 +88,7 @@ class Metrics:
         return float(self.finite(name).max(initial=-math.inf)) if self.finite(name).size else None
 
     def evaluated(self, quantity: str) -> list[Line]:
-        """A quantity's evaluations over the steps: over all sets together, then over each set."""
+        """A quantity's evaluations over the steps: of all sets together, then of each set."""
         points: dict[str, list[tuple[float, float]]] = {}
         for record in self.evaluations:
             if "eval_loss" not in record and quantity != "reward":
@@ -129,7 +129,7 @@ def collect(records: Iterable[Mapping[str, Any]]) -> Metrics:
 
 
 def number(value: Any) -> float:
-    """A value of a JSON file as a number; NaN if it is none."""
+    """A value of a JSON file as a float; NaN: it is no number."""
     try:
         return float(value) if type(value) in (int, float) else math.nan
     except OverflowError:
@@ -137,14 +137,14 @@ def number(value: Any) -> float:
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """The contents of a run's files by name, and sentences on what is missing or damaged."""
+    """The contents of a run's files by name, and sentences on missing or damaged files."""
     if not any((folder / name).is_file() for name in (METRICS, CONFIG, ENVIRONMENT)):
         problem = "does not exist" if not folder.exists() else "is no run's folder"
         raise InputError(
             f"{folder} {problem}; name a folder that holds {METRICS}, {CONFIG} or {ENVIRONMENT}"
         )
     contents, notes = dict[str, Any](), []
-    for name, read, nothing in (
+    for name, read, fallback in (
         (ENVIRONMENT, read_yaml, {}),
         (CONFIG, read_yaml, {}),
         (METRICS, lambda path: collect(read_metrics(path)), collect([])),
@@ -154,7 +154,7 @@ def read_run(folder: Path) -> tuple[dict[str, Any], list[str]]:
         try:
             contents[name] = read(folder / name)
         except (InputError, OSError, ValueError, KeyError, TypeError) as error:
-            contents[name] = nothing
+            contents[name] = fallback
             notes.append(f"{name} is missing or damaged: {in_one_line(error, 200)}")
     if not contents[METRICS].num_steps:
         notes.append(f"{METRICS} holds no finished step.")
@@ -162,6 +162,7 @@ def read_run(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _read_timeline(path: Path) -> tuple[list[Span], int | None]:
+    """The spans of the recorded step, and its number."""
     trace = parse_json(path.read_bytes())
     return read_trace(trace), count(at(trace, "otherData", "step"))
 
@@ -170,7 +171,7 @@ _THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/=]{1,100000}")
 
 
 def _read_samples(path: Path) -> list[dict[str, Any]]:
-    """Documents with images; none of a run on text."""
+    """The first documents with images, checked; a run on text has none."""
     listed = read_json(path)["samples"] if path.exists() else []
     return [
         {
@@ -192,8 +193,8 @@ def _status(metrics: Metrics, config: Mapping[str, Any], folder: Path) -> str:
         return f"Failed after {done}: {metrics.failed}"
     end = layout.ending(folder)
     stopped_early = end.early is not None and end.done == last
-    goes_on = bool(total and last and last < total) and not stopped_early
-    if (folder / layout.MODEL).is_dir() and not goes_on:
+    has_steps_left = bool(total and last and last < total) and not stopped_early
+    if (folder / layout.MODEL).is_dir() and not has_steps_left:
         reason = f", stopped early: {end.early}" if end.early else ""
         is_best = end.state != end.done
         best = f" The model is that of step {end.state:,}, the best." if is_best else ""
@@ -202,14 +203,14 @@ def _status(metrics: Metrics, config: Mapping[str, Any], folder: Path) -> str:
 
 
 def at(tree: Any, *keys: str) -> Any:
-    """The value at a path of keys in nested mappings; None if there is none."""
+    """The value at a path of keys in nested mappings; None: there is none."""
     for key in keys:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
 
 
 def count(value: Any) -> int | None:
-    """The value if it is a positive whole number, else None."""
+    """The value, if it is a positive whole number; else None."""
     return value if type(value) is int and 0 < value < 1e18 else None
 
 
@@ -243,7 +244,7 @@ def _shown(value: float) -> str:
 
 
 def charts(metrics: Metrics) -> list[Chart]:
-    """The charts that have measurements."""
+    """The charts for which a run has measurements."""
     steps, drawn = metrics.columns["step"], []
     for title, column, quantity in _CHARTS:
         values = metrics.columns[column] / (GIB if column.endswith("_bytes") else 1)
@@ -257,7 +258,7 @@ def charts(metrics: Metrics) -> list[Chart]:
 
 
 def picture(draw: Callable[..., None], content: Sequence[Any]) -> str | None:
-    """A picture as a data URL; None: there is nothing to draw."""
+    """A PNG that `draw` makes of `content`, as a data URL; None: there is no content."""
     if not content:
         return None
     file = io.BytesIO()
@@ -273,12 +274,11 @@ def write_report(folder: Path, output: Path | None = None, *, pictures: bool = F
 
     Args:
         output: the file to write; `report.html` in the run's folder by default.
-        pictures: draw its loss and a recorded step into the folder, too.
+        pictures: also draw the loss and a recorded step as files in the run's folder.
 
     Returns the page's path.
 
-    Raises InputError: `folder` is no run's folder, or `output` is another kind of file. The page
-    itself says which files the run lacks.
+    Raises InputError: `folder` is no run's folder, or `output` does not end in .html.
     """
     contents, notes = read_run(folder)
     metrics, config, environment = (contents[name] for name in (METRICS, CONFIG, ENVIRONMENT))
@@ -307,7 +307,7 @@ def write_report(folder: Path, output: Path | None = None, *, pictures: bool = F
         samples=contents[SAMPLES],
     )
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_file(output, page.encode("utf-8", "replace").decode())  # names of files may be no UTF-8
+    write_file(output, page.encode("utf-8", "replace").decode())  # file names may not be UTF-8
     if pictures:
         draw_charts([c for c in curves if c.title == LOSS], folder / "loss.png", columns=1)
     if pictures and spans:

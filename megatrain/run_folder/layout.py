@@ -1,4 +1,4 @@
-"""A run's folder: its name and layout, its lock, and the note that the run has ended."""
+"""A run's folder: its name, its files, its lock, and the note that the run has ended."""
 
 import errno
 import fcntl
@@ -58,7 +58,7 @@ def load_run(run: Path, overrides: Sequence[str], *, resume: bool) -> Config:
 
 
 def new_run_folder(folder: str | None, name: str) -> Path:
-    """The folder of a new run, not created yet: `folder`, or a new one under `runs/`."""
+    """The folder for a new run, which is not created: `folder`, or a new name under `runs/`."""
     path = _free_folder(name) if folder is None else Path(folder).expanduser()
     require_folder(path)
     require_empty(path, of_run=True)
@@ -81,12 +81,12 @@ def _free_folder(name: str) -> Path:
 
 
 def make_run_folder(folder: str | None, name: str) -> Path:
-    """Make the folder of `new_run_folder`; a chosen name is never another run's."""
+    """Create the folder of `new_run_folder`; no other run can get the same new name."""
     while True:
         path = new_run_folder(folder, name)
         try:
             path.mkdir(parents=True, exist_ok=folder is not None)
-        except FileExistsError:  # another run was faster
+        except FileExistsError:  # another run has just taken the name
             continue
         return path
 
@@ -94,7 +94,7 @@ def make_run_folder(folder: str | None, name: str) -> Path:
 def run_to_resume(folder: str | None, name: str) -> Path | None:
     """The folder of an earlier run: `folder`, or the newest one under `runs/` of this name.
 
-    None if it has no run. Newest by the time in its name, which is later than all before.
+    The newest has the latest time in its name. None: there is no run.
     """
     runs = _runs_of(name) if folder is None else [Path(folder).expanduser()]
     return next((path for path in reversed(runs) if (path / CONFIG).is_file()), None)
@@ -113,14 +113,14 @@ def checkpoint_folder(run: Path, step: int) -> Path:
 
 
 def checkpoints(run: Path) -> list[int]:
-    """The steps of a run's whole checkpoints, in order; only whole ones have such a name."""
+    """The steps of a run's checkpoints, in order; only complete ones have such names."""
     folder = run / CHECKPOINTS
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(match[1]) for match in map(_CHECKPOINT.fullmatch, names) if match)
 
 
 def require_plain(path: Path) -> None:
-    """Raises InputError if the path is no plain file: reading a pipe would wait forever."""
+    """Raises InputError if the path exists and is no plain file: reading a pipe would wait."""
     if path.exists() and not path.is_file():
         raise InputError(f"{path}: not a plain file; remove it")
 
@@ -136,10 +136,10 @@ def require_empty(path: Path, *, of_run: bool = False) -> None:
 
     Files of a run that was killed before it wrote its configuration do not count.
 
-    Args: `of_run`: the folder is a new run's, so a run that is there may be meant.
+    Args: `of_run`: the folder is for a new run; the message then suggests --resume.
     """
-    ours = (LOCK, hidden(Path(CONFIG)).name)
-    if path.exists() and (not path.is_dir() or any(p.name not in ours for p in path.iterdir())):
+    early = (LOCK, hidden(Path(CONFIG)).name)
+    if path.exists() and (not path.is_dir() or any(p.name not in early for p in path.iterdir())):
         key = "output.folder: " if of_run else ""
         resume = of_run and (path / CONFIG).is_file()
         more = ", or go on with the run there by --resume" if resume else ""
@@ -159,10 +159,10 @@ def holds_model(folder: Path) -> bool:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of an existing run folder.
+    """Within this context the process holds the lock of an existing run folder.
 
-    The kernel releases it when the process ends, however it ends, so it is never stale. The
-    file stays: to delete it would let a third process lock another file of the same name.
+    The kernel releases the lock when the process ends in any way: it is never stale. The file
+    stays: if it were deleted, a third process could lock another file of the same name.
     """
     path = folder / LOCK
     require_plain(path)
@@ -186,10 +186,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def note_finished(run: Path, config: Config, steps: int, *, best: Any, early: str | None) -> None:
-    """Note the steps of the run that wrote `model/`.
+    """Write the note of a finished run, whose model is in `model/`.
 
     Args:
-        best: the step and metric of the state in `model/`, if the best one was asked for.
+        best: step and metric of the state in `model/`, if it is the best one and not the last.
         early: the reason why the run has ended before its last step.
     """
     note = _length(config) | {"done": steps, "best": best, "early": early}
@@ -197,10 +197,10 @@ def note_finished(run: Path, config: Config, steps: int, *, best: Any, early: st
 
 
 def finished_steps(run: Path, config: Config) -> int | None:
-    """The number of steps of a finished run; None: it can go on.
+    """The number of steps of a finished run; None: it can be resumed.
 
-    The model alone does not show it: a run that was made longer has the shorter run's model, and
-    a run that should keep its best state may have its last.
+    A model does not show that its run has finished: a run that was made longer has the model of the
+    shorter one, and a run that should write its best state may have its last.
     """
     note = _note(run)
     done, best, _ = (note.pop(name, None) for name in ("done", "best", "early"))
@@ -211,10 +211,11 @@ def finished_steps(run: Path, config: Config) -> int | None:
 
 
 class Ending(NamedTuple):
-    """The end of the run that wrote `model/`; None: there is no model, or it is unknown.
+    """The end of the run that wrote `model/`; each value may be None, for unknown.
 
-    done: steps taken before. state: the step of the model, the best or the last. early: why it
-    ended before its last step.
+    done: the number of steps taken.
+    state: the step of the model, the best or the last one.
+    early: the reason why the run ended before its last step.
     """
 
     done: int | None
@@ -241,6 +242,7 @@ def _note(run: Path) -> dict[str, Any]:
 
 
 def _length(config: Config) -> dict[str, Any]:
+    """The settings that decide a run's number of steps."""
     length: dict[str, Any] = {"steps": config.training.steps, "epochs": config.training.epochs}
     if (rule := config.training.early_stopping) is not None:
         length["early_stopping"] = rule.model_dump()

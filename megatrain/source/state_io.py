@@ -202,7 +202,7 @@ def saved_optimizer(checkpoint: Checkpoint) -> Rule | None:
 def resumed_placement(
     checkpoint: Checkpoint, wanted: Placement | Literal["auto"] | None, device: str
 ) -> Placement | Literal["auto"]:
-    """The placement to resume with: `wanted`, or the saved one if the kind of device is the same."""
+    """The placement to resume with: `wanted`, or the saved one, or `auto` on another device."""
     if wanted is not None:
         return wanted
     if checkpoint.settings.device != device:

@@ -1,4 +1,4 @@
-"""Progress and log lines for people, and one line that is replaced by the next."""
+"""Progress and log lines for people, and a line on the current work that the next one replaces."""
 
 import logging
 import os
@@ -16,14 +16,14 @@ from megatrain.base.units import duration, gib
 if TYPE_CHECKING:
     from rich.console import Console
 
-# The level of log records that say what is being done at this moment. `StderrHandler` shows them on
-# a terminal, in a line that the next record replaces; in files and pipes it leaves them out.
+# The level of log records on the current work. `StderrHandler` shows them on a terminal, in a line
+# that the next record replaces; it leaves them out of files and pipes.
 PASSING = 15
 logging.addLevelName(PASSING, "PASSING")
 
 _ERASE = "\r\x1b[2K"
-_SECONDS = 0.2  # between two log lines of a share
-_shown: list[str] = []  # the line that `passing` has left on the terminal; empty: none
+_SECONDS = 0.2  # between two log lines of a `Share`
+_shown: list[str] = []  # the line of `passing` that is on the terminal, if any
 
 
 def say(console: "Console", text: str) -> None:
@@ -32,7 +32,7 @@ def say(console: "Console", text: str) -> None:
 
 
 def described_rewards(record: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The measurements of a loss of replies, in few words; empty for other losses."""
+    """The measures of a loss of replies, as short texts; empty for other losses."""
     if (reward := record.get(f"{prefix}reward")) is not None:
         return [f"reward {reward:.4g}"]
     forms = {"accuracies": "preferred {:.1%}", "margins": "margin {:.4g}"}
@@ -41,7 +41,7 @@ def described_rewards(record: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def describe_step(record: Mapping[str, Any]) -> str:
-    """The measurements of one step (a line of `metrics.jsonl`) in one line."""
+    """The measurements of a step (a line of `metrics.jsonl`) as one line of text."""
     parts = [f"loss {record['loss']:.4f}"]
     if record.get("grad_norm") is not None:
         parts.append(f"grad {record['grad_norm']:.3g}")
@@ -58,7 +58,7 @@ def describe_step(record: Mapping[str, Any]) -> str:
 
 
 class TrainingProgress:
-    """Shows the steps of one run: in place on a terminal, as lines anywhere else."""
+    """Shows the steps of a run: in one line on a terminal, as many lines in files and pipes."""
 
     def __init__(
         self, total_steps: int, log_every: int, console: "Console | None" = None, *, done: int = 0
@@ -83,7 +83,7 @@ class TrainingProgress:
         if "skipped" in record:
             self.say(f"step {done}/{self._total}  left out: {record['skipped']}")
             return
-        # Evaluations are part of the elapsed time, so the estimate counts those to come.
+        # The elapsed time includes evaluations, and so does the estimate.
         elapsed = time.monotonic() - self._started
         eta = duration(elapsed / (done - self._before) * (self._total - done))
         if self._in_place:
@@ -92,14 +92,14 @@ class TrainingProgress:
             self.say(f"step {done}/{self._total}  {describe_step(record)}  ETA {eta}")
 
     def say(self, text: str) -> None:
-        """Print a line that stays; a full disk or a reader that went away only loses the line."""
+        """Print a line that stays. On a full disk, or without a reader, only the line is lost."""
         end_passing()
-        with suppress(OSError, SystemExit):  # rich ends the program when nobody reads any more
+        with suppress(OSError, SystemExit):  # rich exits the program if the reader has ended
             say(self._console, text)
 
 
 def wrapped(text: str) -> str:
-    """Lines for stderr: wrapped at words for a terminal, unchanged for a file or a pipe."""
+    """A text for stderr: wrapped at words for a terminal, unchanged for a file or a pipe."""
     if not sys.stderr.isatty():
         return text
     width = _columns()
@@ -111,19 +111,19 @@ def wrapped(text: str) -> str:
 
 
 def passing(text: str) -> None:
-    """Show the current work on a terminal, in place of this function's last line.
+    """Show the current work on a terminal, in place of the last line of this function.
 
-    Only the first rank of several shows anything. Nothing is written to a file or a pipe.
+    Only rank 0 shows anything. Nothing is written to a file or a pipe.
     """
     can_erase = os.environ.get("TERM") != "dumb"
-    with suppress(OSError, ValueError, AttributeError):  # there is no terminal, or none any more
+    with suppress(OSError, ValueError, AttributeError):  # stderr is missing or closed
         if can_erase and os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
             _shown[:] = [text]
             print(f"{_ERASE}{_cut(text, _columns() - 1)}", end="", file=sys.stderr, flush=True)
 
 
 def _cut(text: str, width: int) -> str:
-    """The parts of a line that fit, each whole: two spaces separate them."""
+    """The first parts of a line, separated by two spaces, that fit into `width`."""
     while len(text) > width and "  " in text:
         text = text.rpartition("  ")[0]
     return text[:width]
@@ -139,7 +139,7 @@ def end_passing() -> None:
 
 def _columns() -> int:
     """The width of stderr's terminal; stdout may be a file."""
-    with suppress(OSError):  # it is no terminal: an IDE's, or a test's
+    with suppress(OSError):  # stderr is no terminal, but an IDE's or a test's
         if columns := os.get_terminal_size(sys.stderr.fileno()).columns:
             return columns
     return shutil.get_terminal_size().columns
@@ -155,12 +155,12 @@ class StderrHandler(logging.Handler):
                 return
             end_passing()
             print(wrapped(self.format(record)), file=sys.stderr, flush=True)
-        except Exception:  # as every handler does: logging never ends a run
+        except Exception:  # as in all handlers: logging never ends a run
             self.handleError(record)
 
 
 class Share:
-    """Logs, at the level PASSING, how much of a whole is done; threads may share one."""
+    """Logs at the level PASSING the percentage of work that is done; any thread may call it."""
 
     def __init__(self, log: logging.Logger, what: str, whole: int) -> None:
         self._log, self._what, self._whole = log, what, whole

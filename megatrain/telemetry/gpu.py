@@ -16,7 +16,7 @@ from megatrain.errors import InputError
 
 # Words in drivers' names that people leave out.
 _MAKERS = {"nvidia", "geforce", "rtx", "amd", "instinct", "radeon", "apple"}
-# Words for parts of a product or slower versions, which have the product's name.
+# Words for a part or a slower version of a product, beside the product's name.
 _LESSER = {"laptop", "mobile", "max", "mig", "vgpu"}
 # Suffixes of other products: a 3060 Ti has 8 GiB, a 3060 has 12.
 _OTHER = {"ti", "super"}
@@ -33,20 +33,23 @@ def find_driver() -> Driver:
 
 
 def find_gpu(device: str = "auto") -> Gpu | None:
-    """The GPU that torch calls `device`, else the first one; None: the driver shows none."""
+    """The GPU that torch calls `device`, or the first one for `auto`; None: there is none."""
     number = re.fullmatch(r"(?:auto|cuda)(?::(\d+))?", device)
     return None if number is None else find_driver().gpu(int(number[1] or 0))
 
 
 @dataclass(frozen=True)
 class KnownGpu:
-    """An entry of `gpus.json`: nominal peaks and sizes, and the shares usually reached.
+    """An entry of `gpus.json`: nominal peaks and sizes, and the shares of them usually reached.
 
-    `bus_gbps` is one way between host and device, `link_gbps` between cards of a host (0: they have
-    none); `host` the usual machine: `desktop`, `workstation` or `server`; `shares` are of products,
-    attention and memory. `shared` is the part of the one memory of host and GPU that work may take;
-    0: each has its own. `measured`: what others measured of training on it, with the source.
-    `also`: names of the machine it is in.
+    Attributes:
+        bus_gbps: one way between host and device.
+        link_gbps: between cards of a host; 0: they have no link.
+        host: the usual machine: `desktop`, `workstation` or `server`.
+        shares: reached by products, attention and memory.
+        shared: the part of the one memory of host and GPU that work may take; 0: two memories.
+        measured: others' measurements of training on this GPU, with the source.
+        also: names of machines with this GPU.
     """
 
     name: str
@@ -83,7 +86,7 @@ def known_gpus() -> tuple[KnownGpu, ...]:
 
 
 def by_driver_name(gpu_name: str) -> KnownGpu | None:
-    """The entry for a driver's product name; None when not listed, or only a part of a GPU."""
+    """The entry for a driver's product name; None: it is not listed, or is a part of a GPU."""
     words = _words(gpu_name)
     if words & _LESSER:
         return None
@@ -102,7 +105,7 @@ def named_gpu(text: str) -> KnownGpu:
     if (gpu := by_driver_name(text)) is not None:
         for size in map(int, re.findall(r"(\d+) ?g(?:i?b)?\b", text.lower())):
             differs = max(size / gpu.memory_gib, gpu.memory_gib / size) > 1.15
-            # A far larger one is the host's (GH200 480GB).
+            # A far larger size is that of the host's memory (GH200 480GB).
             if differs and size < 3 * gpu.memory_gib:
                 raise InputError(
                     f"GPU {text!r}: {gpu.name} is listed with {gpu.memory_gib:g} GiB; give --gpu "

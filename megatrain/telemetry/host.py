@@ -1,4 +1,4 @@
-"""This host: its processor, the cores and memory that a process may use, and what it uses."""
+"""This host: its processor, and the cores and memory that a process may use and does use."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ from megatrain.telemetry.gpu import find_gpu
 
 HOST_MEMORY = "MEGATRAIN_HOST_MEMORY"
 CHILDREN_SECONDS = 1.0  # between two scans of a process's children, each of which takes 4 ms
-_SPARE_CORES = 2  # left to the thread that launches work and to the data loader
+_SPARE_CORES = 2  # for the thread that launches work, and for the data loader
 _CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -33,21 +33,21 @@ def cpu_name() -> str:
 
 
 def usable_cores() -> int:
-    """Logical cores this process may run on: its affinity (`taskset`, a container's) counts."""
+    """The number of logical cores on which this process may run, by its affinity (`taskset`)."""
     if hasattr(os, "sched_getaffinity"):  # not on a Mac
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def update_threads() -> int:
-    """Number of the optimizer's host threads, if the placement does not set it."""
+    """The number of the optimizer's host threads, if the placement does not set it."""
     return max(1, usable_cores() - _SPARE_CORES)
 
 
 def cgroup_files(name: str, controller: str = "") -> Iterator[str]:
-    """The contents of files of this name (`memory.max`) in the process's cgroup and its parents.
+    """The contents of the files `name` (`memory.max`) in the process's cgroup and its parents.
 
-    A batch job or a service is in a nested one. Version 1 has a folder for each `controller`.
+    A batch job or a service is in a nested cgroup. Version 1 has a folder for each `controller`.
     """
     folders, lines = [_CGROUPS / controller], []
     with suppress(OSError):  # no Linux
@@ -63,7 +63,7 @@ def cgroup_files(name: str, controller: str = "") -> Iterator[str]:
 
 
 class ProcessTree:
-    """A process and its children, in any session. Pages that children share count in part (PSS).
+    """The memory of a process and its children. Pages that children share count in part (PSS):
 
     16 compile workers of torch, forked and idle, had 3.5 GiB resident and a PSS of 0.25 GiB.
     """
@@ -85,7 +85,7 @@ class ProcessTree:
         return int(self._process.memory_info().rss) + self._children_bytes
 
 
-_tree = cache(ProcessTree)  # a forked process has its own
+_tree = cache(ProcessTree)  # by process id, as a fork has a tree of its own
 
 
 def process_bytes() -> int:
@@ -96,8 +96,8 @@ def process_bytes() -> int:
 def host_limit_bytes() -> int:
     """The smallest of the machine's memory and the limits of its cgroups, in bytes.
 
-    A virtual machine may get memory only as it is used, and show less than it will have:
-    MEGATRAIN_HOST_MEMORY in the environment says how much (`503GiB`). Raises InputError: no size.
+    A virtual machine may report less memory than it will get: MEGATRAIN_HOST_MEMORY in the
+    environment then has the size (`503GiB`). Raises InputError: that is no size.
     """
     if HOST_MEMORY in os.environ:
         with explained(f"{HOST_MEMORY} in the environment", of=ValueError):
@@ -123,7 +123,7 @@ _PACKAGES = ("megatrain", "torch", "transformers", "datasets", "tokenizers", "sa
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Versions, machine and GPU, as plain JSON values; holds no user, host or file names."""
+    """Versions, machine and GPU as plain JSON values, without names of users, hosts or files."""
     gpu = find_gpu(device)
     return {
         "python": platform.python_version(),
@@ -142,7 +142,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def package_versions(names: Sequence[str]) -> dict[str, str | None]:
-    """The versions of these packages; None: it is not installed."""
+    """The versions of these packages; None: the package is not installed."""
     versions = dict[str, str | None].fromkeys(names)
     for name in names:
         with suppress(metadata.PackageNotFoundError):
@@ -151,7 +151,7 @@ def package_versions(names: Sequence[str]) -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout with this file; without a checkout, MEGATRAIN_COMMIT."""
+    """MEGATRAIN_COMMIT of the environment, or the commit of the checkout; None: unknown."""
     if "MEGATRAIN_COMMIT" in os.environ:
         return os.environ["MEGATRAIN_COMMIT"]
     package_file = Path(__file__)
@@ -162,7 +162,7 @@ def commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        # An installed package may lie in a checkout of something else.
+        # An installed package may be in a checkout of another project.
         git("ls-files", "--error-unmatch", package_file.name)
         return git("rev-parse", "HEAD")
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a line, written as it happens."""
+"""Writes and reads `metrics.jsonl`: one JSON object a line, written at once."""
 
 import json
 import logging
@@ -14,17 +14,17 @@ from megatrain.base.json_yaml import parse_json
 
 Record = Mapping[str, Any]  # a line of the log
 Listener = Callable[[Record], None]
-_LONGEST_LINE = 1 << 20  # bytes; a step's places may be many
+_LONGEST_LINE = 1 << 20  # bytes; the places of a step's rows may be many
 
 
 log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends lines to a file; a full disk delays lines, it never ends the run.
+    """Appends lines to a file; a full disk delays lines, and never ends the run.
 
-    The first line that cannot be written is named in the log; it and those after it are kept (the
-    newest 100,000) and written when there is room. The file is opened for each attempt: a file
+    The first line that cannot be written is named in the log; it and later lines are kept (the
+    newest 100,000) and written when there is space. The file is opened for each attempt: a file
     object whose flush has failed keeps the unwritten bytes and fails for ever.
     """
 
@@ -49,24 +49,24 @@ class MetricsWriter:
                 log.warning("%s: cannot be written (%s); the run goes on", self._path, reason)
         else:
             self._unwritten.clear()
-        for tell in self._also:
-            tell(values)
+        for listener in self._also:
+            listener(values)
 
     def _append(self, lines: bytes) -> None:
-        """Append all of `lines` or nothing: a cut line would spoil the next one."""
+        """Append all of `lines` or nothing: a cut line would damage the next one."""
         with self._path.open("ab", buffering=0) as file:
             end = os.fstat(file.fileno()).st_size
             try:
                 while lines:
                     lines = lines[file.write(lines) :]
             except OSError:
-                with suppress(OSError):  # not a plain file: then nothing was appended
+                with suppress(OSError):  # it is no plain file, so that nothing was appended
                     file.truncate(end)
                 raise
 
 
 def read_metrics(path: Path) -> Iterator[Record]:
-    """The records of a metrics file, without lines that a full disk or a kill has cut."""
+    """The records of a metrics file, without lines that are cut, by a kill for example."""
     with path.open("rb") as file:
         for _, record in lines(file):
             if record is not None:
@@ -74,7 +74,7 @@ def read_metrics(path: Path) -> Iterator[Record]:
 
 
 def lines(file: IO[bytes]) -> Iterator[tuple[bytes, Record | None]]:
-    """Yield each line (an endless one in pieces) and its record, if it has one."""
+    """Yield each line (an endless one in pieces) and its record, or None."""
     while line := file.readline(_LONGEST_LINE):
         try:
             record = parse_json(line)
@@ -84,13 +84,13 @@ def lines(file: IO[bytes]) -> Iterator[tuple[bytes, Record | None]]:
 
 
 def is_evaluation(record: Record) -> bool:
-    """True for a line of `metrics.jsonl` that is of an evaluation."""
+    """True if a line of `metrics.jsonl` is that of an evaluation."""
     return any(name.startswith("eval_") for name in record)
 
 
 def model_tflops(parameters: int, trained: int, tokens: int, seconds: float) -> float:
-    """The arithmetic of a step in 1e12 floating-point operations a second, by parameters.
+    """The model TFLOPS of a step: each token takes 4 operations a parameter, 6 a trained one.
 
-    4 operations a token, and 2 more if trained; of experts only those that a token chooses count.
+    Of experts only the parameters of those that a token chooses count.
     """
     return (4 * parameters + 2 * trained) * tokens / seconds / 1e12

@@ -1,6 +1,6 @@
-"""Pictures of a run as PNG, SVG or PDF, by the file's name: its curves, one step's time.
+"""Draws a run's curves and the timeline of a step, as PNG, SVG or PDF by the file's name.
 
-Each function raises OSError where the file cannot be written, ValueError for another kind of file.
+Each function raises OSError: the file cannot be written; ValueError: its kind is not supported.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ LANES = (
     *("compute", "copy in", "gather", "reduce", "copy out"),
     *("update", "rows", "disk in", "disk out", "disk weights"),
 )
-# Colour and meaning by a word in the name of work; the first match counts.
+# Colour and meaning of work by a word in its name; the first match counts.
 _WORK = {
     "update": ("#5d8233", "optimizer update"),
     "backward": ("#d1495b", "layer backward"),
@@ -30,7 +30,7 @@ _WORK = {
 
 
 class Line(NamedTuple):
-    """One series of a chart; `mark` draws its points, too."""
+    """A series of a chart; `mark`: draw its points as well."""
 
     label: str
     x: Values
@@ -39,7 +39,7 @@ class Line(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Lines over the steps of a run."""
+    """Lines over the steps of a run, with a title."""
 
     title: str
     lines: Sequence[Line]
@@ -55,7 +55,7 @@ def draw_charts(charts: Sequence[Chart], file: Path | IO[bytes], columns: int = 
     for chart, axes in zip(charts, places, strict=False):
         for label, x, y, mark in chart.lines:
             style = "o--" if mark else "-" if len(x) > 1 else "o"
-            label = label.replace("$", r"\$")  # no formula begins there
+            label = label.replace("$", r"\$")  # else matplotlib begins a formula there
             axes.plot(x, y, style, label=label, linewidth=1.2, markersize=4)
         axes.set_title(chart.title, fontsize="medium")
         axes.set_xlabel("step")
@@ -68,15 +68,15 @@ def draw_charts(charts: Sequence[Chart], file: Path | IO[bytes], columns: int = 
 
 
 def draw_step(spans: Sequence[Span], file: Path | IO[bytes], title: str = "") -> None:
-    """Draw a step's work: one lane per stream, time from left to right."""
+    """Draw a step's work: one lane for each stream, time from left to right."""
     streams = dict.fromkeys(span.stream for span in spans)
     lanes = [*filter(streams.__contains__, LANES), *(s for s in streams if s not in LANES)]
     figure = _figure(14, 0.7 * len(lanes) + 1.6)
     axes = figure.subplots()
     for place, lane in enumerate(lanes):
-        mine = [span for span in spans if span.stream == lane]
-        bars = [(span.start, span.seconds) for span in mine]
-        colours = [next(_WORK[word][0] for word in _WORK if word in span.name) for span in mine]
+        in_lane = [span for span in spans if span.stream == lane]
+        bars = [(span.start, span.seconds) for span in in_lane]
+        colours = [next(_WORK[word][0] for word in _WORK if word in span.name) for span in in_lane]
         axes.broken_barh(
             bars, (place - 0.4, 0.8), facecolors=colours, edgecolor="white", linewidth=0.2
         )

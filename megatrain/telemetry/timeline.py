@@ -11,16 +11,18 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-# Seconds; a longer gap counts as idle, a shorter one is the launch of the next work.
+# Seconds; a longer gap is idle time, a shorter one the launch of the next work.
 SHORTEST_GAP_SECONDS = 50e-6
 
-_KEY = re.compile(r"\S*\(.*\)")  # the part of a name that tells the layer and micro-batch
+_KEY = re.compile(r"\S*\(.*\)")  # the part of a name with the layer and the micro-batch
 
 
 class Span(NamedTuple):
-    """One piece of work on a stream, after the waits (names) put there since its last work.
+    """One piece of work on a stream.
 
-    `num_bytes` are those that a copy moves, or an update in host memory; 0: unknown.
+    Attributes:
+        after: names of the waits that were put on the stream since the work before.
+        num_bytes: that a copy moves, or an update in host memory; 0: unknown.
     """
 
     stream: str
@@ -40,9 +42,10 @@ class Breakdown:
     """The parts of the time between the first and the last span, in seconds.
 
     Attributes:
-        num_bytes: per stream, where they are known: over the bus, or through host memory.
-        work: per `(stream, kind of work)`; numbers in names are left out.
-        idle: in which the main stream did nothing, by what it waited for.
+        busy: of each stream.
+        num_bytes: of each stream, if known: over the bus, or through host memory.
+        work: of each `(stream, kind of work)`; a kind is a name without numbers.
+        idle: of the main stream, by the name of the wait.
     """
 
     seconds: float
@@ -65,7 +68,7 @@ class Breakdown:
 
 
 def breakdown(spans: Sequence[Span], main: str) -> Breakdown:
-    """The parts of the time, from the point of view of stream `main`."""
+    """The parts of the time of these spans; idle times are those of the stream `main`."""
     if not spans:
         return Breakdown(0.0)
     first, last = min(s.start for s in spans), max(s.end for s in spans)
@@ -93,8 +96,8 @@ def breakdown(spans: Sequence[Span], main: str) -> Breakdown:
 def critical_path(spans: Iterable[Span]) -> Counter[str]:
     """Seconds of each stream on the critical path, which add up to the end of the last span.
 
-    Walks back from the last end: a span's predecessor ended when the span began, on the same stream
-    if possible. `launches` has times before which no span ended: the caller was late to launch.
+    The path is followed back from the last end: a span's predecessor ended when the span began, on
+    the same stream if possible. `launches` are gaps between them: the caller launched late.
     """
     ends: defaultdict[int, dict[str, Span]] = defaultdict(dict)  # nanoseconds
     for span in spans:
@@ -169,7 +172,7 @@ def window(spans: Iterable[Span], start: float, end: float) -> list[Span]:
 
 
 def overlap(spans: Sequence[Span], others: Sequence[Span]) -> float:
-    """Seconds in which both did something; each is in order and does one thing at a time."""
+    """Seconds in which both streams work; the spans of each are in order, one at a time."""
     total, i, j = 0.0, 0, 0
     while i < len(spans) and j < len(others):
         total += max(0.0, min(spans[i].end, others[j].end) - max(spans[i].start, others[j].start))
@@ -184,32 +187,32 @@ Recording = Callable[[], AbstractContextManager[list[Span]]]
 
 
 class StepRecorder:
-    """Records steps and keeps the last, under whose forward updates of the one before it run.
+    """Records steps, and returns the spans of the last one, with updates of the one before it.
 
     recorder.start(); step(); recorder.start(); step(); spans = recorder.end()
     """
 
     def __init__(self, recording: Recording) -> None:
-        self._recording = recording  # as `Engine.recording`
+        self._recording = recording  # `Engine.recording`
         self._open = ExitStack()
         self._spans: list[Span] | None = None
         self._origin = self._start = 0.0
 
     def start(self) -> None:
-        """A step is about to start."""
+        """Call this before each step."""
         if self._spans is None:
             self._spans = self._open.enter_context(self._recording())
             self._origin = time.perf_counter()
         self._start = time.perf_counter() - self._origin
 
     def cancel(self) -> None:
-        """Drop the recording of a failed step, whose error the step itself reports."""
+        """Drop the recording of a failed step; errors of the engine are those of the step."""
         self._spans = None
         with suppress(Exception):
             self._open.close()
 
     def end(self) -> list[Span]:
-        """The last step has ended: its spans. Waits for the updates that it has started."""
+        """The spans of the last step, which has ended; waits for the updates that it started."""
         end, spans = time.perf_counter() - self._origin, self._spans
         assert spans is not None
         self._spans = None
