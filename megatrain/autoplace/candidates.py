@@ -153,10 +153,7 @@ class FirstTiles:
         return sum(num_bytes < lacking for num_bytes in self.host_bytes)
 
     def read_numel(self, placement: Placement) -> int:
-        """Elements of weights that a step reads from a disk at least.
-
-        Slots still hold the last layers of a sweep when the next one starts from them.
-        """
+        """Elements of weights that a step reads from a disk; slots keep some for the next sweep."""
         if not placement.disk_weights:
             return 0
         streamed = [

@@ -353,10 +353,7 @@ class Search:
         return device + sum(needs.device.values()), host
 
     def _peaks(self, placement: Placement, rows: int, steps: int) -> tuple[int, int]:
-        """Bytes on device and host at the peak of a step.
-
-        With one step, tiles on the host are forecast, and the bytes of other places computed.
-        """
+        """Peaks on device and host; a single step is forecast with all tiles on the host."""
         followed = placement
         if steps < STEADY:
             followed = replace(placement, resident=(), **_DISK)

@@ -47,10 +47,7 @@ def documents_named(kind: str) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """Arranges documents in rows of `sequence_length` tokens, and rows in micro-batches.
-
-    Attributes: `lines`: documents of a row; more than one if a loss compares them.
-    """
+    """Arranges documents in rows of `sequence_length` tokens, and rows in micro-batches."""
 
     kind: DataKind
     sequence_length: int
@@ -58,7 +55,7 @@ class Layout:
     overlong: Overlong
     pad_id: int
     num_classes: int = 0
-    lines: int = 1
+    lines: int = 1  # documents of a row, which a loss compares
 
     def arrange(self, documents: Segments) -> PackedRows:
         """The rows of these documents, without rows that have no token to predict."""
@@ -359,10 +356,7 @@ OF_KIND |= dict.fromkeys(CLASSES, ClassDataset)
 
 
 def scored(ids: Tensor, mask: Tensor | None, pad: int) -> Tensor:
-    """Labels `[B, T]`: 0 at the token at which transformers' models score a row, else -100.
-
-    This is the last token that is neither `pad` nor masked by `mask`.
-    """
+    """Labels `[B, T]`: 0 at the last token that is neither `pad` nor masked, else -100."""
     present = (ids != pad) if mask is None else (ids != pad) & (mask == 1)
     last = (torch.arange(ids.shape[1]) * present).argmax(1, keepdim=True)
     return torch.full_like(ids, IGNORED).scatter(1, last, 0)

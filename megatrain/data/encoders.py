@@ -155,8 +155,7 @@ class Document(NamedTuple):
 
     ids: `[n]` int32.
     targets: `[n]` bool; if none is True, there is nothing to learn from the document.
-    good: False for the worse reply of a pair. Only the digest of a store depends on it, so that
-        runs of pairs can resume whose tokens are made again.
+    good: False for the worse reply of a pair; only the digest of a store depends on it.
     margin: by how much the pair's better reply is preferred.
     labels: `[m]` int32: the document's classes, or the class of each token (-100: none).
     images: in the order of their tokens.

@@ -101,10 +101,7 @@ class Medium(NamedTuple):
             return True
 
     def decoded(self, processor: "ImageProcessor") -> Any:
-        """An upright RGB image, frames `[F, H, W, 3]` with facts, or a wave at the model's rate.
-
-        Raises InputError: the file has changed.
-        """
+        """An upright RGB image, frames `[F, H, W, 3]` with facts, or a wave at the model's rate."""
         if self.path:
             data = [_read(path, path) for path in self.path.split("\n")]
         else:
@@ -377,10 +374,7 @@ class ImageProcessor:
         return text
 
     def inputs(self, ids: Any, rows: Sequence[Sequence[Medium]]) -> dict[str, Tensor]:
-        """The processor's tensors of the media of rows, and the type of each token `[B, T]`.
-
-        Args: `ids`: `[B, T]`; `rows`: the media of each document.
-        """
+        """The processor's tensors of rows' media, and the type of each of the tokens `[B, T]`."""
         processor, types = self._processor(), dict[str, Tensor]()
         if types_tokens(processor):
             types_BT = torch.tensor(processor.create_mm_token_type_ids(ids))

@@ -94,9 +94,7 @@ def _end_of_reply(tokenizer: Any, talk: Conversation) -> int | None:
 
 
 # Arguments of TRL's reward functions that no field of a row may replace.
-_RESERVED = (
-    *("prompts", "completion", "completions", "completion_ids", "trainer_state", "log_metric"),
-)
+_TRL = ("prompts", "completion", "completions", "completion_ids", "trainer_state", "log_metric")
 
 log = logging.getLogger("megatrain.data")
 
@@ -244,5 +242,4 @@ def _prompt_row(
         prompt = [{"role": "user", "content": prompt}]
     refuse_unheeded({name: values.get(name) for name in BESIDE_PROMPTS}, where, text=False)
     ids, _ = prompt_ids(tokenizer, prompt, vocab_size, where)
-    beside = {name: value for name, value in values.items() if name not in _RESERVED}
-    return PromptRow(prompt, ids, beside, where)
+    return PromptRow(prompt, ids, {n: v for n, v in values.items() if n not in _TRL}, where)

@@ -177,10 +177,7 @@ class ReplySpans:
         return len(tokens_after) > 1 and tokens_after[-1:] == self._token.findall(request)[-1:]
 
     def _unheaded(self, turn: int, request: str, begin: int, end: int) -> int:
-        """The beginning of text[begin:end] after a header that the request does not have.
-
-        The template may write the header differently there, or ask for the first reply alone.
-        """
+        """The beginning of text[begin:end] after a header that is not written as in the request."""
         first = next(i for i, m in enumerate(self._talk.messages) if i and m["role"] == "assistant")
         header = self._header(first, self._render(first, asking=True))
         asks = header.strip() in self._header(turn, request)
@@ -231,10 +228,7 @@ class ReplySpans:
         return begin, end
 
     def _begin(self, query: str, header: str, place: int, end: int) -> int | None:
-        """The beginning of the reply in text[place:end], where the message before it ends.
-
-        `query` is the text after that message, with `header` last, when a reply is asked for.
-        """
+        """The beginning of the reply in text[place:end], after `query` that ends with `header`."""
         common = self._common(query, place)
         reaches_header = common > len(query) - len(header)
         if reaches_header if header else self._token.search(query, common) is None:
@@ -247,12 +241,7 @@ class ReplySpans:
         return None if start < 0 or self.text[place:start].strip() else stop
 
     def _end(self, closing: str, closings: list[str], place: int, turn: int) -> int:
-        """The end of the reply, whose content ends at `place`, with its end-of-turn tokens.
-
-        Args:
-            closing: the text that follows the content if the reply is the last message.
-            closings: tokens that end the message before the reply.
-        """
+        """The end of the tokens that end the turn; `closing` follows a last reply's content."""
         length = self._same(closing, place)
         first = self._tokens.search(closing)
         if "tool_calls" not in self._talk.messages[turn] and first and first.end() <= length:

@@ -19,10 +19,7 @@ _WINDOW = 4096  # conversations packed together: enough to fill rows, few enough
 
 @dataclass(frozen=True)
 class Segments:
-    """Ranges of documents, in order; each array is `[n]` int64.
-
-    `begin` and `end` count tokens of the document.
-    """
+    """Ranges of documents' tokens, in order: document, begin and end, each `[n]` int64."""
 
     document: Ints
     begin: Ints
@@ -72,10 +69,7 @@ class PackedRows:
 
 
 def shuffled(count: int, *key: int) -> Ints:
-    """The numbers below `count`, in an order that depends on `key` (not negative) alone.
-
-    They are sorted by raw Philox output, which NumPy promises never to change.
-    """
+    """The numbers below `count`, sorted by Philox output for `key`, which NumPy never changes."""
     random = np.random.Philox(np.random.SeedSequence(list(key))).random_raw(count)
     return np.argsort(random, kind="stable")
 

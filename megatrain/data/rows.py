@@ -40,10 +40,7 @@ class Completion(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The better reply to a prompt and the worse one, each with the prompt; and the margin.
-
-    Or texts to embed: an anchor, its positive, and its hard negatives.
-    """
+    """Replies to a prompt, the better first, and a margin; or an anchor, positive, negatives."""
 
     replies: Sequence["Conversation | Completion | Labelled"]
     margin: float = 0.0

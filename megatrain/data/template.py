@@ -99,10 +99,7 @@ class Template:
         return re.search(rf"\b{re.escape(name)}\b", self.source(talk)) is not None
 
     def heeds(self, talk: Conversation, turn: int, name: str, where: str) -> bool:
-        """True if a message's field `name` changes the text.
-
-        Raises InputError: the template refuses the conversation, or takes too long.
-        """
+        """True if a message's field `name` changes the text. Raises InputError, as `render`."""
         messages = list(talk.messages)
         messages[turn] = {key: v for key, v in messages[turn].items() if key != name}
         text, _ = self.render(talk, where)

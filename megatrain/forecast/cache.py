@@ -67,10 +67,7 @@ def needs_of(
     tokens: int | None = None,
     distinct: int | None = None,
 ) -> Needs:
-    """All long-lived memory of an engine, and the largest gradient on its way to its sum.
-
-    Args: `tokens`: of a step, if known; `distinct`: how many of them differ, None: maybe all.
-    """
+    """An engine's long-lived memory and largest gradient; `distinct` of a step's tokens differ."""
     counting, model = _CountingDevice(), model.placed(placement)
     assembly = assembled(counting, model, placement)
     device, host = counting.needs.device, counting.needs.host

@@ -27,9 +27,7 @@ def generation_bytes(
 ) -> int:
     """Bytes beside the weights, on the model's device, at the peak of continuing `rows` prompts.
 
-    Args: `tokens`: of a prompt with its reply, which has `new_tokens` of them.
-
-    Keys and values are there twice while the cache of them grows.
+    A prompt has `tokens` with its reply, a reply `new_tokens`; a cache is there twice as it grows.
     """
     counter, new = OpCounter(), min(new_tokens, tokens - 1)
     types = loaded_types(spec.capture.model, dtype)

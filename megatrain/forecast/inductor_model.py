@@ -378,10 +378,7 @@ class Compiled:
         return self._t.sizes[storage] * _SMALL <= largest
 
     def _phase(self, ops: list[Op], before: set[int], ends: set[int]) -> Work:
-        """The work of operations once they are fused to kernels, and its peak.
-
-        Storages of `before` are alive at the start, and those of `ends` at the end.
-        """
+        """The work and peak of fused operations; `before` is alive first, and `ends` at last."""
         inputs, sizes = self._t.inputs, self._t.sizes
         # A storage is real if it exists in memory; results of other operations are fused away.
         by_library = {n for op in ops if op.extern for n in (*op.reads, *op.writes)}

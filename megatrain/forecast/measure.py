@@ -394,8 +394,7 @@ class Measurer:
             tile = Tile(0, layout, planes)
             slot = Buffer("slot", torch.empty(layout.numel, dtype=dtype))
             sums = Buffer("sums", torch.empty(layout.trainable_numel))
-            # A loss of embeddings has a slope for each logit.
-            embeds = isinstance(loss, Sloped) and loss.of.embeds
+            embeds = isinstance(loss, Sloped) and loss.of.embeds  # slopes of each logit
             shape = (*sizes, self.spec.num_logits) if embeds else sizes
             loss_inputs = [torch.empty(shape) for _ in loss.inputs]
             micro = replace(self.micro_batch(*sizes), loss=loss, extras=loss_inputs)
@@ -528,11 +527,9 @@ def _without_data(value: Any) -> Any:
 
 @contextmanager
 def fakes(layers: int = 1, buffers: Iterable[dict[str, Tensor | None]] = ()) -> Iterator[None]:
-    """Tensors made within this context have no data.
+    """Tensors made within this context have no data; `layers`: as of `OneAttention`.
 
-    Args:
-        layers: as of `OneAttention`.
-        buffers: the buffers of modules, which forwards may replace: they are put back.
+    Args: `buffers`: of modules; forwards may replace them, and they are put back.
     """
     old = [(of_module, of_module.copy()) for of_module in buffers]
     unchecked = changed([Distribution], _validate_args=False)  # arguments (Gemma 3n) have no data

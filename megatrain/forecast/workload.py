@@ -55,10 +55,7 @@ class Second:
 
 @dataclass(frozen=True, eq=False)
 class MediaRow:
-    """A row with images or sounds: `input_ids` `[1, T]`, and the processor's other tensors.
-
-    Several rows have each tensor repeated along its first dimension.
-    """
+    """A row with images or sounds: `input_ids` `[1, T]`, and the processor's other tensors."""
 
     tensors: Mapping[str, Tensor]
 
@@ -80,10 +77,7 @@ class MediaRow:
         return self.tensors["input_ids"].shape[1]
 
     def of(self, rows: int, tokens: int) -> dict[str, Tensor]:
-        """The tensors of `rows` such rows, padded to `tokens` with token 0.
-
-        Raises InputError: the row is longer.
-        """
+        """The tensors of `rows` such rows, padded to `tokens` with 0. Raises InputError: longer."""
         length = self.length
         if length > tokens:
             raise InputError(

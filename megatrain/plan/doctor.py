@@ -77,11 +77,7 @@ def attempt(name: str, label: str, unit: str, work: Callable[[], float]) -> Meas
 
 
 class Sizes(NamedTuple):
-    """The sizes of the work to measure.
-
-    By precision: `(M, K, N, count)` of a layer's products, and `(B, T)` of attention, of which the
-    first that fits into memory is measured.
-    """
+    """Sizes to measure, by precision: `(M, K, N, count)` of products, `(B, T)` of attention."""
 
     copy_bytes: int = GIB
     products: Mapping[str, tuple[tuple[int, int, int, int], ...]] = {

@@ -37,10 +37,7 @@ def check_call(
     loss: object,
     alike: Any = None,
 ) -> None:
-    """Raises InputError: ranks differ in their calls, or settings or loss cannot be used.
-
-    Args: `alike`: values of the call that must be the same on all ranks.
-    """
+    """Raises InputError: ranks differ in their call or in `alike`, or its loss cannot be used."""
 
     def described() -> dict[str, str]:
         if optimizer is not None:

@@ -18,12 +18,7 @@ _KEY = re.compile(r"\S*\(.*\)")  # the part of a name with the layer and the mic
 
 
 class Span(NamedTuple):
-    """One piece of work on a stream.
-
-    Attributes:
-        after: names of the waits that were put on the stream since the work before.
-        num_bytes: that a copy moves, or an update in host memory; 0: unknown.
-    """
+    """Work on a stream; `after`: names of the waits before it; `num_bytes`: moved, 0: unknown."""
 
     stream: str
     name: str
