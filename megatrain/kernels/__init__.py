@@ -1,4 +1,4 @@
-"""Host kernels: the native library where it was built, the plain-torch reference otherwise.
+"""Host kernels: those of the native library if it was built, else of the plain-torch reference.
 
 `MEGATRAIN_KERNELS=native` or `=reference` in the environment forces the choice.
 """
@@ -38,23 +38,23 @@ _chosen, implementation = _choose()
 is_native = _chosen is not reference
 
 
-def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
+def update(rule: str, tile: TileRange, scalars: Scalars, options: UpdateOptions) -> None:
     """Update a range of a tile on the device of its planes: see `reference.update`."""
     if tile.weights.is_cpu:
-        _chosen.update(rule, tile, by, options)
+        _chosen.update(rule, tile, scalars, options)
     elif tile.weights.is_cuda and rule == "adamw":
         problem = "tiles that rest on the device are updated by a Triton kernel"
         with explained(problem, "leave placement.resident empty", of=ImportError):
             from megatrain.kernels import gpu
-        gpu.adamw(tile, by, options)
+        gpu.adamw(tile, scalars, options)
     else:
-        reference.update(rule, tile, by, options)
+        reference.update(rule, tile, scalars, options)
 
 
 def add(sums: Tensor, gradient: Tensor) -> None:
     """Add a gradient to its fp32 sums, in place.
 
-    torch's own kernel for two dtypes reads element by element, at some 60 % of a GPU's bandwidth.
+    torch's kernel for two dtypes reads element by element, at some 60 % of a GPU's bandwidth.
     """
     if sums.is_cuda and sums.dtype != gradient.dtype and gradient.is_contiguous() and can_compile():
         from megatrain.kernels import gpu
@@ -65,11 +65,11 @@ def add(sums: Tensor, gradient: Tensor) -> None:
 
 
 def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) -> None:
-    """See `reference.checksum`; computed on the device of the bytes."""
+    """Compute `reference.checksum` on the device of the bytes."""
     if bytes_uint8.is_cuda and (aligned := 0 if at % 8 else len(bytes_uint8) // 8 * 8):
         try:
             from megatrain.kernels import gpu
-        except ImportError:  # no Triton: slower, the same
+        except ImportError:  # no Triton: the reference is slower, with the same result
             aligned = 0
         else:
             gpu.checksum(bytes_uint8[:aligned], blocks, at)

@@ -1,8 +1,8 @@
 """AdamW, checksums and sums of gradients on the GPU: the host kernels' arithmetic, bit for bit.
 
-Written in Triton, which torch brings along on CUDA and ROCm machines; imported only there. Nothing
-here depends on how many threads a warp has (32, or AMD's 64): each element is computed alone, and
-what is reduced, largest bits and sums of integers, is the same in any order.
+These are Triton kernels; torch brings Triton along on CUDA and ROCm machines, and only these import
+this file. Results do not depend on the threads of a warp (32, or AMD's 64): each element is
+computed by itself, and reductions (largest bits, sums of integers) are the same in any order.
 """
 
 import torch
@@ -15,7 +15,7 @@ from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
 
 OPTIONS = {"enable_fp_fusion": False}  # each operation rounds once, subnormal numbers too
 
-_GROUPS = 32  # of elements that share a scale, in a block
+_GROUPS = 32  # groups of elements, each with a scale, in a block
 
 _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
 
@@ -28,7 +28,7 @@ def _mixed(x):
 
 
 @triton.jit
-def _rounded_by_chance(value, random):
+def _stochastic_round(value, random):
     bits = value.to(tl.int32, bitcast=True)
     upper = tl.where(value != value, bits | 0x00400000, bits + random.to(tl.int32)) >> 16
     return upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -36,7 +36,7 @@ def _rounded_by_chance(value, random):
 
 @triton.jit
 def _scale(values):
-    """Scales of groups [G, 1] of values [G, GROUP], and whether they have codes."""
+    """Scales [G, 1] of groups of values [G, GROUP], and whether they have codes."""
     bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1, keep_dims=True)
     proper = (bits >= 0x08800000) & (bits < 0x7F800000)  # from 2**-110 on
     other = tl.where(bits < 0x08800000, 0.0, float("nan"))
@@ -44,12 +44,12 @@ def _scale(values):
 
 
 @triton.jit
-def _load(exp_avg, exp_avg_sq, scale1, scale2, at, inside, group, some, STATES: tl.constexpr):
+def _load(exp_avg, exp_avg_sq, scale1, scale2, at, inside, group, exists, STATES: tl.constexpr):
     m = tl.load(exp_avg + at, inside, other=0).to(tl.float32)
     v = tl.load(exp_avg_sq + at, inside, other=0).to(tl.float32)
     if STATES == "int8":
-        m = tl.div_rn(m, 254.0 - tl.abs(m)) * tl.load(scale1 + group, some, other=0)
-        share = tl.load(scale2 + group, some, other=0) * (1 / 255)
+        m = tl.div_rn(m, 254.0 - tl.abs(m)) * tl.load(scale1 + group, exists, other=0)
+        share = tl.load(scale2 + group, exists, other=0) * (1 / 255)
         root = v * share
         v = root * root
     return m, v
@@ -57,30 +57,30 @@ def _load(exp_avg, exp_avg_sq, scale1, scale2, at, inside, group, some, STATES: 
 
 @triton.jit
 def _store(
-    m, v, root, exp_avg, exp_avg_sq, scale1, scale2, at, inside, group, some, number, seed,
+    m, v, root, exp_avg, exp_avg_sq, scale1, scale2, at, inside, group, exists, number, seed,
     STATES: tl.constexpr,
 ):  # fmt: skip
     if STATES == "int8":
-        # 1.5 * 2**23 rounds what is added to it to an integer in its lowest bits.
+        # A sum with 1.5 * 2**23 is a rounded integer in the lowest bits.
         largest, proper = _scale(m)
         inverse = tl.div_rn(tl.full(largest.shape, 32767.0, tl.float32), largest)
         share = m * inverse + 12582912.0 - 12582912.0
         code = tl.div_rn(share * 254.0, tl.abs(share) + 32767.0)
         bits = (code + 12582912.0).to(tl.int32, bitcast=True)
         tl.store(exp_avg + at, tl.where(proper, bits, 0).to(tl.int8), inside)
-        tl.store(scale1 + group, largest, some)
+        tl.store(scale1 + group, largest, exists)
         largest, proper = _scale(root)
         inverse = tl.div_rn(tl.full(largest.shape, 255.0, tl.float32), largest)
         bits = (root * inverse + 12582912.0).to(tl.int32, bitcast=True) & 255
         bits = tl.maximum(bits, (root > 0).to(tl.int32))
         tl.store(exp_avg_sq + at, tl.where(proper, bits, 0).to(tl.uint8), inside)
-        tl.store(scale2 + group, largest, some)
+        tl.store(scale2 + group, largest, exists)
     elif STATES == "bf16":
         number = number + at
         key = _mixed(seed.to(tl.uint32) + (number >> 32).to(tl.uint32))
         random = _mixed(key + number.to(tl.uint32))
-        tl.store(exp_avg + at, _rounded_by_chance(m, random >> 16), inside)
-        tl.store(exp_avg_sq + at, _rounded_by_chance(v, random & 0xFFFF), inside)
+        tl.store(exp_avg + at, _stochastic_round(m, random >> 16), inside)
+        tl.store(exp_avg_sq + at, _stochastic_round(v, random & 0xFFFF), inside)
     else:
         tl.store(exp_avg + at, m, inside)
         tl.store(exp_avg_sq + at, v, inside)
@@ -96,8 +96,8 @@ def _update(
 ):  # fmt: skip
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
     at = group * GROUP + tl.arange(0, GROUP)[None, :]
-    inside, some = at < numel, group * GROUP < numel
-    m, v = _load(exp_avg, exp_avg_sq, scale1, scale2, at, inside, group, some, STATES)
+    inside, exists = at < numel, group * GROUP < numel
+    m, v = _load(exp_avg, exp_avg_sq, scale1, scale2, at, inside, group, exists, STATES)
     g = tl.load(grad + at, inside, other=0).to(tl.float32) * grad_scale
     if REMAINDER_BYTES:
         high = tl.load(weights + at, inside, other=0).to(tl.int16, bitcast=True).to(tl.int32)
@@ -114,12 +114,12 @@ def _update(
     v = tl.fma(weight2 * g, g, v * beta2)
     root = tl.sqrt_rn(v)
     denominator = root
-    if STATES == "fp32":  # with int8 and bf16 it is 1: `eps` and the step size contain it
+    if STATES == "fp32":  # with int8 and bf16 `eps` and the step size contain the correction
         denominator = tl.div_rn(root, root_correction2)
     denominator = denominator + eps
     param = param + tl.div_rn(negative_step_size * m, denominator)
     _store(
-        m, v, root, exp_avg, exp_avg_sq, scale1, scale2, at, inside, group, some, number, seed,
+        m, v, root, exp_avg, exp_avg_sq, scale1, scale2, at, inside, group, exists, number, seed,
         STATES,
     )  # fmt: skip
     if REMAINDER_BYTES:
@@ -140,8 +140,8 @@ def _update(
         tl.store(weights + at, param, inside)
 
 
-def adamw(tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
-    """`reference.update` by AdamW of CUDA tensors, on the current stream."""
+def adamw(tile: TileRange, scalars: Scalars, options: UpdateOptions) -> None:
+    """Update CUDA tensors by AdamW, as `reference.update` does, on the current stream."""
     weights, remainder, (exp_avg, exp_avg_sq, *scales), grad = tile
     numel = weights.numel()
     if numel == 0:
@@ -149,11 +149,12 @@ def adamw(tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
     _update[(triton.cdiv(numel, _GROUPS * states.GROUP),)](
         weights, weights if remainder is None else remainder, exp_avg, exp_avg_sq,
         *(scales or (exp_avg, exp_avg_sq)), grad, numel,
-        by.decay, by.weight1, by.beta2, by.weight2, by.root_correction2, by.eps,
-        by.negative_step_size, options.grad_scale, options.at, states.mixed(options.step),
+        scalars.decay, scalars.weight1, scalars.beta2, scalars.weight2, scalars.root_correction2,
+        scalars.eps, scalars.negative_step_size, options.grad_scale, options.at,
+        states.mixed(options.step),
         REMAINDER_BYTES=0 if remainder is None else remainder.element_size(),
-        SMALL=by.weight1 < 0.5, STATES=_KINDS[exp_avg.dtype], GROUPS=_GROUPS, GROUP=states.GROUP,
-        **OPTIONS,
+        SMALL=scalars.weight1 < 0.5, STATES=_KINDS[exp_avg.dtype],
+        GROUPS=_GROUPS, GROUP=states.GROUP, **OPTIONS,
     )  # fmt: skip
 
 
@@ -173,7 +174,7 @@ def _checksum(words, blocks, first, count, WORDS: tl.constexpr, PART: tl.constex
 
 
 def checksum(bytes_uint8: torch.Tensor, blocks: torch.Tensor, at: int) -> None:
-    """`reference.checksum` of CUDA tensors of whole 64-bit words, `at` a multiple of 8."""
+    """Compute `reference.checksum` of CUDA tensors of whole 64-bit words; 8 divides `at`."""
     words = bytes_uint8.view(torch.int64)
     begin, first = divmod(at, SUMMED_BYTES)
     count = triton.cdiv(first + len(bytes_uint8), SUMMED_BYTES)

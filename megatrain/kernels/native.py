@@ -1,6 +1,6 @@
-"""The kernels of `reference`, by the same names, from the C++ library in csrc/ through ctypes.
+"""The functions of `reference` as calls of the C++ library in csrc/ through ctypes.
 
-The library knows only pointers, sizes and scalars, so one build serves every torch version. Calls
+The library takes pointers, sizes and scalars alone, so one build serves every torch version. Calls
 release the interpreter lock and may come from several threads at once.
 """
 
@@ -22,7 +22,7 @@ from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
 _ABI = 9
 """The number that megatrain_abi() in csrc/api.cpp must return."""
 
-# As csrc/kernels.h numbers them.
+# The numbers of csrc/kernels.h.
 _ADAMW = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _RULES = {name: number for number, name in enumerate(RULES, len(_ADAMW) - 1)}  # AdamW is first
 _REMAINDERS = {torch.int16: 1, torch.int8: 2}
@@ -73,23 +73,23 @@ _call = _load()
 
 
 def instruction_set() -> str:
-    """`avx512vbmi`, `avx512`, `avx2` or `baseline`: what the kernels use."""
+    """The instruction set that the kernels use: `avx512vbmi`, `avx512`, `avx2` or `baseline`."""
     return _call["instruction_set"]().decode()
 
 
 def use_instruction_set(name: str) -> bool:
     """Switch to another instruction set, for tests and benchmarks.
 
-    Returns: True if this machine and this build have it; if not, nothing changes.
+    Returns True if this machine and this build have it; else nothing changes.
     """
     return bool(_call["use_instruction_set"](name.encode()))
 
 
-def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
-    """See `reference.update`; the same bits in one pass over memory, `options.sums` included.
+def update(rule: str, tile: TileRange, scalars: Scalars, options: UpdateOptions) -> None:
+    """Compute the bits of `reference.update`, and `options.sums`, in one pass over memory.
 
-    Raises ValueError: a tensor has the wrong dtype, size or layout, or is not on the CPU; or sums
-    do not begin at a multiple of two groups.
+    Raises ValueError: a tensor has the wrong dtype, size or layout, or is not on the CPU; or the
+    range for sums does not begin at a multiple of two groups.
     """
     states.check_update(rule, tile, options)
     weights, remainder, moments, grad = tile
@@ -115,7 +115,7 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
         0 if remainder is None else _REMAINDERS[remainder.dtype],
         grad.dtype == torch.bfloat16,
         weights.numel(),
-        *by,
+        *scalars,
         options.grad_scale,
         options.at,
         options.step % 2**32,

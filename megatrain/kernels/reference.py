@@ -1,8 +1,8 @@
-"""Every kernel in plain torch: what the native library must reproduce, and what runs without it.
+"""Every kernel in plain torch: the native library's results, bit for bit, and its stand-in.
 
 All functions work in place on flat contiguous CPU tensors of any length, and raise ValueError if a
-tensor has another dtype, size or layout. They take the native functions' `threads` argument and
-leave the choice to torch, whose pool is a process-wide setting.
+tensor has another dtype, size or layout. They ignore the native functions' argument `threads`:
+torch has one pool of threads for the process.
 """
 
 import errno
@@ -20,15 +20,15 @@ from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
 
 UPDATE_BLOCK = 1 << 21
 """Elements worked on at a time: temporaries stay under 100 MiB, and torch's threads, which meet
-after every operation, wait for each other only now and then."""
+after each operation, meet seldom."""
 
 SUMMED_BYTES = 1 << 18
-"""Bytes of a plane that have a checksum of their own."""
+"""Bytes of a plane that share a checksum: a block."""
 
-_SIDE = 256  # words of a row, where those of a block are a matrix
+_SIDE = 256  # words of a row in the matrix of a block's words
 
 _PAGE_BYTES = 4096
-"""The smallest page of the supported systems: touching more often than needed does no harm."""
+"""The smallest page of the supported systems; with larger ones pages are touched several times."""
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -36,16 +36,16 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def split(master_fp32: Tensor, weights: Tensor, remainder: Tensor, *, threads: int = 1) -> None:
-    """Take fp32 numbers apart into bf16 weights and a remainder: 16 bits of it lose nothing.
+    """Split fp32 numbers into bf16 weights and a remainder, which is exact if it has 16 bits.
 
     With `u` the 32 bits of a number, the weights are `(u + 0x8000) >> 16`: rounded to nearest, ties
-    away from zero because the remainder is signed; the remainder is the low half of `u`, or the
-    upper byte of that. With a byte, numbers are rounded to 24 bits first, to nearest, ties away
-    from zero. The largest finite numbers therefore stream as infinity and still join back exactly,
-    but for those that have no 24 bits.
+    away from zero because the remainder is signed. The remainder is the low half of `u`, or the
+    upper byte of that half, for which numbers are first rounded to 24 bits, to nearest, ties away
+    from zero. So the largest finite numbers stream as infinity and still join back exactly, unless
+    rounding to 24 bits makes them infinite.
 
-    A NaN keeps its sign and the upper six bits of its payload, becomes quiet, and loses the
-    lower sixteen: its weight is a NaN, its remainder zero. Every other pattern is kept bit for bit.
+    A NaN becomes quiet and keeps its sign and the upper six bits of its payload: its weight is a
+    NaN, its remainder zero. With 16 bits, `join` returns all other numbers bit for bit.
 
     Args:
         master_fp32: [N] float32, read.
@@ -60,26 +60,26 @@ def split(master_fp32: Tensor, weights: Tensor, remainder: Tensor, *, threads: i
 def split_block(
     master: Tensor, weights: Tensor, remainder: Tensor, added: Tensor | int = 0x80
 ) -> None:
-    """`split` of a small range, on any device.
+    """Split a small range, as `split` does, on any device.
 
-    Args: `added`: what rounds to 24 bits, if the remainder has a byte: up, where the other eight
-    and this are 256 or more.
+    Args: `added`: with a remainder of one byte, the number added to the lowest byte, whose carry
+    rounds to 24 bits: 0x80 to nearest, a random one stochastically.
     """
-    is_nan, short = master.isnan(), remainder.dtype == torch.int8
-    bits = master.view(torch.int32) + (added if short else 0)
+    is_nan, has_byte = master.isnan(), remainder.dtype == torch.int8
+    bits = master.view(torch.int32) + (added if has_byte else 0)
     # In int32 the sums wrap only for NaNs, and the narrowing keeps the low part.
     rounded = (bits + 0x8000) >> 16
-    quiet = (master.view(torch.int32) >> 16) | 0x40
-    weights.view(torch.int16).copy_(torch.where(is_nan, quiet, rounded))
-    remainder.copy_((bits >> 8 if short else bits).masked_fill(is_nan, 0))
+    quiet_nan = (master.view(torch.int32) >> 16) | 0x40
+    weights.view(torch.int16).copy_(torch.where(is_nan, quiet_nan, rounded))
+    remainder.copy_((bits >> 8 if has_byte else bits).masked_fill(is_nan, 0))
 
 
 def join(weights: Tensor, remainder: Tensor, master_fp32: Tensor, *, threads: int = 1) -> None:
-    """Put bf16 weights and remainder together again: `fp32 = (weights << 16) + remainder`.
+    """Join bf16 weights and their remainder: `fp32 = (weights << 16) + remainder`.
 
     Args:
         weights: [N] bfloat16, read.
-        remainder: [N] int16, read; or int8, which stands for 256 times as much.
+        remainder: [N] int16, read; or int8, to be multiplied by 256.
         master_fp32: [N] float32, written.
     """
     states.check_planes(master=master_fp32, weights=weights, remainder=remainder)
@@ -88,17 +88,17 @@ def join(weights: Tensor, remainder: Tensor, master_fp32: Tensor, *, threads: in
 
 
 def join_block(weights: Tensor, remainder: Tensor, master: Tensor) -> None:
-    """`join` of a small range, on any device."""
+    """Join a small range, as `join` does, on any device."""
     low = remainder.int() << 8 if remainder.dtype == torch.int8 else remainder
     torch.add(weights.view(torch.int16).int() << 16, low, out=master.view(torch.int32))
 
 
 def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) -> None:
-    """Add the checksums of `bytes_uint8`, the first of which is byte `at` of a plane, to `blocks`.
+    """Add the checksums of bytes of a plane, from its byte `at` on, to those of its blocks.
 
-    A block is SUMMED_BYTES of the plane. Its two numbers are the sum of its 64-bit words, and of
-    each times its place in the block, modulo 2^64: whatever the ranges are, in whatever order, the
-    checksums of all of them add up to those of the plane.
+    A block is SUMMED_BYTES of the plane. Its checksum is two sums modulo 2^64: of its 64-bit words,
+    and of each word times its place in the block. So the checksums of a plane's ranges add up to
+    that of the plane, in any order.
 
     Args: `blocks`: [blocks, 2] int64, on the device of the bytes.
     """
@@ -118,13 +118,11 @@ def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) 
         blocks[block : block + count] += torch.stack((rows.sum(1), weighted), 1)
 
 
-def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
-    """Update a range by one of `RULES`, in place, on any device.
+def update(rule: str, tile: TileRange, scalars: Scalars, options: UpdateOptions) -> None:
+    """Update a range by one of `RULES` and its scalars, in place, on any device.
 
-    Args: `by`: the rule's scalars.
-
-    Raises ValueError: on the CPU: as all functions here, or `options.at` is no multiple of GROUP
-    with AdamW.
+    Raises ValueError on the CPU: a bad tensor, or with AdamW an `options.at` that GROUP does not
+    divide.
     """
     if tile.weights.is_cpu:
         states.check_update(rule, tile, options)
@@ -132,11 +130,11 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
         groups = slice(part.start // states.GROUP, part.stop // states.GROUP)
         moments = [plane[part] for plane in tile.states[:2]]
         moments += [plane[groups] for plane in tile.states[2:]]  # scales
-        RULES[rule](param, g, moments, by, options._replace(at=options.at + part.start))
+        RULES[rule](param, g, moments, scalars, options._replace(at=options.at + part.start))
 
 
 def _masters(tile: TileRange, options: UpdateOptions) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield each block's slice, its fp32 master (to be changed in place), its scaled gradient."""
+    """Yield each block's slice, fp32 master and scaled gradient; keep changes of the master."""
     for start in range(0, tile.weights.numel(), UPDATE_BLOCK):
         part = slice(start, start + UPDATE_BLOCK)
         w, r = tile.weights[part], None if tile.remainder is None else tile.remainder[part]
@@ -152,51 +150,59 @@ def _masters(tile: TileRange, options: UpdateOptions) -> Iterator[tuple[slice, T
             split_block(param, w, r, added)
 
 
-# Each operation rounds once, or is fused everywhere: no bit depends on how torch groups elements.
+# In the rules each operation rounds once, or is fused for all elements alike: no bit depends on how
+# torch groups elements.
 
 
 def _adamw(
-    param: Tensor, g: Tensor, moments: Sequence[Tensor], by: Scalars, options: UpdateOptions
+    param: Tensor, g: Tensor, moments: Sequence[Tensor], scalars: Scalars, options: UpdateOptions
 ) -> None:
-    """Operation for operation `torch.optim.AdamW(foreach=False)`.
+    """AdamW with the operations of `torch.optim.AdamW(foreach=False)`.
 
-    Source: `_single_tensor_adam` in torch/optim/adam.py of torch 2.13. One operation is better
-    than there: the root is correctly rounded, where torch's CPU builds call MKL's, which is one
-    unit in the last place off for every fifth number.
+    Source: `_single_tensor_adam` in torch/optim/adam.py of torch 2.13. One operation is better: the
+    root is rounded correctly, while MKL's in torch's CPU builds is one unit in the last place off
+    for every fifth number.
     """
     m, v = states.load_moments(moments)
-    param.mul_(by.decay)
-    m.lerp_(g, by.weight1)
-    v.mul_(by.beta2).addcmul_(g, g, value=by.weight2)
-    denominator = (states.exact_sqrt(v) / by.root_correction2).add_(by.eps)
-    param.addcdiv_(m, denominator, value=by.negative_step_size)
+    param.mul_(scalars.decay)
+    m.lerp_(g, scalars.weight1)
+    v.mul_(scalars.beta2).addcmul_(g, g, value=scalars.weight2)
+    denominator = (states.exact_sqrt(v) / scalars.root_correction2).add_(scalars.eps)
+    param.addcdiv_(m, denominator, value=scalars.negative_step_size)
     states.store_moments((m, v), moments, at=options.at, step=options.step)
 
 
-def _lion(param: Tensor, g: Tensor, moments: Sequence[Tensor], by: Scalars, *_: Any) -> None:
+def _lion(param: Tensor, g: Tensor, moments: Sequence[Tensor], scalars: Scalars, *_: Any) -> None:
     [momentum] = moments
-    mixed = (momentum * by.beta1).add_(g * by.weight1)
-    # A NaN has no sign for torch, and would go unseen.
+    mixed = (momentum * scalars.beta1).add_(g * scalars.weight1)
+    # torch's sign of a NaN is 0, which would hide the NaN.
     direction = torch.where(mixed.isnan(), mixed, mixed.sign())
-    param.mul_(by.decay).add_(direction.mul_(by.negative_step_size))
-    momentum.mul_(by.beta2).add_(g.mul_(by.weight2))
+    param.mul_(scalars.decay).add_(direction.mul_(scalars.negative_step_size))
+    momentum.mul_(scalars.beta2).add_(g.mul_(scalars.weight2))
 
 
 def _sgd(
-    param: Tensor, g: Tensor, states: Sequence[Tensor], by: Scalars, *_: Any, nesterov: bool = False
+    param: Tensor,
+    g: Tensor,
+    states: Sequence[Tensor],
+    scalars: Scalars,
+    *_: Any,
+    nesterov: bool = False,
 ) -> None:
-    """Adds `decay` times the parameter to the gradient; `weight1` times that to the momentum."""
-    if by.decay:
-        g.add_(param * by.decay)
+    """SGD: `decay` is weight decay, `beta1` the momentum, `weight1` 1 minus the dampening."""
+    if scalars.decay:
+        g.add_(param * scalars.decay)
     for buffer in states:
-        buffer.mul_(by.beta1).add_(g * by.weight1)
-        g = g.add_(buffer * by.beta1) if nesterov else buffer
-    param.add_(g * by.negative_step_size)
+        buffer.mul_(scalars.beta1).add_(g * scalars.weight1)
+        g = g.add_(buffer * scalars.beta1) if nesterov else buffer
+    param.add_(g * scalars.negative_step_size)
 
 
-def _direction(param: Tensor, g: Tensor, kept: Sequence[Tensor], by: Scalars, *_: Any) -> None:
-    """Apply a direction of Muon's, rounded as torch.optim.Muon rounds it."""
-    param.mul_(by.decay).add_(g, alpha=by.negative_step_size)
+def _direction(
+    param: Tensor, g: Tensor, states: Sequence[Tensor], scalars: Scalars, *_: Any
+) -> None:
+    """Apply a direction of Muon, rounded as torch.optim.Muon rounds it."""
+    param.mul_(scalars.decay).add_(g, alpha=scalars.negative_step_size)
 
 
 RULES: dict[str, Callable[..., None]] = {
@@ -220,7 +226,8 @@ def gather_rows(table_2d: Tensor, row_ids: Tensor, out_2d: Tensor, *, threads: i
 
 
 def scatter_rows(table_2d: Tensor, row_ids: Tensor, rows_2d: Tensor, *, threads: int = 1) -> None:
-    """`table[row_ids[i]] = rows[i]`, as of `gather_rows`; of an id twice, either row may stay."""
+    """`table[row_ids[i]] = rows[i]`, the reverse of `gather_rows`; if an id is there twice, one row
+    of the two stays."""
     states.check_rows(table_2d, row_ids, rows_2d)
     table_2d.index_copy_(0, row_ids, rows_2d)
 
@@ -234,17 +241,16 @@ def first_touch(bytes_uint8: Tensor, *, threads: int = 1) -> None:
 def move_file(
     file: int, offset: int, bytes_uint8: Tensor, *, writes: bool, piece: int, threads: int
 ) -> None:
-    """Read or write bytes of a file, whole blocks of 4096.
+    """Read or write the bytes of a file from `offset` on, whole blocks of 4096.
 
-    Args:
-        bytes_uint8: [N] uint8, which the bytes from `offset` on go to or come from.
+    Args: `bytes_uint8`: [N] uint8, filled or written.
 
-    Raises OSError: the system's; or ENODATA, where the file ends or nothing more is moved.
+    Raises OSError: the system's; or ENODATA if the file ends, or no more bytes are moved.
     """
     states.check_tensor("bytes", bytes_uint8, (torch.uint8,))
     data, call = bytes_uint8.numpy().data, os.pwritev if writes else os.preadv
     while len(data) > 0:
-        # What remains of a request cut short begins with a whole block again.
+        # After a short read or write the next request begins with a whole block again.
         count = call(file, [data], offset) // _PAGE_BYTES * _PAGE_BYTES
         if count == 0:
             raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))

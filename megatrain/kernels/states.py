@@ -1,6 +1,6 @@
-"""Formats of 8-bit and bf16 optimizer states, and random roundings, in plain torch anywhere.
+"""Formats of 8-bit and bf16 optimizer states, and stochastic rounding, in plain torch.
 
-The published codes are those of FlashOptim (arXiv 2602.23349, section 3): groups with a scale each,
+The 8-bit codes are those of FlashOptim (arXiv 2602.23349, section 3): groups with a scale each,
 softsign companding of the first moment, a square-root code of the second.
 """
 
@@ -13,21 +13,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 GROUP = 64
-"""Elements that share a scale; they begin at multiples of it in a tile, wherever a range is cut."""
+"""Elements that share a scale. Groups begin at multiples of GROUP in a tile, as must ranges."""
 
 SHARES = 32767
-"""In how many parts of its group's scale a first moment is counted before it becomes a code."""
+"""A first moment is rounded to multiples of its group's scale / SHARES before it becomes a code."""
 
 SMALLEST = 2.0**-110
-"""The smallest scale: a first moment of 1e-33, a second one of 1e-66, which is none in fp32."""
+"""The smallest scale: 1e-33 of first moments; as a root it is 1e-66 of second ones, 0 in fp32."""
 
 
 class Scalars(NamedTuple):
     """The scalars of an update, in the order of the native library's arguments.
 
-    With moments other than fp32, AdamW need not equal torch's bit for bit and saves the division by
-    `root_correction2`: it is 1, and `eps` and `negative_step_size` contain it as a factor. Each
-    rule of reference.RULES uses those that it names.
+    Each rule of reference.RULES uses some of them. With moments other than fp32, AdamW need not
+    equal torch's bit for bit, and saves the division by `root_correction2`: this is 1, and `eps`
+    and `negative_step_size` contain it as a factor.
     """
 
     negative_step_size: float
@@ -45,10 +45,11 @@ class TileRange(NamedTuple):
 
     Attributes:
         weights: [N] bfloat16 (then `remainder` has the rest of the master) or float32.
-        remainder: [N] int16; int8: masters are rounded to 24 bits stochastically; None: float32.
-        states: the rule's states, changed in place. AdamW's moments are [N] float32; bfloat16,
-            rounded stochastically; or int8 and uint8 codes, and then the [ceil(N / GROUP)] float32
-            scales of both. Other rules have [N] float32.
+        remainder: [N] int16; or int8: masters are rounded to 24 bits stochastically; None: weights
+            are float32.
+        states: the rule's states, changed in place: [N] float32. AdamW's two moments may also be
+            bfloat16, rounded stochastically, or int8 and uint8 codes, which are followed by their
+            scales, [ceil(N / GROUP)] float32.
         grad: [N] bfloat16 or float32, read.
     """
 
@@ -59,9 +60,9 @@ class TileRange(NamedTuple):
 
 
 class Checksums(NamedTuple):
-    """Tensors to which an update adds checksums of its reads and writes: `reference.checksum`.
+    """Tensors to which an update adds checksums (`reference.checksum`) of its reads and writes.
 
-    Each has one item for each plane, in the order of TileRange with all states; None: no checksum.
+    Each attribute has an item for each plane, in the order of TileRange; None: no checksum.
 
     Attributes:
         read, written: [blocks, 2] int64 of the planes before the update and after it.
@@ -77,11 +78,11 @@ class UpdateOptions(NamedTuple):
     """The number and place of an update, and how to run it.
 
     Attributes:
-        at: place of the range's first element among those of all tiles, from which random numbers
-            follow: the same in every placement.
-        step: number of the update, the first is 1.
+        at: number of the range's first element among those of all tiles, the same in every
+            placement: it seeds random numbers.
+        step: number of the update; the first is 1. It seeds random numbers, too.
         grad_scale: the clipping factor, by which the gradient is multiplied in fp32.
-        threads: of the host, for native kernels; torch's own have their own setting.
+        threads: host threads of native kernels.
         sums: checksums to add to; None: no checksums.
     """
 
@@ -98,16 +99,16 @@ def adamw_scalars(kind: torch.dtype, step: int, group: Mapping[str, Any]) -> Sca
         raise ValueError(f"step is {step}, the first update is 1")
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     root = math.sqrt(1 - beta2**step)
-    size, eps = -(lr / (1 - beta1**step)), group["eps"]
-    first, last = (size, (root, eps)) if kind == torch.float32 else (size * root, (1.0, eps * root))
-    decay = 1 - lr * group["weight_decay"]
-    return Scalars(first, decay, beta1, 1 - beta1, beta2, 1 - beta2, *last)
+    step_size, eps, decay = lr / (1 - beta1**step), group["eps"], 1 - lr * group["weight_decay"]
+    if kind != torch.float32:
+        step_size, eps, root = step_size * root, eps * root, 1.0
+    return Scalars(-step_size, decay, beta1, 1 - beta1, beta2, 1 - beta2, root, eps)
 
 
 def load_moments(states: Sequence[Tensor]) -> list[Tensor]:
-    """Both moments of a range as float32; the given tensors if they are float32 already.
+    """Both moments of a range as float32; the same tensors if they are float32 already.
 
-    Args: `states`: both moments, of one kind, and for 8-bit codes the scales of both.
+    Args: `states`: both moments, and of 8-bit codes the scales of both.
     """
     first, second, *scales = states
     if not scales:
@@ -118,7 +119,7 @@ def load_moments(states: Sequence[Tensor]) -> list[Tensor]:
 def store_moments(
     values: Sequence[Tensor], states: Sequence[Tensor], *, at: int, step: int
 ) -> None:
-    """Write float32 `values` into `states` of any kind; `at` and `step` are for bfloat16."""
+    """Write float32 moments into `states` of any format; `at` and `step` seed the rounding."""
     first, second, *scales = states
     if scales:
         encoded = encode_first(values[0]), encode_second(values[1])
@@ -138,57 +139,57 @@ def store_moments(
 
 
 def encode_first(values: Tensor) -> tuple[Tensor, Tensor]:
-    """First moments as 8-bit codes of their share of the largest in their group.
+    """Encode first moments in 8 bits, by their share of the largest in their group.
 
     The share `x` in [-1, 1], rounded to a multiple of 1 / SHARES, becomes `127 * 2x / (1 + |x|)`,
-    rounded to nearest: off by 0.2 % of the largest near zero, 0.8 % at most.
+    rounded to nearest. The error is 0.2 % of the largest near zero, and 0.8 % at most.
 
     Returns:
         codes: [N] int8.
         scales: [ceil(N / GROUP)] float32, the largest magnitude of each group, exactly. One below
-            SMALLEST counts as zero. Where anything in the group is NaN or infinite, the scale is
-            NaN, and the group decodes as NaN. Codes are zero in both cases.
+            SMALLEST counts as zero. If a value of the group is NaN or infinite, the scale is NaN,
+            and so is the decoded group. In both cases the codes are zero.
     """
     groups = _groups(values)
-    scales, reciprocals = _scales(groups.abs())
+    scales, has_codes = _scales(groups.abs())
     shares = (groups * _divided(SHARES, scales)[:, None]).round_()
     # Neither a share nor the quotient is ever halfway between two codes.
-    codes = torch.where(reciprocals, (shares * 254 / (shares.abs() + SHARES)).round_(), 0)
+    codes = torch.where(has_codes, (shares * 254 / (shares.abs() + SHARES)).round_(), 0)
     return codes.to(torch.int8).view(-1)[: values.numel()], scales
 
 
 def decode_first(codes: Tensor, scales: Tensor) -> Tensor:
-    """[N] float32: `code / (254 - |code|)` of the group's scale."""
+    """Decode first moments to [N] float32: `code / (254 - |code|)` times the group's scale."""
     values = codes.float()
-    return values.div_(254 - values.abs()).mul_(_each(scales, codes.numel()))
+    return values.div_(254 - values.abs()).mul_(_by_element(scales, codes.numel()))
 
 
 def encode_second(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Second moments as 8-bit codes of their roots' share of the largest in their group.
+    """Encode second moments in 8 bits, by their root's share of the largest root in their group.
 
-    The share in [0, 1] becomes 255 times as much, rounded to nearest, ties to even, but never down
-    to zero: a moment that vanished would leave a first moment divided by eps alone. Zero stays.
+    The share in [0, 1], times 255, is rounded to nearest, ties to even, but only zero becomes zero:
+    else a first moment would be divided by eps alone.
 
     Returns:
         codes: [N] uint8.
-        scales: [ceil(N / GROUP)] float32, of roots, as in `encode_first`.
+        scales: [ceil(N / GROUP)] float32, as in `encode_first`, but of roots.
     """
     roots = _groups(exact_sqrt(values))
-    scales, reciprocals = _scales(roots)
+    scales, has_codes = _scales(roots)
     codes = (roots * _divided(255, scales)[:, None]).round_()
-    codes = torch.where(reciprocals, torch.maximum(codes, (roots > 0).float()), 0)
+    codes = torch.where(has_codes, torch.maximum(codes, (roots > 0).float()), 0)
     return codes.to(torch.uint8).view(-1)[: values.numel()], scales
 
 
 def decode_second(codes: Tensor, scales: Tensor) -> Tensor:
-    """[N] float32: the square of `code / 255` of the group's scale, but for rounding."""
-    return codes.float().mul_(_each(scales * (1 / 255), codes.numel())).square_()
+    """Decode second moments to [N] float32: the square of `code / 255` times the group's scale."""
+    return codes.float().mul_(_by_element(scales * (1 / 255), codes.numel())).square_()
 
 
 def stochastic_round(values: Tensor, random16: Tensor) -> Tensor:
-    """[N] float32 as bfloat16, up or down so that the mean over `random16` is the value.
+    """Round [N] float32 to bfloat16, up or down so that the mean over `random16` is the value.
 
-    Zero, infinity and what bfloat16 has exactly stay; a NaN becomes quiet.
+    Numbers that bfloat16 has, zero and infinity among them, do not change; a NaN becomes quiet.
 
     Args: `random16`: [N] int32, 0 to 65535.
     """
@@ -198,10 +199,10 @@ def stochastic_round(values: Tensor, random16: Tensor) -> Tensor:
 
 
 def random16(at: int, numel: int, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Two random numbers, 0 to 65535 as int32, for each element from number `at` on, and the step.
+    """Two random numbers, 0 to 65535 as int32, for each of `numel` elements from number `at` on.
 
-    They are the halves of `mixed(mixed(mixed(step) + high) + low)`, of the upper and lower 32 bits
-    of an element's number.
+    They are the halves of `mixed(mixed(mixed(step) + high) + low)`, with `high` and `low` the upper
+    and lower 32 bits of an element's number.
     """
     number = torch.arange(at, at + numel, device=device)
     random = _mixed(_mixed(mixed(step) + (number >> 32)) + number)
@@ -209,10 +210,10 @@ def random16(at: int, numel: int, step: int, device: torch.device) -> tuple[Tens
 
 
 def random8(at: int, numel: int, step: int, device: torch.device) -> Tensor:
-    """A random number, 0 to 255 as int32, for each element from number `at` on, and the step.
+    """A random number, 0 to 255 as int32, for each of `numel` elements from number `at` on.
 
-    Element `e` of a group that begins with number `g` has byte `e % 4`, the lowest is 0, of
-    `mixed(~(mixed(mixed(step) + high) + low + e / 4))`, of the upper and lower 32 bits of `g`.
+    Element `e` of a group whose first number is `g` has byte `e % 4` (0 is the lowest) of
+    `mixed(~(mixed(mixed(step) + high) + low + e // 4))`, with the upper and lower 32 bits of `g`.
     """
     number = torch.arange(at, at + numel, device=device)
     place = number % GROUP
@@ -222,7 +223,7 @@ def random8(at: int, numel: int, step: int, device: torch.device) -> Tensor:
 
 
 def mixed(value: int) -> int:
-    """A bijection of 32 bits: two rounds of xorshift and multiplication."""
+    """Hash 32 bits to 32 bits (a bijection): two rounds of xorshift and multiplication."""
     return int(_mixed(torch.tensor(value)))
 
 
@@ -238,27 +239,27 @@ def _groups(values: Tensor) -> Tensor:
 
 
 def _scales(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale of each row, and True where the row has codes other than zero, as [rows, 1]."""
-    largest = magnitudes.amax(1)  # NaN where one is
+    """The scale of each row, and [rows, 1]: True if the row has codes other than zero."""
+    largest = magnitudes.amax(1)  # NaN if a magnitude is
     scales = torch.where(largest.isfinite(), largest, torch.nan)
     scales = torch.where(largest < SMALLEST, 0.0, scales)
     return scales, (scales > 0)[:, None]
 
 
-def _divided(number: float, by: Tensor) -> Tensor:
-    """`number / by`, rounded once; torch may multiply by a rounded inverse instead."""
-    return torch.full_like(by, number).div_(by)
+def _divided(number: float, divisors: Tensor) -> Tensor:
+    """`number / divisors`, rounded once; torch might multiply by a rounded inverse instead."""
+    return torch.full_like(divisors, number).div_(divisors)
 
 
-def _each(scales: Tensor, numel: int) -> Tensor:
+def _by_element(scales: Tensor, numel: int) -> Tensor:
     return scales.repeat_interleave(GROUP)[:numel]
 
 
 def exact_sqrt(values: Tensor) -> Tensor:
-    """Correctly rounded square roots of float32 numbers; torch's on the CPU are not always.
+    """Correctly rounded square roots of float32 numbers, which torch's CPU roots not always are.
 
-    No root of an fp32 number lies within four fp64 units of a midpoint between two fp32 numbers, so
-    rounding an fp64 root that is off by less than one unit gives the nearest fp32 number.
+    No root of an fp32 number lies within four fp64 units of a midpoint between two fp32 numbers. So
+    an fp64 root, off by less than one unit, rounds to the nearest fp32 number.
     """
     return values.double().sqrt_().float()
 

@@ -19,39 +19,40 @@ from megatrain.tile import Entry, TileLayout
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """True for a matrix of a numbered layer, and for a stack of its experts' matrices."""
+    """True for a matrix of a numbered layer, or a stack of its experts' matrices."""
     numbered = re.search(r"\.\d+\.", name) is not None
     matrices = len(shape) == 2 or (len(shape) == 3 and "experts" in name)
     return numbered and matrices and min(shape[-2:]) > 1
 
 
-def _of_a_matrix(entry: Entry) -> bool:
+def _is_matrix_entry(entry: Entry) -> bool:
     return is_matrix(entry.name, entry.shape)
 
 
-def _of_others(entry: Entry) -> bool:
-    return not _of_a_matrix(entry)
+def _is_other_entry(entry: Entry) -> bool:
+    return not _is_matrix_entry(entry)
 
 
 @dataclass(frozen=True)
 class Muon(Rule):
     """Muon as torch.optim.Muon (2.9 and newer) defines it, and torch.optim.AdamW for the rest.
 
-    The device orthogonalises: a gradient is summed there in fp32, and leaves as a direction. A
-    tensor of several experts is a matrix for each.
+    The device sums a matrix's gradient in fp32, replaces it by an orthogonal direction, and sends
+    this to the host. In a stack of experts each expert has a matrix of its own.
 
     Attributes:
-        lr, momentum, nesterov, weight_decay: as torch.optim.Muon takes them.
-        clip: `rest`: matrices of layers, and what else is in their tiles, are left out of clipping,
-            and their updates do not wait for the norm; `all`: as plain training has it, gradients
-            are held and return to the device once the norm is known.
-        adamw_lr: learning rate of all other parameters; None: `lr`.
-        betas, eps: AdamW's.
+        lr, momentum, nesterov, weight_decay: those of torch.optim.Muon.
+        clip: `rest`: tiles with matrices of layers are not clipped, and their updates do not wait
+            for the norm. `all`: as in plain training all gradients are clipped; they are kept, and
+            return to the device once the norm is known.
+        adamw_lr: learning rate of all parameters that are no such matrices; None: `lr`.
+        betas, eps: those of AdamW.
         no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
         adjust_lr_fn: `original` makes steps sqrt(max(1, rows / columns)) times as large;
             `match_rms_adamw` 0.2 sqrt(max(rows, columns)) times, so that AdamW's rates suit.
-        ns_coefficients, ns_steps, ns_eps: of the Newton-Schulz iteration.
-        ns_precision: of its products; `fp32` with layers in fp32 alone: for devices without bf16.
+        ns_coefficients, ns_steps, ns_eps: settings of the Newton-Schulz iteration.
+        ns_precision: precision of its products; `fp32` is for devices without bf16, and needs
+            layers in fp32.
     """
 
     name = "muon"
@@ -95,9 +96,9 @@ class Muon(Rule):
     @property
     def state_planes(self) -> tuple[Plane, ...]:
         return (
-            Plane("first moment", torch.float32, only=_of_others),
-            Plane("second moment", torch.float32, only=_of_others),
-            Plane("momentum", torch.float32, only=_of_a_matrix, on_device=True),
+            Plane("first moment", torch.float32, only=_is_other_entry),
+            Plane("second moment", torch.float32, only=_is_other_entry),
+            Plane("momentum", torch.float32, only=_is_matrix_entry, on_device=True),
         )
 
     def check_dtype(self, dtype: torch.dtype) -> None:
@@ -107,13 +108,13 @@ class Muon(Rule):
             )
 
     def directed(self, entry: Entry) -> bool:
-        return _of_a_matrix(entry)
+        return _is_matrix_entry(entry)
 
     def directs(self, layout: TileLayout) -> bool:
         return self.clip == "rest" and super().directs(layout)
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Groups of `Rule.groups`; those without matrices come first: only they have moments."""
+        """The groups of `Rule.groups`, each split: groups without matrices, with moments, first."""
         groups = []
         for kind, group in product((False, True), super().groups(model)):
             if params := [(n, p) for n, p in group["params"] if is_matrix(n, p.shape) == kind]:
@@ -127,12 +128,13 @@ class Muon(Rule):
     def average(
         self, gradient: Tensor, momentum: Tensor, group: Mapping[str, Any], proceed: Tensor
     ) -> None:
-        """Replace a range of a gradient by the averages that `direct` takes, on the device.
+        """Average a range of a gradient into its momentum, on the device.
 
         Args:
-            gradient: [N], float32, elements of one parameter, summed over the step; not clipped.
-            momentum: [N], the same elements.
-            proceed: bool; where it is False the momentum stays.
+            gradient: [N], float32: elements of one parameter, summed over the step; replaced by
+                the averages that `direct` takes.
+            momentum: [N], of the same elements.
+            proceed: bool; if it is False the momentum stays as it is.
         """
         average = momentum.lerp(gradient, 1 - group["momentum"])
         if self.nesterov:
@@ -142,11 +144,11 @@ class Muon(Rule):
         momentum.copy_(torch.where(proceed, average, momentum))
 
     def direct(self, entry: Entry, averages: Tensor) -> None:
-        """Replace averages, of the parameter's shape or some of its matrices, by directions."""
+        """Replace averages by directions; of a stack `averages` may have some matrices only."""
         averages.copy_(self._orthogonal(averages))
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
-        """Approximates `U V'` for each matrix `U S V'` in [..., rows, columns]."""
+        """Approximate `U V'` for each matrix `U S V'` (its SVD) in [..., rows, columns]."""
         (a, b, c), tall = self.ns_coefficients, matrix.shape[-2] > matrix.shape[-1]
         x = matrix.bfloat16() if self.ns_precision == "bf16" else matrix
         x = x.mT if tall else x
@@ -162,10 +164,11 @@ class Muon(Rule):
             update_adamw(tile, group, options)
             return
         lr = float(group["lr"])
-        by = Scalars(-lr * self._share(*group["shape"][-2:]), 1 - lr * group["weight_decay"])
-        kernels.update("direction", tile, by, options)
+        step_size = lr * self._lr_factor(*group["shape"][-2:])
+        scalars = Scalars(-step_size, 1 - lr * group["weight_decay"])
+        kernels.update("direction", tile, scalars, options)
 
-    def _share(self, rows: int, columns: int) -> float:
+    def _lr_factor(self, rows: int, columns: int) -> float:
         if self.adjust_lr_fn == "original":
             return math.sqrt(max(1, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))

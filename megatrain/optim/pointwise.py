@@ -1,4 +1,4 @@
-"""Rules that update each element alone (the arithmetic is in megatrain/kernels)."""
+"""Rules that update each element by itself (the arithmetic is in megatrain/kernels)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ _MOMENTS = {
 class AdamW(Rule):
     """AdamW (Loshchilov and Hutter 2019) as torch.optim.AdamW computes it.
 
-    The defaults are usual ones for language models, not torch's.
+    The defaults are those usual for language models, not torch's.
 
     Attributes:
-        lr, betas, eps, weight_decay: as torch.optim.AdamW takes them.
+        lr, betas, eps, weight_decay: those of torch.optim.AdamW.
         no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
         states: the moments' format: fp32; bf16, rounded stochastically; or int8, codes with a
             scale for each group (megatrain/kernels/states.py). The master is fp32 with all of them.
-        master: 32: the exact fp32 master; 24: of the 16 bits that bf16 weights leave of it, 8 are
-            kept, and updates rounded to them stochastically. For layers in bf16.
+        master: bits of the master: 32: exact fp32; 24: bf16 weights and 8 more bits, to which
+            updates are rounded stochastically (for layers in bf16 alone).
     """
 
     name = "adamw"
@@ -69,19 +69,19 @@ class AdamW(Rule):
 
 
 def update_adamw(tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
-    """AdamW's update of a range; arguments as of `Rule.update`."""
-    by = states.adamw_scalars(tile.states[0].dtype, options.step, group)
-    kernels.update("adamw", tile, by, options)
+    """Update a range by AdamW; see `Rule.update`."""
+    scalars = states.adamw_scalars(tile.states[0].dtype, options.step, group)
+    kernels.update("adamw", tile, scalars, options)
 
 
 @dataclass(frozen=True)
 class Lion(Rule):
     """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2).
 
-    The paper takes a third to a tenth of AdamW's learning rate, and as much more weight decay.
+    The paper divides AdamW's learning rate by 3 to 10, and multiplies its weight decay by as much.
 
     Attributes:
-        lr, betas, weight_decay: as the paper has them (eta, beta1 and beta2, lambda).
+        lr, betas, weight_decay: the paper's eta, beta1 and beta2, lambda.
         no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
     """
 
@@ -101,16 +101,16 @@ class Lion(Rule):
 
     def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        by = Scalars(-lr, 1 - lr * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2)
-        kernels.update("lion", tile, by, options)
+        scalars = Scalars(-lr, 1 - lr * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2)
+        kernels.update("lion", tile, scalars, options)
 
 
 @dataclass(frozen=True)
 class SGD(Rule):
-    """SGD as torch.optim.SGD has it: weight decay is added to the gradient.
+    """SGD as torch.optim.SGD defines it: weight decay is added to the gradient.
 
     Attributes:
-        lr, dampening, weight_decay: as torch.optim.SGD takes them.
+        lr, dampening, weight_decay: those of torch.optim.SGD.
         momentum: 0 keeps no state.
         no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
         nesterov: needs momentum, and a dampening of 0.
@@ -142,8 +142,8 @@ class SGD(Rule):
         return (Plane("momentum", torch.float32),) if self.momentum else ()
 
     def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
-        # The first gradient is taken whole, whatever the dampening.
-        fresh = 1.0 if options.step == 1 else 1 - group["dampening"]
-        by = Scalars(-float(group["lr"]), group["weight_decay"], group["momentum"], fresh)
+        # As in torch, dampening does not apply to the first gradient.
+        weight = 1.0 if options.step == 1 else 1 - group["dampening"]
+        scalars = Scalars(-float(group["lr"]), group["weight_decay"], group["momentum"], weight)
         rule = "sgd nesterov" if self.nesterov else "sgd momentum" if tile.states else "sgd"
-        kernels.update(rule, tile, by, options)
+        kernels.update(rule, tile, scalars, options)

@@ -1,4 +1,4 @@
-"""The base of optimizers: settings, what is kept of each parameter, and how it is applied.
+"""The base class of optimizers' rules: their settings, planes and parameter groups.
 
 All bytes per parameter are computed here, from the planes of a rule.
 """
@@ -27,11 +27,11 @@ from megatrain.tile.layout import ALIGNMENT
 # Patterns of parameter names without weight decay: those of transformers.Trainer (5.23).
 NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 
-_A_MATRIX = Entry("layers.0.weight", (4096, 4096), 0, 0)
+_LAYER_MATRIX = Entry("layers.0.weight", (4096, 4096), 0, 0)
 
 
 class PlaneKind(Enum):
-    """A kind of plane; the value is for people."""
+    """A kind of plane."""
 
     WEIGHTS = "weights"
     REMAINDER = "remainder"
@@ -41,14 +41,14 @@ class PlaneKind(Enum):
 
 @dataclass(frozen=True)
 class Plane:
-    """One quantity of a tile; offsets are those of the tile's layout, whichever quantity it is.
+    """One quantity of a tile (weights, gradient, a state), at the offsets of the tile's layout.
 
     Attributes:
         name: unique in the tile; a key of checkpoints.
         per: elements that share one value (more than 1 for a scale); divides tile.ALIGNMENT.
-        frozen: parameters that are not trained have it, too.
-        only: True for parameters that have it; None: all have it.
-        on_device: only `average` uses it, on the device (Muon).
+        frozen: True if frozen parameters have this plane, too.
+        only: True for the parameters that have this plane; None: all have it.
+        on_device: True if only `average` (Muon) uses the plane, on the device.
     """
 
     name: str
@@ -60,14 +60,14 @@ class Plane:
     kind: PlaneKind = PlaneKind.STATE
 
     def __hash__(self) -> int:
-        return hash(self.name)  # a forecast asks for it a hundred thousand times
+        return hash(self.name)  # fast: a forecast hashes planes a hundred thousand times
 
     @property
     def bytes_per_parameter(self) -> float:
         return self.dtype.itemsize / self.per
 
     def num_bytes(self, layout: TileLayout) -> int:
-        """Bytes of this plane for a tile; with several ranks, on rank 0, which has most."""
+        """Bytes of this plane for a tile on rank 0, which has most of several ranks."""
         return self.own_numel(layout, 0) * self.dtype.itemsize
 
     def has(self, entry: Entry) -> bool:
@@ -76,26 +76,26 @@ class Plane:
         return trained and (self.only is None or self.only(entry))
 
     def numel(self, layout: TileLayout) -> int:
-        """Values of this plane for a tile, up to the last part or parameter that has values."""
+        """Length of this plane for a tile: up to the last part or parameter that has values."""
         if self.kind is PlaneKind.WEIGHTS:
             return layout.numel
         last = next(filter(self.has, reversed(layout.entries)), None)
         if last is None:
             return 0
         stop = align(last.offset + last.stored, ALIGNMENT)
-        if layout.ranks > 1 and self.only is None:  # whole parts, which all ranks have blocks of
+        if layout.ranks > 1 and self.only is None:  # whole parts: all ranks have blocks of each
             stop = min((end for _, end in layout.parts if end >= stop), default=0)
         return stop // self.per
 
-    @lru_cache(1 << 14)  # noqa: B019  forecasts ask for the same thousands of times
+    @lru_cache(1 << 14)  # noqa: B019  forecasts repeat calls thousands of times
     def own_numel(self, layout: TileLayout, rank: int) -> int:
-        """Values of this plane for a tile in one rank's blocks."""
+        """Length of this plane for a rank's blocks of a tile."""
         stop = self.numel(layout) * self.per
         parts = (min(numel, stop - start) for start, numel in layout.blocks(rank))
         return sum(numel for numel in parts if numel > 0) // self.per
 
     def place(self, start: int, stop: int) -> slice:
-        """The slice of values for elements `start` to `stop` of a tile; a parameter's `start`."""
+        """The slice of values for elements `start` to `stop`; `start` begins a group of `per`."""
         return slice(start // self.per, -(-stop // self.per))
 
 
@@ -105,13 +105,13 @@ class Rule(ABC):
 
     Attributes:
         settings: names of the settings that torch's parameter groups hold.
-        choices: further settings, the same for all groups, with the allowed values of each.
-        further: more of these, with any values.
-        needs_matrices: call `update` for ranges of one parameter, with its `shape` in `group` and
-            only the states that it has; else for ranges of several parameters.
-        sums_in_pass: `update` on the host also adds to `options.sums`.
-        launches: of its update on a GPU, for each UPDATE_BLOCK of elements: torch's operations, as
-            long as it has no kernel of its own there; for forecasts.
+        choices: settings that all groups share, with the allowed values of each.
+        further: further shared settings, with any values.
+        needs_matrices: True if `update` takes ranges of one parameter, with its `shape` in `group`
+            and only the states that it has; False: ranges of several parameters.
+        sums_in_pass: True if `update` on the host also adds to `options.sums`.
+        launches: torch operations of its update on a GPU, for each UPDATE_BLOCK of elements, for
+            forecasts; 0 if it has a kernel of its own there.
     """
 
     name: ClassVar[str]
@@ -135,23 +135,24 @@ class Rule(ABC):
     @property
     @abstractmethod
     def state_planes(self) -> tuple[Plane, ...]:
-        """Planes of each trained parameter besides its master; they begin as zeros."""
+        """The planes of a trained parameter's state, which begins as zeros."""
 
     @property
     def remainder(self) -> torch.dtype:
         """The dtype of the remainder: the bits of a master beyond its bf16 weights."""
         return torch.int16
 
-    def check_dtype(self, dtype: torch.dtype) -> None:  # noqa: B027  most take any
-        """Raises InputError: the rule cannot train layers that are computed in `dtype`."""
+    def check_dtype(self, dtype: torch.dtype) -> None:  # noqa: B027  most rules take any
+        """Raise InputError if the rule cannot train layers that are computed in `dtype`."""
 
     @abstractmethod
     def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
-        """Apply one update in place to a range of a tile, where its planes rest.
+        """Update a range of a tile in place, on the device of its planes.
 
         Args:
-            tile: with the same range of each of `state_planes`. On a GPU the update is put on the
-                current stream.
+            tile: the range, with its states in the order of `state_planes`. On a GPU the update is
+                put on the current stream.
+            group: the settings of the range's parameter group.
             options: the update's number and place, and how to run it.
         """
 
@@ -160,16 +161,16 @@ class Rule(ABC):
         return self.lr
 
     def directed(self, entry: Entry) -> bool:
-        """True if the rule's `average` and `direct` are called for a parameter (of a layer)."""
+        """True if the rule's `average` and `direct` replace a parameter's gradient (Muon)."""
         return False
 
     @property
     def directing(self) -> bool:
-        """True if gradients of some parameters become directions, on the device."""
+        """True if the rule replaces some gradients by directions, on the device."""
         return any(plane.on_device for plane in self.state_planes)
 
     def directs(self, layout: TileLayout) -> bool:
-        """True if gradients in this tile become directions; then clipping leaves the tile out."""
+        """True if the tile has directions, so clipping leaves it out (Muon: unless `clip: all`)."""
         return any(self.directed(entry) for entry in layout.trainable)
 
     def __post_init__(self) -> None:
@@ -201,9 +202,9 @@ class Rule(ABC):
         """torch parameter groups of the trainable parameters: those that decay, those that do not.
 
         The choice is that of transformers.Trainer (`get_decay_parameter_names`), which searches
-        lower-cased names; since the caller's patterns may have capitals, names as they are, too.
+        lower-cased names. Here names with their capitals are searched, too.
 
-        Raises InputError: a pattern of `no_decay` is in no parameter's name.
+        Raises InputError: a pattern of `no_decay` matches no parameter's name.
         """
         norms = [name for name, m in model.named_modules() if isinstance(m, nn.LayerNorm)]
 
@@ -229,15 +230,15 @@ class Rule(ABC):
 
 @cache  # plans try several rules with one model
 def _matches(pattern: str, name: str) -> bool:
-    """True if a pattern is in a parameter's name, as the model or a module in it has it."""
+    """True if a pattern matches a parameter's name in the model or in a module of it."""
     parts = name.split(".")
-    suffixes = [".".join(parts[start:]) for start in range(len(parts))]
-    return any(re.search(pattern, text) for i in suffixes for text in (i, i.lower()))
+    names = [".".join(parts[start:]) for start in range(len(parts))]
+    return any(re.search(pattern, text) for n in names for text in (n, n.lower()))
 
 
 @cache
 def tile_planes(rule: Rule | None, dtype: torch.dtype) -> tuple[Plane, ...]:
-    """The planes of a tile when layers are computed in `dtype`; without a rule: for inference.
+    """The planes of a tile if layers compute in `dtype`; rule None: for inference.
 
     Raises InputError: the rule cannot train layers in `dtype`.
     """
@@ -251,7 +252,7 @@ def tile_planes(rule: Rule | None, dtype: torch.dtype) -> tuple[Plane, ...]:
         "remainder",
         rule.remainder,
         frozen=True,
-        only=lambda entry: entry.group is not None or entry.wide,  # of a master with more bits
+        only=lambda entry: entry.group is not None or entry.wide,  # masters with more bits
         kind=PlaneKind.REMAINDER,
     )
     return (weights, remainder, *rule.state_planes)
@@ -264,28 +265,28 @@ def gradient_plane(dtype: torch.dtype) -> Plane:
 
 
 def parameter_bytes(rule: Rule | None, dtype: torch.dtype) -> float:
-    """Bytes of all planes of a trained parameter, the gradient included: AdamW 14, in fp32 16.
+    """Bytes of a trained parameter, the gradient included: AdamW 14, in fp32 16.
 
-    Where a rule keeps other planes of other parameters: of a matrix of a layer.
+    If a rule's planes differ between parameters, the bytes are those of a layer's matrix.
     """
     gradient = () if rule is None else (gradient_plane(dtype),)
     planes = (*tile_planes(rule, dtype), *gradient)
-    return sum(plane.bytes_per_parameter for plane in planes if plane.has(_A_MATRIX))
+    return sum(plane.bytes_per_parameter for plane in planes if plane.has(_LAYER_MATRIX))
 
 
 def moved_bytes(rule: Rule, dtype: torch.dtype) -> float:
-    """Bytes of host-memory traffic that a parameter's update causes: AdamW 26, in fp32 28.
+    """Bytes of host-memory traffic of a parameter's update: AdamW 26, in fp32 28.
 
-    The gradient is read; all else is read and written.
+    The gradient is read; the other planes are read and written.
     """
-    away = sum(plane.bytes_per_parameter for plane in rule.state_planes if plane.on_device)
+    on_device = sum(plane.bytes_per_parameter for plane in rule.state_planes if plane.on_device)
     gradient = gradient_plane(dtype).bytes_per_parameter
-    return 2 * (parameter_bytes(rule, dtype) - away) - gradient
+    return 2 * (parameter_bytes(rule, dtype) - on_device) - gradient
 
 
 @contextmanager
 def master_of(tile: TileRange) -> Iterator[Tensor]:
-    """The fp32 master of a range, to be changed in place within the block, on any device."""
+    """Yield the fp32 master of a range, which the block may change in place; on any device."""
     master, on_host = tile.weights, tile.weights.is_cpu
     if tile.remainder is not None:
         master = torch.empty_like(tile.weights, dtype=torch.float32)
@@ -296,5 +297,5 @@ def master_of(tile: TileRange) -> Iterator[Tensor]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """True for numbers, except True and False."""
+    """True for an int or a float, but not for True and False."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""torch's view of the engine's optimizer: groups that the user reads, changes and schedules."""
+"""The engine's optimizer as torch code sees it: groups to read, change and schedule."""
 
 import inspect
 import logging
@@ -20,11 +20,11 @@ _NOT_HERE = (
     "change a setting, assign to engine.optimizer.param_groups"
 )
 
-# What torch's optimizers do besides, where a group asks for it.
+# Settings of torch's optimizers that the engine's rules do not have.
 _UNKNOWN, _DECOUPLED = ("amsgrad", "maximize"), "decoupled_weight_decay"
 
-# What can be asked of a parameter in the groups; `check` refuses one that was frozen.
-_OF_SHAPE = {
+# Attributes that a parameter without values has; `check` refuses one that was frozen.
+_WITHOUT_VALUES = {
     "__len__", "__repr__", "device", "dim", "dtype", "is_leaf", "is_meta", "ndim", "nelement",
     "numel", "requires_grad", "requires_grad_", "shape", "size",
 }  # fmt: skip
@@ -52,7 +52,7 @@ class _Named(nn.Parameter):
         name = func.__name__
         if name in ("__get__", "__set__"):  # a property
             name = func.__self__.__name__
-        if name not in _OF_SHAPE:
+        if name not in _WITHOUT_VALUES:
             raise InputError(
                 f"{name.strip('_')} was asked of a parameter in the optimizer's groups; the engine "
                 "streams values and gradients, so these parameters have none"
@@ -63,13 +63,13 @@ class _Named(nn.Parameter):
 class StreamedOptimizer(torch.optim.Optimizer):
     """The engine's optimizer as a torch optimizer: groups to read, change and schedule.
 
-    Its parameters are names and shapes only; state rests in the tiles. Groups are read anew in each
-    step, so parameters may be moved between them at any time. A parameter is known by its tensor in
-    `params`; `param_names` follows.
+    Its parameters are names and shapes only; states rest in the tiles. Each step reads the groups
+    again, so parameters may move between groups at any time. The tensors in `params` identify
+    parameters; `param_names` is derived from them.
 
     Attributes:
-        restored_rates: learning rates of the groups that `restore` took; None: none were restored,
-            or a step has been taken since.
+        restored_rates: the groups' learning rates that `restore` has set, until the next step; else
+            None.
     """
 
     def __init__(self, rule: Rule, model: nn.Module) -> None:
@@ -91,9 +91,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.restored_rates: list[float] | None = None
 
     def group_of(self) -> dict[str, int]:
-        """Index of each trainable parameter's group, by name.
+        """The index of each trainable parameter's group, by name.
 
-        Raises InputError: a parameter is in no group or in two, or is not one of the engine's.
+        Raises InputError: a parameter is in no group or in two, or is not the engine's.
         """
         groups: dict[str, int] = {}
         for index, group in enumerate(self.param_groups):
@@ -124,15 +124,15 @@ class StreamedOptimizer(torch.optim.Optimizer):
         Raises InputError: a parameter is not the engine's.
         """
         params = param_group["params"]
-        if not isinstance(params, set):  # which torch refuses
+        if not isinstance(params, set):  # torch refuses sets
             params = [params] if isinstance(params, Tensor) else params
             tensors = [item[1] if isinstance(item, tuple) else item for item in params]
             param_group = param_group | {"params": [(self._name(p), p) for p in tensors]}
-        # Wrapped for torch.compile, it would import torch._dynamo, which takes a second.
+        # Unwrapped: torch's wrapper for torch.compile imports torch._dynamo, which takes a second.
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
-        """Like torch's where a trainer's loop calls `step`; else refused, as it would be late."""
+        """Like torch's if a trainer's loop calls `step`; else refused: the hook would come late."""
         if self._driver is None:
             raise InputError("optimizer: its hooks before steps come late; call before Engine.step")
         return super().register_step_pre_hook(hook)
@@ -157,13 +157,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._warn_of_first_rates()
 
     def _name_parameters(self) -> None:
-        """Put the names of its parameters into each group. Raises InputError: as `group_of`."""
+        """Set `param_names` of each group. Raises InputError as `group_of` does."""
         self.group_of()
         for group in self.param_groups:
             group["param_names"] = [self._names[parameter] for parameter in group["params"]]
 
     def _warn_of_first_rates(self) -> None:
-        """Warn if a schedule, made after `restore`, has put its first rates in place of those."""
+        """Warn if a schedule made after `restore` has replaced the restored rates by its first."""
         restored, self.restored_rates = self.restored_rates, None
         rates = [_scalar(group.get("lr")) for group in self.param_groups]
         if restored is not None and restored != rates and is_scheduled(self):
@@ -175,6 +175,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             )
 
     def _check(self, group: dict[str, Any]) -> None:
+        """Raise InputError if a group's settings are invalid, or differ from the engine's rule."""
         rule, kind = self.rule, type(self.rule).__name__
         unknown = [name for name in _UNKNOWN if group.get(name)]
         unknown += [] if group.get(_DECOUPLED, True) else [f"{_DECOUPLED}=False"]
@@ -217,7 +218,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._driver = step, zero_grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing, since the engine keeps no gradients, unless `drive` has set a function."""
+        """Call the function that `drive` has set, if any: the engine keeps no gradients."""
         if self._driver is not None:
             self._driver[1]()
 
@@ -229,11 +230,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return groups | {"note": f"groups only; {_NOT_HERE}"}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the groups' settings from what `state_dict` gave, such as the rates of a schedule.
+        """Set the groups' settings, such as the rates of a schedule, to those of a `state_dict()`.
 
-        The engine keeps its own moments, whatever step the settings are of.
+        The engine keeps its moments, even if the settings are those of another step.
 
-        Raises InputError: it holds moments, groups of other parameters, or invalid settings.
+        Raises InputError: `state_dict` has moments, groups of other parameters, or bad settings.
         """
         is_empty = isinstance(state_dict, Mapping) and not state_dict.get("state")
         groups = deepcopy(state_dict.get("param_groups")) if is_empty else None
@@ -244,10 +245,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.restored_rates = rates
 
     def saved_groups(self) -> list[dict[str, Any]]:
-        """The groups as plain JSON values: parameter names, and settings as a schedule left them.
+        """The groups as JSON values: parameter names, and the current settings.
 
-        Raises InputError: a group has a value that is no number or text, or the groups are not made
-            of the engine's parameters.
+        Raises InputError: a group has a value that is neither number nor text, or the groups do not
+            have the engine's parameters.
         """
         self._name_parameters()
         return [
@@ -256,9 +257,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         ]
 
     def restore(self, groups: Sequence[dict[str, Any]], num_steps: int) -> None:
-        """Take over groups that `saved_groups` gave.
+        """Set the groups to those that `saved_groups` returned.
 
-        Raises InputError: they are of other parameters, or have invalid settings.
+        Raises InputError: they have other parameters, or invalid settings.
         """
         by_name = {name: parameter for parameter, name in self._names.items()}
         lists = [group.get("param_names") for group in groups]
@@ -272,7 +273,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for group in groups:
             self._check(group)
             params = [by_name[str(name)] for name in group["param_names"]]
-            # JSON has pairs of numbers as lists.
+            # JSON turns tuples into lists.
             pairs = {n: tuple(group[n]) for n in self.rule.settings if type(group[n]) is list}
             restored.append({**group, **pairs, "params": params})
         self.param_groups[:] = restored

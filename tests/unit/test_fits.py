@@ -352,8 +352,11 @@ def test_a_first_step_larger_than_planned_goes_without(shapes, graphs, monkeypat
     placement = Placement(offload_activations=2, save_activations=1)
     settled = auto.Settled(placement, 5, Planned(125, 5 * 25))
     answering(monkeypatch, auto, _chosen=settled)
-    engine, under = make_engine(llama(), placement="auto"), mock.Mock(wraps=TrainingParts.under)
-    monkeypatch.setattr(TrainingParts, "under", lambda *given: under(*given))
+    engine, under = (
+        make_engine(llama(), placement="auto"),
+        mock.Mock(wraps=TrainingParts.with_policies),
+    )
+    monkeypatch.setattr(TrainingParts, "with_policies", lambda *given: under(*given))
     engine.step(make_batches(1, *shapes)[0])
     assert (engine.memory()["host_kept_bytes"] > 0) == (graphs > 0)
     [(_, policies)] = [call.args for call in under.mock_calls]
@@ -367,8 +370,11 @@ def test_a_first_step_with_images_that_no_one_planned_goes_without(planned, monk
     answering(monkeypatch, auto, _chosen=settled)
     model = tiny_multimodal("qwen3_vl")
     [(pictures, text, *_), *_] = media_steps(model, "qwen3_vl")
-    engine, under = make_engine(model, placement="auto"), mock.Mock(wraps=TrainingParts.under)
-    monkeypatch.setattr(TrainingParts, "under", lambda *given: under(*given))
+    engine, under = (
+        make_engine(model, placement="auto"),
+        mock.Mock(wraps=TrainingParts.with_policies),
+    )
+    monkeypatch.setattr(TrainingParts, "with_policies", lambda *given: under(*given))
     for step in ([text], [pictures, text], [pictures]):
         engine.step(step)
     saved = [call.args[1].count(ActivationPolicy("graph", "device")) for call in under.mock_calls]
