@@ -1,6 +1,6 @@
 """Checkpoints in a run's folder, and their manifests (`manifest.json`).
 
-A manifest is checked before anything in it is believed.
+A manifest is validated before anything in it is used.
 """
 
 import json
@@ -36,7 +36,7 @@ Count = Annotated[int, Interval(ge=0, lt=_LARGEST)]
 
 
 class _Strict:
-    """pydantic converts no values and accepts no unknown fields."""
+    """Lets pydantic convert no values and accept no unknown fields."""
 
     __pydantic_config__: ClassVar = {"strict": True, "extra": "forbid"}
 
@@ -49,7 +49,7 @@ def lies_inside(name: str) -> bool:
 
 @dataclass(frozen=True)
 class FileRecord(_Strict):
-    """One file: its size, and `(bytes, checksum)` of each piece from its beginning on."""
+    """One file: its size, and `(bytes, checksum)` of each of its pieces in order."""
 
     num_bytes: Count
     pieces: tuple[tuple[Annotated[int, Interval(ge=1, le=files.MAX_PIECE_BYTES)], str], ...]
@@ -64,7 +64,7 @@ class FileRecord(_Strict):
 
 @dataclass(frozen=True)
 class Plane(_Strict):
-    """One flat tensor of a tile's file; `dtype` as safetensors says it."""
+    """One flat tensor of a tile's file; `dtype` is its name in safetensors."""
 
     dtype: Annotated[str, Predicate(DTYPES.__contains__)]
     numel: Count
@@ -75,7 +75,7 @@ class Parameter(_Strict):
     """A parameter's place in its tile's planes: `offset` in elements, the same in each plane.
 
     The optimizer's planes hold only parameters with a group; a frozen parameter has no group.
-    `skipped` updates of the tile left it alone: it had no gradient.
+    `skipped`: updates of the tile that left the parameter out, because it had no gradient.
     """
 
     name: Annotated[str, Len(0, MAX_NAME_LENGTH)]
@@ -94,7 +94,7 @@ class Parameter(_Strict):
 
 @dataclass(frozen=True)
 class TileRecord(_Strict):
-    """One tile: the file of its planes, and how many updates it has had."""
+    """One tile: the file of its planes; `version` is the number of its updates."""
 
     name: str
     file: str
@@ -105,13 +105,14 @@ class TileRecord(_Strict):
 
 @dataclass(frozen=True)
 class BaseReference(_Strict):
-    """The base of an adapter, which no step changes: it is read again from its own place.
+    """Names the base of an adapter, whose frozen weights are read again from their source.
 
     Attributes:
-        path: its folder, checkpoint or hub id, with the hub's `revision`.
+        path: the base's folder, checkpoint or hub id, with the hub's `revision`.
         fingerprint: of the values of all parameters that the checkpoint leaves out.
         packed: the formats of packed parameters, by name.
-        carried: fingerprint of its tensors that the model has no place for; None: not taken before.
+        carried: fingerprint of the base's tensors that the model does not use; None: an older
+            checkpoint without it.
     """
 
     path: str
@@ -126,11 +127,11 @@ class Settings(_Strict):
     """All settings of an engine, without its tiles.
 
     Attributes:
-        dtype: of the model's source, in which exports are written.
+        dtype: that of the model's source, in which exports are written.
         attn_implementation, experts_implementation: of each configuration inside the model's.
-        frozen_dtypes: of those without an optimizer group that came in another dtype than `dtype`.
-        groups: torch's parameter groups as a schedule left them.
-        num_steps: the optimizer's own count.
+        frozen_dtypes: dtypes of the frozen parameters whose source has another one than `dtype`.
+        groups: torch's parameter groups with their current settings.
+        num_steps: the optimizer's own count of steps.
         adapter: configurations of PEFT, by the adapters' names, and the active one's name.
         left_out: the base, if its parameters are not in the tiles; None: all are in the tiles.
     """
@@ -181,20 +182,20 @@ def signed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_json(extra: dict[str, Any]) -> str:
-    """The caller's dictionary as JSON text. Raises InputError: it could not be read back."""
+    """The caller's dictionary as JSON text. Raises InputError: a load could not read it."""
     subject = "the extra state of a checkpoint"
     refusals = TypeError, ValueError, RecursionError
     with explained(f"{subject} cannot be saved", "give plain JSON values", of=refusals):
         text = json.dumps(extra, allow_nan=False)
     if len(text) > MAX_JSON_BYTES:
         raise InputError(f"{subject} takes {len(text)} bytes; {MAX_JSON_BYTES} are allowed")
-    parse_object(text.encode(), subject)  # refuses now what a load would refuse
+    parse_object(text.encode(), subject)  # raises InputError now, as a load would later
     return text
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint with a consistent manifest; `extra`: JSON values of the caller of the save."""
+    """A checkpoint with a valid manifest; `extra`: JSON values that the save's caller gave."""
 
     folder: Path
     manifest: Manifest
@@ -214,7 +215,7 @@ class Checkpoint:
         return self.folder / MODEL
 
     def read(self, name: str, buffer: memoryview, offset: int, checksum: str) -> None:
-        """Fill `buffer` from `offset` of a file. Raises InputError: unreadable, a link, damaged."""
+        """Fill `buffer` from `offset` of a file. Raises InputError: unreadable, link, damaged."""
         path = self.folder / name
         with explained(f"{path}: cannot read it", of=(OSError, EOFError)):
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -230,7 +231,7 @@ class Checkpoint:
             )
 
     def check_file(self, name: str, start: int = 0, stop: int = _LARGEST) -> None:
-        """Compare a file's pieces between bytes `start` and `stop` with their checksums."""
+        """Check a file's pieces between bytes `start` and `stop`. Raises InputError: damaged."""
         record = self.manifest.files[name]
         buffer = memoryview(bytearray(max((size for size, _ in record.pieces), default=0)))
         for offset, num_bytes, checksum in record.spans():
@@ -239,11 +240,11 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Check the manifest, the sizes of all files, and the bytes of those that are no tiles."""
+    """Read a checkpoint's manifest; check all sizes, and bytes but for tiles. Raises InputError."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no checkpoint there")
     files.regular_size(folder, MANIFEST)
-    manifest = _believed(read_json(folder / MANIFEST), folder / MANIFEST)
+    manifest = _validated(read_json(folder / MANIFEST), folder / MANIFEST)
     for name, record in manifest.files.items():
         actual = files.regular_size(folder, name)
         if actual != record.num_bytes:
@@ -269,10 +270,10 @@ def _adapter() -> Any:
     return TypeAdapter(Manifest)
 
 
-def _believed(content: dict[str, Any], path: Path) -> Manifest:
+def _validated(content: dict[str, Any], path: Path) -> Manifest:
     from pydantic import ValidationError
 
-    try:  # as JSON, in which tuples and dataclasses are lists and objects
+    try:  # from JSON text pydantic also takes lists for tuples, and objects for dataclasses
         manifest: Manifest = _adapter().validate_json(json.dumps(content))
         if manifest.checksum != signed(content)["checksum"]:
             raise ValueError("its text was changed after it was saved (its own checksum differs)")
@@ -291,9 +292,9 @@ def _believed(content: dict[str, Any], path: Path) -> Manifest:
 
 
 def _is_torn(manifest: Manifest) -> bool:
-    """True if tiles are not all of the same step; those of images and sounds may lag behind."""
-    always = [t for t in manifest.tiles if t.name != TileKind.MEDIA.value]
-    trained = [t for t in always if any(p.group is not None for p in t.parameters)]
+    """True if tiles are of different steps; encoders may lag behind, since steps leave them out."""
+    in_every_step = [t for t in manifest.tiles if t.name != TileKind.MEDIA.value]
+    trained = [t for t in in_every_step if any(p.group is not None for p in t.parameters)]
     newest = max((tile.version for tile in manifest.tiles), default=0)
     return len({tile.version for tile in trained}) > 1 or newest > manifest.settings.steps
 
@@ -304,7 +305,7 @@ def is_checkpoint(folder: str | Path) -> bool:
 
 
 def require_replaceable(folder: Path) -> None:
-    """Raises InputError: a file, or a folder that holds more than a (damaged) checkpoint."""
+    """Raise InputError if `folder` is a file, or holds files that are no part of a checkpoint."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -318,9 +319,9 @@ def require_replaceable(folder: Path) -> None:
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """A checkpoint after a check of its manifest, small files and file sizes, not of its tiles.
+    """Open a checkpoint; check its manifest, small files and all files' sizes, but not its tiles.
 
-    Raises InputError: names the file, what is wrong, and the newest whole checkpoint beside it.
+    Raises InputError: names the file, what is wrong, and the newest whole checkpoint near it.
     """
     folder = Path(folder)
     try:
@@ -333,7 +334,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def verify(folder: str | Path) -> Checkpoint:
-    """`open_checkpoint`, and compare every byte of every file with its checksum."""
+    """Open a checkpoint and check every byte of every file. Raises InputError: one is damaged."""
     checkpoint = open_checkpoint(folder)
     for name in checkpoint.manifest.files:
         checkpoint.check_file(name)
@@ -341,7 +342,7 @@ def verify(folder: str | Path) -> Checkpoint:
 
 
 def whole_checkpoints(parent: str | Path) -> list[Path]:
-    """The checkpoints in a folder that `open_checkpoint` accepts: most steps, last name first."""
+    """The checkpoints in a folder that `open_checkpoint` accepts, the newest (most steps) first."""
     complete: list[Checkpoint] = []
     parent = Path(parent)
     for folder in sorted(parent.iterdir()) if parent.is_dir() else ():
@@ -361,16 +362,16 @@ def rotate(
 ) -> list[Path]:
     """Remove whole checkpoints except the newest `keep_last`, marked and `spared` ones.
 
-    Returns the removed ones. Damaged checkpoints and other folders are left alone. Checkpoints
-    after `newest` are left alone, too, and do not count: their tiles may be damaged.
+    Returns the removed ones. Damaged checkpoints and other folders stay. So do checkpoints after
+    `newest`, which do not count: their tiles may be damaged.
 
-    Raises OSError: one cannot be removed; the others are.
+    Raises OSError: a checkpoint could not be removed; the others are.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; the newest checkpoint always stays")
-    older = dropwhile(lambda path: newest not in (None, path), whole_checkpoints(parent))
-    later = [path for path in islice(older, keep_last, None) if path not in spared]
-    old = [path for path in later if not (path / KEEP).exists()]
+    counted = dropwhile(lambda path: newest not in (None, path), whole_checkpoints(parent))
+    superseded = [path for path in islice(counted, keep_last, None) if path not in spared]
+    old = [path for path in superseded if not (path / KEEP).exists()]
     failures = []
     for folder in old:
         try:

@@ -1,4 +1,4 @@
-"""Tiles, or the weights alone, back from a checkpoint: every byte that is taken is checked."""
+"""Reads tiles, or masters alone, from a checkpoint, and checks every byte that is used."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ _READERS = 4  # threads that check weights
 
 @dataclass(frozen=True)
 class _Range:
-    """Bytes `start` to `stop` of a file, and their target (equally many, uint8)."""
+    """Bytes `start` to `stop` of a file, and the memory (uint8, as long) that they go to."""
 
     start: int
     stop: int
@@ -32,18 +32,18 @@ class _Range:
 
 
 def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> None:
-    """Fill all planes and versions of `tiles`; every byte is checked as it is read.
+    """Fill all planes and versions of `tiles`, and check every byte while it is read.
 
-    Parameters are found by name, whatever the layout of the checkpoint's tiles; those that it
-    leaves out stay as they are. A thread needs memory for one piece, and only if the piece cannot
-    be read directly into a plane. After an error the planes hold arbitrary values.
+    Parameters are matched by name, whatever the layout of the checkpoint's tiles. Parameters that
+    the checkpoint leaves out stay as they are. Each thread may need memory for one piece. After an
+    error the planes hold arbitrary values.
 
     Raises InputError: a file is damaged, or the checkpoint has other parameters or planes.
     """
     for mismatch in _mismatches(checkpoint, tiles):
         raise InputError(f"{checkpoint.folder}: {mismatch}; it is of another model or precision")
     with ThreadPoolExecutor(threads, thread_name_prefix="read-checkpoint") as pool:
-        list(pool.map(call, _pieces(checkpoint, tiles)))  # after an error the rest is cancelled
+        list(pool.map(call, _pieces(checkpoint, tiles)))  # an error cancels the other pieces
     records = checkpoint.manifest.tiles
     versions = {record.name: record.version for record in records}
     versions |= {p.name: record.version for record in records for p in record.parameters}
@@ -82,27 +82,27 @@ def _mismatches(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[str]:
 
 
 def planes_of(tile: Tile) -> dict[str, Plane]:
-    """A tile's planes by their names in files; wide dtypes first, which keeps all aligned."""
+    """A tile's planes by their names in files; wide dtypes come first, so all are aligned."""
     states_first = sorted(tile.planes, key=lambda plane: plane not in tile.states)
     wide_first = sorted(states_first, key=lambda plane: -plane.dtype.itemsize)
     return {plane.name.replace(" ", "_"): plane for plane in wide_first}
 
 
 def _pieces(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[Callable[[], None]]:
-    """Functions that each read one piece of the checkpoint's files into `tiles`."""
-    partly = any(tile.layout.ranks > 1 for tile in tiles)  # other ranks check the other pieces
+    """Yield functions that each read one piece of the checkpoint's files into `tiles`."""
+    reads_part = any(tile.layout.ranks > 1 for tile in tiles)  # other ranks read other pieces
     places = {entry.name: (tile, entry) for tile in tiles for entry in tile.layout.entries}
     for record in checkpoint.manifest.tiles:
         ranges = list(_ranges(record, tile_planes(checkpoint, record), places))
         for offset, num_bytes, checksum in checkpoint.manifest.files[record.file].spans():
             overlapping = [r for r in ranges if r.start < offset + num_bytes and offset < r.stop]
-            if overlapping or not partly:
+            if overlapping or not reads_part:
                 span = (offset, num_bytes, checksum)
                 yield partial(_read_piece, checkpoint, record.file, span, overlapping)
 
 
 def tile_planes(checkpoint: Checkpoint, record: TileRecord) -> dict[str, Stored]:
-    """The places of planes in a tile's file. Raises InputError: the manifest says others."""
+    """The places of planes in a tile's file. Raises InputError: they contradict the manifest."""
     path = checkpoint.folder / record.file
     _, first, checksum = next(checkpoint.manifest.files[record.file].spans(), (0, 0, ""))
     checkpoint.read(record.file, memoryview(bytearray(first)), 0, checksum)
@@ -117,7 +117,7 @@ def tile_planes(checkpoint: Checkpoint, record: TileRecord) -> dict[str, Stored]
 def _ranges(
     record: TileRecord, stored: dict[str, Stored], places: dict[str, tuple[Tile, Entry]]
 ) -> Iterator[_Range]:
-    """The memory for each range of a tile file's bytes: planes, or parameters in another layout."""
+    """Yield the ranges of a tile's file: whole planes, or parameters if the layouts differ."""
     tile = next((places[p.name][0] for p in record.parameters if p.name in places), None)
     if tile is None:
         return
@@ -126,9 +126,9 @@ def _ranges(
     for name, plane in stored.items():
         kind = planes_of(tile).get(name)
         if kind is not None and saved == entries:
-            tile_range = tile.planes[kind]
-            if len(tile_range.data) == plane.shape[0]:
-                yield _Range(plane.start, plane.start + plane.num_bytes, tile_range.as_bytes())
+            whole_plane = tile.planes[kind]
+            if len(whole_plane.data) == plane.shape[0]:
+                yield _Range(plane.start, plane.start + plane.num_bytes, whole_plane.as_bytes())
                 continue
         size = plane.dtype.itemsize
         for parameter in (p for p in record.parameters if p.name in places):
@@ -137,9 +137,9 @@ def _ranges(
             if kind is None or not kind.has(entry):
                 continue
             place, part = target_tile.place(entry)
-            stored_place = kind.place(parameter.offset + part.start, parameter.offset + part.stop)
+            source = kind.place(parameter.offset + part.start, parameter.offset + part.stop)
             to = kind.place(place.start, place.stop)
-            start = plane.start + stored_place.start * size
+            start = plane.start + source.start * size
             target = target_tile.planes[kind].piece(to.start, to.stop).as_bytes()
             if len(target.data):
                 yield _Range(start, start + len(target.data), target)
@@ -148,7 +148,7 @@ def _ranges(
 def _read_piece(
     checkpoint: Checkpoint, name: str, span: tuple[int, int, str], ranges: list[_Range]
 ) -> None:
-    """Read a piece of a file into the `ranges` in it; directly, if one on the host takes it all."""
+    """Read a piece of a file into its `ranges`: directly, if one host range takes all of it."""
     offset, num_bytes, checksum = span
     if len(ranges) == 1:
         position = offset - ranges[0].start
@@ -160,14 +160,14 @@ def _read_piece(
     checkpoint.read(name, data.numpy().data, offset, checksum)
     for part in ranges:
         start, stop = max(part.start, offset), min(part.stop, offset + num_bytes)
-        with part.target.writing(slice(start - part.start, stop - part.start)) as place:
-            place.copy_(data[start - offset : stop - offset])
+        with part.target.writing(slice(start - part.start, stop - part.start)) as memory:
+            memory.copy_(data[start - offset : stop - offset])
 
 
 def masters(checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:
-    """For each parameter, by name, a function that reads its exact fp32 master, on the CPU.
+    """Functions that read each parameter's exact fp32 master to the CPU, by name.
 
-    Checks the bytes of all masters first; does not read the optimizer's state.
+    Checks the bytes of all masters first, but not those of the optimizer's states.
     """
     values: dict[str, Callable[[], Tensor]] = {}
     with ThreadPoolExecutor(_READERS, thread_name_prefix="check-checkpoint") as pool:
@@ -189,7 +189,7 @@ def _master(planes: dict[str, Stored], parameter: Parameter) -> Tensor:
     if packed is not None:
         return packed.unpacked(weights, parameter.shape)
     low = planes.get("remainder")
-    if low is None or parameter.offset >= low.shape[0]:  # it came in bf16, and is frozen
+    if low is None or parameter.offset >= low.shape[0]:  # frozen, and exact in bf16
         return weights.float().view(parameter.shape)
     master = torch.empty(weights.numel(), dtype=torch.float32)
     kernels.join(weights, _values(low, parameter), master, threads=1)

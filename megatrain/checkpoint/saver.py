@@ -23,15 +23,16 @@ from megatrain.store.store import Tile
 
 _log = logging.getLogger(__name__)
 
-Written = tuple[dict[str, files.Sums], dict[str, manifest.FileRecord]]  # by a rank: tiles, others
-_HEALTH_SECONDS = 0.5  # between two looks at the device's host threads while writers write
+Written = tuple[dict[str, files.Sums], dict[str, manifest.FileRecord]]  # a rank's tiles, others
+_HEALTH_SECONDS = 0.5  # between two checks of the device's host threads while writers write
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a checkpoint besides tiles.
+    """The contents of a checkpoint besides its tiles.
 
     Attributes:
+        extra: the caller's values as JSON text.
         documents: writes the model's configuration and buffers into the folder.
         attach: writes the caller's files beside the configuration; None: no files.
     """
@@ -47,15 +48,15 @@ class Saving:
     """A running or ended save.
 
     Attributes:
-        num_bytes: of all tiles.
-        error: the failure; None while it runs and after success.
-        seconds: from the call to its end; None while it runs.
+        num_bytes: bytes of all tiles.
+        error: the failure; None while the save runs, and after success.
+        seconds: from the call to the end of the save; None while it runs.
     """
 
     def __init__(
         self, saver: "Saver", folder: Path, contents: Contents, jobs: list[snapshot.TileFile]
     ) -> None:
-        """Begin the save; each rank writes its pieces, and rank 0 everything else."""
+        """Begin the save: each rank writes its pieces of tiles, and rank 0 all other files."""
         self._device, self._ranks = saver.device, replace(saver.ranks, host=saver.ranks.saves)
         self.folder, self.step = folder, contents.settings.steps
         self.num_bytes = sum(job.num_bytes for job in jobs)
@@ -65,7 +66,7 @@ class Saving:
         self.snapshot = snapshot.Snapshot(saver.spare)
         self._contents, self._jobs = contents, jobs
         self._started = time.perf_counter()
-        # No daemon: a program that ends without `close` still has its checkpoint.
+        # No daemon thread: a program that ends without `close` still completes its checkpoint.
         self._thread = start_thread(f"save of step {self.step} to {folder}", self._run)
 
     @property
@@ -75,7 +76,7 @@ class Saving:
     def wait(self) -> None:
         """Block until the checkpoint is whole on the disk.
 
-        Raises RunFailed: it could not be written; nothing of it is left, older ones are there.
+        Raises RunFailed: it could not be written; only older checkpoints are there.
         """
         self.join()
         if self.error is not None:
@@ -84,7 +85,7 @@ class Saving:
     def join(self) -> None:
         """Block until the save has ended, with or without success."""
         if not self.done:
-            with suppress(RunFailed):  # a dead host thread: then the save ends by itself
+            with suppress(RunFailed):  # a host thread has died: the save fails by itself
                 self._device.synchronize(self._device.record(SAVE), "save put on its way")
         self._thread.join()
 
@@ -122,10 +123,10 @@ class Saving:
             "earlier checkpoints are as they were"
         )
         self.error.__cause__ = error
-        _log.warning("%s", self.error)  # perhaps nobody waits
+        _log.warning("%s", self.error)  # the caller may never call `wait`
 
     def _make_folder(self, partial: Path, stack: ExitStack) -> None:
-        """Make the hidden folder that all ranks fill, once the disk has room for it."""
+        """Make the hidden folder that all ranks fill. Raises RunFailed: the disk is too full."""
         parent = self.folder.parent
         parent.mkdir(parents=True, exist_ok=True)
         flush(parent.parent)
@@ -137,7 +138,7 @@ class Saving:
         stack.enter_context(files.claimed(partial))
         for name in (manifest.TILES, manifest.MODEL):
             (partial / name).mkdir()
-        if self._ranks.size > 1:  # several ranks write parts of one file, which has to exist
+        if self._ranks.size > 1:  # each rank opens the files to write its part: create them
             for job in self._jobs:
                 with files.NewFile(partial / job.record.file):
                     pass
@@ -171,10 +172,10 @@ class Saving:
 
     @contextmanager
     def _writers(self, partial: Path) -> Iterator[dict[str, files.Sums]]:
-        """Write all tiles while the `with` body runs; the yielded records are complete at its end.
+        """Write all tiles during the `with` block; the yielded records are complete at its end.
 
-        Each thread writes one tile's file at a time, since a file takes one write at a time. Not a
-        pool: an interpreter that is exiting starts no work in pools.
+        Each thread writes one tile's file at a time, since a file takes one write at a time. They
+        are no pool, because an interpreter that is exiting starts no work in pools.
         """
         records: dict[str, files.Sums] = {}
         failures: list[BaseException] = []
@@ -196,8 +197,8 @@ class Saving:
                 threads.append(start_thread("megatrain save", write))
             yield records
             for thread in threads:
-                while thread.is_alive():  # raises if the device's save thread has died
-                    self._device.synchronize(None, "save going on")
+                while thread.is_alive():
+                    self._device.synchronize(None, "save going on")  # raises if a thread has died
                     thread.join(_HEALTH_SECONDS)
             self._device.synchronize(None, "save going on")  # raises if an update has failed
         except BaseException:
@@ -210,18 +211,18 @@ class Saving:
             raise failures[0]
 
     def _write_tile(self, partial: Path, job: snapshot.TileFile) -> files.Sums:
-        summed, pieces = files.ALGORITHMS[files.ALGORITHM], list[tuple[int, int, str]]()
-        first = self._ranks.replicas.rank == 0  # other hosts only compute checksums
+        checksum, pieces = files.ALGORITHMS[files.ALGORITHM], list[tuple[int, int, str]]()
+        writes = self._ranks.replicas.rank == 0  # other hosts only compute checksums
         with ExitStack() as stack:
             path, exists = partial / job.record.file, self._ranks.size > 1
-            file = stack.enter_context(files.NewFile(path, exists=exists)) if first else None
+            file = stack.enter_context(files.NewFile(path, exists=exists)) if writes else None
             if self._ranks.rank == 0 and file is not None:
-                pieces.append((0, len(job.header), summed(job.header)))
+                pieces.append((0, len(job.header), checksum(job.header)))
                 file.write(job.header, 0)
             for piece in job.pieces:
                 data = self.snapshot.take(piece)
                 try:
-                    pieces.append((piece.offset, len(data), summed(data)))
+                    pieces.append((piece.offset, len(data), checksum(data)))
                     if file is not None:
                         file.write(data, piece.offset)
                 finally:
@@ -229,7 +230,7 @@ class Saving:
         return pieces
 
     def _write_documents(self, partial: Path) -> dict[str, manifest.FileRecord]:
-        """Write everything except tiles and manifest."""
+        """Write all files except tiles and manifest; return their records by name."""
         contents = self._contents
         contents.documents(partial)
         if contents.attach is not None:
@@ -238,10 +239,9 @@ class Saving:
         records = {}
         for path in partial.rglob("*"):
             name = path.relative_to(partial).as_posix()
-            if (path.is_symlink() or not path.is_dir()) and not name.startswith(
-                f"{manifest.TILES}/"
-            ):
-                files.regular_size(partial, name)  # a link would not be read back
+            is_tile = name.startswith(f"{manifest.TILES}/")
+            if not is_tile and (path.is_symlink() or not path.is_dir()):
+                files.regular_size(partial, name)  # raises if it is a link, which no load reads
                 if not manifest.lies_inside(name):
                     raise RunFailed(f"{name!r} is no name that every system takes")
                 records[name] = manifest.FileRecord(*files.settle(path))
@@ -251,7 +251,7 @@ class Saving:
 
 
 class Saver:
-    """An engine's checkpoints, the `last` one too; owns the memory that saves need."""
+    """Saves an engine's checkpoints; owns the memory that saves need; `last`: the newest save."""
 
     def __init__(
         self,
@@ -263,16 +263,16 @@ class Saver:
         reverse: bool,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Args: `reverse`: the last tile is the first to be updated; others as of StagingBlocks."""
+        """Args: `reverse`: the last tile is updated first; for other ones see StagingBlocks."""
         self.device, self._tiles, self.ranks = device, tiles, ranks
         self._reverse = reverse
         self.spare = snapshot.StagingBlocks(device, spare_bytes, host_limit)
         self.last: Saving | None = None
 
     def begin(self, folder: Path, contents: Contents, *, background: bool) -> Saving:
-        """Start saving the state after the updates started so far; waits for an earlier save.
+        """Wait for an earlier save; then start to save the state after all started updates.
 
-        Args: `background`: updates may start before everything is written.
+        Args: `background`: True if updates may start before everything is written.
         """
         self.close()
         jobs = self._jobs(trained=contents.settings.left_out is not None)
@@ -289,7 +289,7 @@ class Saver:
             self.last.snapshot.start(self.device, jobs)
         except BaseException:
             self.last.abandon()
-            with suppress(RunFailed):  # nothing of it is left when the caller hears of it
+            with suppress(RunFailed):  # all of the save is removed before the caller sees the error
                 self.last.wait()
             raise
         return self.last
@@ -300,12 +300,11 @@ class Saver:
             self.last.join()
 
     def _jobs(self, *, trained: bool) -> list[snapshot.TileFile]:
-        """The tiles' files in the order of writing: tiles that are updated first come first."""
+        """The tiles' files, those first that leave the device or a disk, or are updated first."""
         jobs = []
         for tile in sorted(self._tiles, key=lambda tile: tile.index, reverse=self._reverse):
             if tile.layout.trainable_numel or not trained:
-                name = (
-                    f"{manifest.TILES}/{tile.index:04d}-{tile.name.replace(' ', '-')}.safetensors"
-                )
-                jobs.append(snapshot.tile_file(tile, name, trained=trained))
+                tile_name = f"{tile.index:04d}-{tile.name.replace(' ', '-')}"
+                file_name = f"{manifest.TILES}/{tile_name}.safetensors"
+                jobs.append(snapshot.tile_file(tile, file_name, trained=trained))
         return sorted(jobs, key=lambda job: not job.leaving)

@@ -1,11 +1,10 @@
-"""The bytes of a save that are still to be written, and where they are meanwhile.
+"""The pieces of a save that are still to be written, and the memory that holds them meanwhile.
 
-Nobody waits for a save but who would overwrite its tiles. A piece waits, is ready (its bytes are
-those of the step that is saved), is being written or moved, and in the end is written. What rests
-on the host is ready when its tile's newest update is done; before the next one, a piece that is
-not written is copied into spare memory, and when that is full, the update waits for the writers.
-What rests on the device or a disk leaves for spare memory at once, and the next update waits until
-it has left.
+Only an update that would overwrite a piece waits for a save. A piece first waits. It is ready when
+its bytes are those of the step to save; then it is written, or first moved to spare memory. A piece
+in host memory is ready when its tile's newest update is done. If it is not written before the next
+update, it is copied into spare memory; if that is full, the update waits for the writers. A piece
+on the device or a disk is copied into spare memory at once, and the next update waits for the copy.
 """
 
 import logging
@@ -35,8 +34,8 @@ from megatrain.telemetry.host import host_available_bytes, update_threads
 
 _log = logging.getLogger(__name__)
 
-AT_ONCE = 4  # files that are written, and leave the device, at a time
-TO_LEAVE = 2 * AT_ONCE  # blocks: a file is written from one while it gets the next
+AT_ONCE = 4  # files that are written at a time, and files whose pieces leave the device at a time
+TO_LEAVE = 2 * AT_ONCE  # blocks: a file is written from one block while its next one is filled
 
 
 class Stage(Enum):
@@ -54,9 +53,10 @@ class Piece:
     """Some bytes of a plane to be written into a file.
 
     Attributes:
-        source: their place in the plane, as uint8.
-        offset: of the first one in the file.
-        memory: host memory that has them now: the plane itself, staging or spare memory.
+        source: the bytes in the plane, as uint8.
+        offset: place of the first byte in the file.
+        memory: host memory that has the bytes to write: the plane itself, or spare memory.
+        block: the spare block that the piece has taken, if any.
     """
 
     plane: Buffer
@@ -74,10 +74,10 @@ class Piece:
 
 @dataclass(eq=False)
 class TileFile:
-    """A tile's file: header, then each plane, cut into pieces; this rank's part of it.
+    """A tile's file: a header, then the planes; and the pieces of it that this rank writes.
 
-    Pieces that rest in host memory are `released` and written from there; pieces `leaving` the
-    device or a disk are copied to host memory first.
+    Pieces in host memory are `released` and written from there; pieces `leaving` the device or a
+    disk are copied to host memory first.
     """
 
     tile: Tile
@@ -92,17 +92,15 @@ class TileFile:
 
 
 def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
-    """Plan the file `name` of a tile: all of it, or the `trained` parameters, which come first."""
+    """Plan the file `name` of a tile, with all parameters or only the `trained` ones."""
     planes, layout = planes_of(tile), tile.layout
     stop = layout.trainable_numel if trained else layout.numel
     lengths = {n: min(p.numel(layout), p.place(0, stop).stop) for n, p in planes.items()}
-    described = {
-        n: torch.empty(lengths[n], dtype=p.dtype, device="meta") for n, p in planes.items()
-    }
+    on_meta = {n: torch.empty(lengths[n], dtype=p.dtype, device="meta") for n, p in planes.items()}
     metadata = {"tile": tile.name, "version": str(tile.version)}
-    header = header_bytes(described, metadata, boundary=BLOCK)  # pieces fill whole pages
+    header = header_bytes(on_meta, metadata, boundary=BLOCK)  # pieces begin with whole pages
     end, pieces = len(header), []
-    for plane, tensor in zip(planes.values(), described.values(), strict=True):
+    for plane, tensor in zip(planes.values(), on_meta.values(), strict=True):
         buffer, tier, size = tile.planes[plane], tile.rests.tier(plane), plane.dtype.itemsize
         flat = buffer.as_bytes()
         for shard in tile.shards(plane, tensor.shape[0]):
@@ -124,24 +122,24 @@ def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
 
 
 class StagingBlocks:
-    """Host memory for pieces that change before they are written, or that leave device or disk.
+    """Spare host memory for pieces that change before they are written, or leave device or disk.
 
-    Blocks of a piece each, allocated when first needed and kept from save to save. Only pieces
-    leaving device or disk may take the `reserved` ones: their writers could deadlock if pieces
-    that are written later held all blocks.
+    It is blocks of a piece's size, allocated when first needed and kept from save to save. Only
+    pieces that leave the device or a disk may take the `reserved` blocks: their writers could
+    deadlock if pieces that are written later held all blocks.
     """
 
     def __init__(self, device: Device, most_bytes: int | None, host_limit: int | None) -> None:
-        """Args: `most_bytes`: None: half of what is free when the first background save begins."""
+        """Args: `most_bytes`: None: half of the memory free when a first background save begins."""
         self._device, self._most_bytes, self._host_limit = device, most_bytes, host_limit
         self._complete = False
         self.num_bytes = self.reserved = 0
         self.free: list[Tensor] = []
 
     def prepare(self, pieces: Sequence[int], *, leaving: bool, background: bool) -> None:
-        """Allocate the memory for a save of pieces of these bytes, or as much as there is.
+        """Allocate blocks for a save of `pieces` (their bytes), or as many as memory allows.
 
-        Raises DoesNotFit: there is not even enough to copy planes `leaving` the device or a disk.
+        Raises DoesNotFit: too little is free for the planes `leaving` the device or a disk.
         """
         if leaving and not self.reserved:
             self._add(TO_LEAVE, pinned=True)
@@ -150,9 +148,9 @@ class StagingBlocks:
             self._complete = True
             limit = self._most_bytes
             if limit is None:
-                # Half: steps may grow, and so may the process.
+                # Half, because later steps and the process may need more memory.
                 limit = host_available_bytes(self._host_limit) // 2
-            # A piece takes a block; small ones are written so soon that not all need one.
+            # Each piece takes a block, but small ones are written so soon that not all need one.
             useful = min(len(pieces), 2 * -(-sum(pieces) // files.PIECE_BYTES))
             blocks = min(limit // files.PIECE_BYTES, useful)
             while blocks > 0:
@@ -173,7 +171,8 @@ class StagingBlocks:
 class Snapshot:
     """Hands the pieces of one save from the streams that own their planes to the writers.
 
-    `moved_bytes` were copied into spare memory, so that updates could go on.
+    Attributes: `moved_bytes`: bytes copied into spare memory, so that updates could go on;
+    `waited`: how often a stream waited for the writers.
     """
 
     def __init__(self, spare: StagingBlocks) -> None:
@@ -184,13 +183,13 @@ class Snapshot:
         self.waited = 0
 
     def start(self, device: Device, tile_files: Sequence[TileFile]) -> None:
-        """Put a save on its stream; it saves the state after the updates started so far."""
+        """Put a save of the state after all started updates on its stream."""
         for file in tile_files:
             file.tile.readers = ()
             if not (released := file.released):
                 continue
             device.wait(SAVE, file.tile.updated, "version to save")
-            # The writers' reads count as this stream's: they begin here, and `set aside` ends them.
+            # To access checks the writers read as this stream, from here until `set_aside`.
             planes = list(dict.fromkeys(piece.plane for piece in released))
             device.run(SAVE, f"release {file.tile.name}", partial(self.release, released), planes)
             set_aside = partial(self.set_aside, released)
@@ -202,7 +201,7 @@ class Snapshot:
             self._let_leave(device, leaving[first : first + AT_ONCE])
 
     def _let_leave(self, device: Device, group: Sequence[TileFile]) -> None:
-        """Let pieces of several files leave in turn, so that as many writers have work."""
+        """Let pieces of several files leave in turn, so that each file's writer has work."""
         for file in group:
             device.wait(SAVE, file.tile.written, "version to save from the disk")
         for row in zip_longest(*(file.leaving for file in group)):
@@ -220,14 +219,14 @@ class Snapshot:
         target = block[: piece.num_bytes]
         if isinstance(piece.source, DiskBuffer) and piece.source.at % BLOCK == 0:
             piece.source.read(block[: align(piece.num_bytes, BLOCK)])
-        elif isinstance(piece.source, DiskBuffer):  # a rank's block of what is frozen
+        elif isinstance(piece.source, DiskBuffer):  # a rank's block of frozen weights
             target.copy_(piece.source.values())
         else:
             device.fetch(target, piece.source.data)
         self.release([piece], target)
 
     def release(self, pieces: Sequence[Piece], memory: Tensor | None = None) -> None:
-        """Mark pieces as ready to be written, from their planes or (a single one) from `memory`."""
+        """Mark pieces as ready to be written from their planes, or a single one from `memory`."""
         with self._changed:
             for piece in pieces:
                 piece.memory = piece.source.data if memory is None else memory
@@ -237,7 +236,7 @@ class Snapshot:
             self._changed.notify_all()
 
     def set_aside(self, pieces: Sequence[Piece]) -> None:
-        """Write or copy away the released pieces, so that their memory may be overwritten."""
+        """Wait until released pieces are written or copied, so that updates may overwrite them."""
         for piece in pieces:
             block = self._block_for(piece, leaves=False)
             if block is not None:
@@ -247,7 +246,7 @@ class Snapshot:
                 self.change(piece, Stage.READY, spare)
 
     def _block_for(self, piece: Piece, *, leaves: bool) -> Tensor | None:
-        """Wait for a spare block for a piece; None: the save failed, or the piece is written."""
+        """Wait for a spare block for a piece; None: the save has failed, or none is needed."""
         reserved = 0 if leaves else self._spare.reserved
         with self._changed:
             while not (self._abandoned or piece.stage is Stage.WRITTEN or piece.block is not None):
@@ -261,7 +260,7 @@ class Snapshot:
             return None
 
     def take(self, piece: Piece) -> Any:
-        """Wait until a piece is ready; returns its bytes. Raises RunFailed: the save has failed."""
+        """Wait until a piece is ready, and return its bytes. Raises RunFailed: the save failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._abandoned or piece.stage is Stage.READY)
             if self._abandoned:
@@ -271,7 +270,7 @@ class Snapshot:
             return piece.memory.numpy().data
 
     def change(self, piece: Piece, stage: Stage, memory: Tensor | None) -> None:
-        """Note a piece's stage, and where its bytes are; one that is written gives its block up."""
+        """Set a piece's stage and the memory of its bytes; a written piece gives up its block."""
         with self._changed:
             piece.stage, piece.memory = stage, memory
             if stage is Stage.WRITTEN or self._abandoned:
@@ -279,11 +278,11 @@ class Snapshot:
             self._changed.notify_all()
 
     def abandon(self, pieces: Sequence[Piece]) -> None:
-        """End all waits of streams for writers, and of writers for streams."""
+        """Make the save fail: end all waits of streams for writers, and of writers for streams."""
         with self._changed:
             self._abandoned = True
             for piece in pieces:
-                if piece.stage is Stage.READY:  # others free their block at the end of their stage
+                if piece.stage is Stage.READY:  # in other stages the block is freed at their end
                     self._free(piece)
             self._changed.notify_all()
 

@@ -150,8 +150,7 @@ def _masters(tile: TileRange, options: UpdateOptions) -> Iterator[tuple[slice, T
             split_block(param, w, r, added)
 
 
-# In the rules each operation rounds once, or is fused for all elements alike: no bit depends on how
-# torch groups elements.
+# In all rules an operation rounds once or is fused: no bit depends on how torch groups elements.
 
 
 def _adamw(
@@ -182,12 +181,7 @@ def _lion(param: Tensor, g: Tensor, moments: Sequence[Tensor], scalars: Scalars,
 
 
 def _sgd(
-    param: Tensor,
-    g: Tensor,
-    states: Sequence[Tensor],
-    scalars: Scalars,
-    *_: Any,
-    nesterov: bool = False,
+    param: Tensor, g: Tensor, states: Sequence, scalars: Scalars, *_: Any, nesterov: bool = False
 ) -> None:
     """SGD: `decay` is weight decay, `beta1` the momentum, `weight1` 1 minus the dampening."""
     if scalars.decay:
@@ -198,9 +192,7 @@ def _sgd(
     param.add_(g * scalars.negative_step_size)
 
 
-def _direction(
-    param: Tensor, g: Tensor, states: Sequence[Tensor], scalars: Scalars, *_: Any
-) -> None:
+def _direction(param: Tensor, g: Tensor, states: Sequence, scalars: Scalars, *_: Any) -> None:
     """Apply a direction of Muon, rounded as torch.optim.Muon rounds it."""
     param.mul_(scalars.decay).add_(g, alpha=scalars.negative_step_size)
 
@@ -226,8 +218,7 @@ def gather_rows(table_2d: Tensor, row_ids: Tensor, out_2d: Tensor, *, threads: i
 
 
 def scatter_rows(table_2d: Tensor, row_ids: Tensor, rows_2d: Tensor, *, threads: int = 1) -> None:
-    """`table[row_ids[i]] = rows[i]`, the reverse of `gather_rows`; if an id is there twice, one row
-    of the two stays."""
+    """`table[row_ids[i]] = rows[i]`, as in `gather_rows`; if an id is repeated, any row stays."""
     states.check_rows(table_2d, row_ids, rows_2d)
     table_2d.index_copy_(0, row_ids, rows_2d)
 

@@ -45,8 +45,7 @@ class TileRange(NamedTuple):
 
     Attributes:
         weights: [N] bfloat16 (then `remainder` has the rest of the master) or float32.
-        remainder: [N] int16; or int8: masters are rounded to 24 bits stochastically; None: weights
-            are float32.
+        remainder: [N] int16; int8: masters are rounded to 24 bits stochastically; None: float32.
         states: the rule's states, changed in place: [N] float32. AdamW's two moments may also be
             bfloat16, rounded stochastically, or int8 and uint8 codes, which are followed by their
             scales, [ceil(N / GROUP)] float32.

@@ -51,8 +51,7 @@ class Muon(Rule):
         adjust_lr_fn: `original` makes steps sqrt(max(1, rows / columns)) times as large;
             `match_rms_adamw` 0.2 sqrt(max(rows, columns)) times, so that AdamW's rates suit.
         ns_coefficients, ns_steps, ns_eps: settings of the Newton-Schulz iteration.
-        ns_precision: precision of its products; `fp32` is for devices without bf16, and needs
-            layers in fp32.
+        ns_precision: of its products; `fp32`, for devices without bf16, needs layers in fp32.
     """
 
     name = "muon"
@@ -131,8 +130,7 @@ class Muon(Rule):
         """Average a range of a gradient into its momentum, on the device.
 
         Args:
-            gradient: [N], float32: elements of one parameter, summed over the step; replaced by
-                the averages that `direct` takes.
+            gradient: [N] float32, elements of one parameter; replaced by averages for `direct`.
             momentum: [N], of the same elements.
             proceed: bool; if it is False the momentum stays as it is.
         """

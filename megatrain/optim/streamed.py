@@ -68,8 +68,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     parameters; `param_names` is derived from them.
 
     Attributes:
-        restored_rates: the groups' learning rates that `restore` has set, until the next step; else
-            None.
+        restored_rates: the groups' learning rates that `restore` set, until the next step, or None.
     """
 
     def __init__(self, rule: Rule, model: nn.Module) -> None:
