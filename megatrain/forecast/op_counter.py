@@ -22,7 +22,6 @@ from megatrain.errors import MegatrainError, in_one_line
 from megatrain.model.attention_chunks import cost_of_chunks
 from megatrain.model.capture import Call, Ref
 from megatrain.model.micro_batch import Activations
-from megatrain.model.owned_experts import EXCHANGES
 
 # A layer has some hundred; to count a recurrence that goes token by token would take minutes.
 MOST_OPERATIONS = 10_000
@@ -40,7 +39,7 @@ Value = TypeVar("Value")
 # count the groups and set the kernel up. A sort of 64-bit numbers passes over each of their bytes.
 _TILE_ROWS, _TILE_COLUMNS, _NARROW = 256, 256, 128
 _GROUPED_LAUNCHES, _SORTING = 3, 15
-_LAUNCHES = {"aten::sort": _SORTING, "aten::topk": 3}
+_LAUNCHES = {"aten::sort": _SORTING, "aten::topk": 3, "megatrain::arrivals": _SORTING}
 
 _STEP = 256  # bytes, of which each tensor takes a multiple, on the device and on the host
 
@@ -393,6 +392,7 @@ _experts_product.register_autograd(
 _ATTENTION = torch.ops.megatrain.attention.default
 _ATTENTION_BACKWARD = torch.ops.megatrain.attention_backward.default
 _CAUSAL = "megatrain::causal_attention"  # model/attention.py
+_EXCHANGE = "megatrain::exchange"  # parallel/distributed.py
 EXPERTS = torch.ops.megatrain.experts_product.default
 _EXPERTS_BACKWARD = torch.ops.megatrain.experts_product_backward.default
 _OVERWRITES = (
@@ -462,10 +462,8 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
         return _causal_attention(func, args, sum(tensor.nbytes for tensor in tensors(out)))
     if func in (EXPERTS, _EXPERTS_BACKWARD):
         return _grouped_product(args[0], args[1], out), 0
-    if func.name() in EXCHANGES:
-        rows_bytes = tensors(out)[0].nbytes  # they are received, and then put in order
-        touched = 4 * rows_bytes
-        return Work(exchanged_bytes=rows_bytes, touched_bytes=touched, kernels=_SORTING), rows_bytes
+    if func.name() == _EXCHANGE:
+        return Work(exchanged_bytes=out.nbytes, touched_bytes=2 * out.nbytes, kernels=1), 0
     if (count := flop_registry.get(compat.packet_of(func))) is not None:
         return Work(product_flops=int(count(*args, **kwargs, out_val=out)), kernels=1), 0
     scratch = out.nbytes if func is compat.SOFTMAX_BACKWARD else 0  # for a product of its arguments

@@ -296,8 +296,7 @@ def _fp8(name: str, stored: Mapping[str, Stored], settings: Settings) -> Packed:
 
 
 def _of_4_bits(unpack: Callable[..., Tensor], scales: Tensor, codes: Tensor) -> Tensor:
-    halves = torch.stack((codes & 15, codes >> 4 & 15), -1).flatten(-2)
-    return unpack(scales, MXFP4.values(codes.device)[halves.int()])
+    return unpack(scales, MXFP4.values(codes.device)[_fields(codes, 4).int()])
 
 
 def _with_fp32(scales: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -376,13 +375,9 @@ def _of_int4(
         zeros, stored_shape = zeros[:-1], zeros[-1]
         if stored_shape.tolist() != [*shape]:
             raise _refused(of_values, f"is not {[*shape]}, the shape of the packed values")
-    centred = (_nibbles(zero.T.contiguous()).T[: len(packed)] for zero in zeros)
-    return unpack(scales, _nibbles(packed)[:, : shape[1]], *centred)
-
-
-def _nibbles(packed: Tensor) -> Tensor:
-    codes = packed.view(torch.uint8)
-    return torch.stack((codes & 15, codes >> 4), -1).view(torch.int8).flatten(-2) - 8
+    columns = (_fields(zero.T.contiguous().view(torch.int8), 4).T - 8 for zero in zeros)
+    values = _fields(packed.view(torch.int8), 4)[:, : shape[1]] - 8
+    return unpack(scales, values, *(column[: len(packed)] for column in columns))
 
 
 def _integers(module: str, stored: Mapping[str, Stored], settings: Settings) -> Packed:
@@ -424,7 +419,7 @@ def _from_gptq(
     bits, offsets = settings["bits"], _fields(zeros, settings["bits"])
     if settings.get("checkpoint_format") != "gptq_v2":  # which keeps them less one
         offsets = offsets + 1 & 2**bits - 1
-    values = _fields(codes.T.contiguous(), bits)
+    values = _fields(codes.T, bits)
     groups = index[0].long() if index else torch.arange(values.shape[1]) // size
     return _of_groups(scales, values, offsets, groups)
 
@@ -436,9 +431,9 @@ def _of_groups(scales: Tensor, values: Tensor, offsets: Tensor, groups: Tensor) 
 
 
 def _fields(packed: Tensor, bits: int) -> Tensor:
-    """Integers of so many bits `[R, C * 32 / bits]` of int32 `[R, C]`, the lowest first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    return (packed[..., None] >> shifts & 2**bits - 1).flatten(1)
+    """The integers of so many bits in each of `[..., C]`, the lowest first."""
+    shifts = torch.arange(0, 8 * packed.itemsize, bits, dtype=packed.dtype)
+    return (packed[..., None] >> shifts & 2**bits - 1).flatten(-2)
 
 
 def _nf4(name: str, stored: Mapping[str, Stored], of_folder: Settings) -> Packed:

@@ -38,7 +38,7 @@ from megatrain.model.attention import OURS, set_to
 from megatrain.model.capture import Call
 from megatrain.model.documents import TOLERANCE, at_least_two, change_of, limits_of
 from megatrain.model.program import ModelProgram
-from megatrain.parallel.distributed import ALONE, ProcessGroups, Ranks, numbered
+from megatrain.parallel.distributed import ALONE, ProcessGroups, Ranks, exchange, numbered
 
 _TOKENS = 8  # of a share that is tried
 _TAKEN = ("input_ids", "labels", "position_ids", "attention_mask")
@@ -262,23 +262,6 @@ def _same(every: Sequence[Call], alone: Sequence[Call], share: int) -> bool:
 _tried: ContextVar[int | None] = ContextVar("_tried", default=None)
 
 
-@torch.library.custom_op("megatrain::exchange", mutates_args=())
-def exchange(blocks: Tensor, ranks: int) -> Tensor:
-    """Send block n of `[N, ...]` to rank n; returns the received blocks in the ranks' order."""
-    return numbered[ranks].exchange(blocks)
-
-
-@exchange.register_fake
-def _(blocks: Tensor, ranks: int) -> Tensor:
-    return torch.empty_like(blocks)
-
-
-exchange.register_autograd(
-    lambda ctx, gradient: (exchange(gradient.contiguous(), ctx.ranks), None),
-    setup_context=lambda ctx, inputs, output: setattr(ctx, "ranks", inputs[1]),
-)
-
-
 def _gathered(ranks: int, size: int, *shares: Tensor) -> list[Tensor]:
     """Whole rows of a rank's heads `[B, H / N, T, D]`, from all heads of each rank's share of rows.
 
@@ -287,7 +270,7 @@ def _gathered(ranks: int, size: int, *shares: Tensor) -> list[Tensor]:
     """
     split = [x.unflatten(1, (size, -1)) for x in shares]  # [B, N, H / N, S, D]
     blocks = torch.cat([x.permute(1, 0, 3, 2, 4).flatten(3) for x in split], -1)
-    received = exchange(blocks, ranks)  # [N, B, S, all heads' widths]
+    received = exchange(blocks, None, ranks)  # [N, B, S, all heads' widths]
     parts = received.split([x.shape[2] * x.shape[4] for x in split], -1)
     pairs = zip(parts, split, strict=True)
     heads = [part.unflatten(3, (x.shape[2], x.shape[4])) for part, x in pairs]
@@ -297,7 +280,7 @@ def _gathered(ranks: int, size: int, *shares: Tensor) -> list[Tensor]:
 def _scattered(ranks: int, size: int, out: Tensor) -> Tensor:
     """The way back: all heads of a rank's share of rows `[B, S, H, D]`, from `[B, T, H / N, D]`."""
     blocks = out.unflatten(1, (size, -1)).transpose(0, 1)  # [N, B, S, H / N, D]
-    received = exchange(blocks.contiguous(), ranks)
+    received = exchange(blocks.contiguous(), None, ranks)
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 

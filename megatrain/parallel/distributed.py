@@ -181,7 +181,36 @@ def require_same(values: Sequence[Mapping[str, str]]) -> None:
 
 
 ALONE = Ranks()
-numbered: list[Any] = []  # ranks by number: a compiled graph names them so
+numbered: list[Any] = []  # ranks by number: graphs name them so
+
+
+@torch.library.custom_op("megatrain::exchange", mutates_args=())
+def exchange(rows: Tensor, splits: Tensor | None, ranks: int) -> Tensor:
+    """`ProcessGroups.exchange` as an operation of graphs.
+
+    Args: `splits`: rows that go to each rank, and that come from each, `[2, N]` on the host; None:
+        equally many.
+    """
+    return numbered[ranks].exchange(rows, *(() if splits is None else splits.tolist()))
+
+
+@exchange.register_fake
+def _(rows: Tensor, splits: Tensor | None, ranks: int) -> Tensor:
+    return rows.new_empty(rows.shape)  # a forecast takes it that as many come as go
+
+
+def _keep_splits(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, splits, ctx.ranks = inputs
+    ctx.save_for_backward(splits)
+
+
+def _send_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    [splits] = ctx.saved_tensors
+    turned = None if splits is None else splits.flip(0)
+    return exchange(gradient.contiguous(), turned, ctx.ranks), None, None
+
+
+exchange.register_autograd(_send_back, setup_context=_keep_splits)
 
 
 @dataclass(frozen=True)
