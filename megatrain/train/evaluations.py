@@ -22,16 +22,16 @@ from megatrain.train.signals import Signals
 if TYPE_CHECKING:
     from megatrain.train.setup import Job
 
-_Parts = list[tuple[Step, int]]  # rows computed at once, and their number of labelled tokens
-_MOST_NATS = 700  # beyond, a perplexity is no number
+_Parts = list[tuple[Step, int]]  # micro-batches computed at once, and their labelled tokens
+_MOST_NATS = 700  # exp() of a larger mean loss overflows
 
 log = logging.getLogger(__name__)
 
 
 class Evaluations:
-    """The evaluations of a run; each is done once, however often the run is resumed.
+    """Does the evaluations of a run, each once, however often the run is resumed.
 
-    A signal ends an evaluation that is not the last; a resumed run repeats it.
+    A signal breaks off an evaluation, except the last; a resumed run repeats it.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Evaluations:
         config = job.config
         self._job, self._engine, self._metrics, self._signals = job, job.engine, metrics, signals
         self._loss = step_loss(config.loss, config.rollout)
-        # As many rows at once as a step has: more would take memory that no plan counts.
+        # As many rows at once as in a step: more would need memory that no plan counts.
         at_once = -(-config.training.batch_size // job.loader.rows_per_micro_batch)
         self._sets: dict[str, Any] = {
             name: rows
@@ -50,19 +50,19 @@ class Evaluations:
         }
         self._every = config.training.eval_every
         self._done = {record["step"] for record in logged if is_evaluation(record)}
-        self._trained: list[float] = []  # losses of the steps since the last one
+        self._step_losses: list[float] = []  # since the last evaluation
         for record in logged:
-            self.trained(record)
+            self.see(record)
 
-    def trained(self, record: Record) -> None:
-        """Note a record of the log: training's mean loss is logged beside an evaluation's."""
+    def see(self, record: Record) -> None:
+        """Note a record of the log: an evaluation shows the mean of the losses since the last."""
         if is_evaluation(record):
-            self._trained.clear()
+            self._step_losses.clear()
         elif isinstance(record.get("loss"), float):
-            self._trained.append(record["loss"])
+            self._step_losses.append(record["loss"])
 
     def after(self, step: int, say: Callable[[str], None], *, final: bool) -> Record | None:
-        """Evaluate if it is due after `step`; returns the log's record."""
+        """Evaluate if an evaluation is due after `step`; return its record for the log, or None."""
         due = final or (step > 0 and self._every is not None and step % self._every == 0)
         if not (due and self._sets) or step in self._done:
             return None
@@ -76,11 +76,11 @@ class Evaluations:
         say(f"step {step}/{self._job.total_steps}  {text}  {duration(seconds)}")
         self._metrics.write(**record)
         self._done.add(step)
-        self.trained(record)
+        self.see(record)
         return record
 
     def _scores(self, *, final: bool) -> dict[str, float] | None:
-        """Metrics over all sets, and of each named one; None: stopped."""
+        """Metrics over all sets, and over each named set; None: a signal broke it off."""
         if self._job.rollouts is not None:
             return self._of_prompts(self._job.rollouts, final=final)
         results: dict[str, list[Any]] = {}
@@ -90,7 +90,7 @@ class Evaluations:
                 if self._signals.stop and not final:
                     return None
                 results[name] += self._measured(name, part, count)
-        all_results = [result for of_set in results.values() for result in of_set]
+        all_results = [result for set_results in results.values() for result in set_results]
         all_parts = [part for parts in self._sets.values() for part in parts]
         metrics = self._metrics_of(all_results, all_parts, "")
         for name in filter(None, results):
@@ -98,7 +98,7 @@ class Evaluations:
         return metrics
 
     def _measured(self, name: str, part: Step, count: int) -> list[Any]:
-        """Summed loss and count of right labels; for a joint loss its inputs for each row."""
+        """The summed loss and number of right labels; of a joint loss its inputs for each row."""
         data = self._job.data.get(name)
         assert data is None or isinstance(data, PackedDataset)
         if isinstance(self._loss, JointLoss):
@@ -130,7 +130,7 @@ class Evaluations:
         return {f"eval_{prefix}{name}": value for name, value in values.items()}
 
     def _of_prompts(self, rollouts: Rollouts, *, final: bool) -> dict[str, float] | None:
-        """Rewards of one reply to each prompt, over all sets and of each set."""
+        """Rewards of one reply to each prompt, over all sets and each set; None: broken off."""
         replies: dict[str, Any] = {}
         for name, prompts in self._sets.items():
             replies[name] = rollouts.evaluation_replies(
@@ -144,8 +144,8 @@ class Evaluations:
         if "eval_loss" not in scores:
             return "evaluation " + "  ".join(described_rewards(scores, "eval_"))
         training = ""
-        if self._trained:
-            training = f" (training {sum(self._trained) / len(self._trained):.4f})"
+        if losses := self._step_losses:
+            training = f" (training {sum(losses) / len(losses):.4f})"
         parts = [f"evaluation loss {scores['eval_loss']:.4f}{training}"]
         if "eval_accuracy" in scores:
             parts.append(f"accuracy {scores['eval_accuracy']:.1%}")
@@ -158,7 +158,7 @@ class Evaluations:
 
 
 def _of_steps(loss: JointLoss, results: Iterator[Any], steps: list[Step]) -> dict[str, float]:
-    """Loss and measures of a joint loss: means over steps, weighed by their rows of tokens."""
+    """Loss and measures of a joint loss: means over steps, weighted by their rows."""
     scores = [loss.loss_and_measures([*islice(results, len(rows))], rows) for rows in steps]
     if len(scores) == 1:
         return scores[0]
@@ -167,18 +167,17 @@ def _of_steps(loss: JointLoss, results: Iterator[Any], steps: list[Step]) -> dic
     return dict(zip(scores[0], map(float, means), strict=True))
 
 
-def _parts(rows: Step, at_once: int, shift: int) -> _Parts:
-    parts = [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
+def _parts(micros: Step, at_once: int, shift: int) -> _Parts:
+    parts = [micros[start : start + at_once] for start in range(0, len(micros), at_once)]
     counts = [sum(num_labelled(targets_of(m["labels"], shift)) for m in part) for part in parts]
     labelled = [(part, count) for part, count in zip(parts, counts, strict=True) if count]
-    return labelled or [(part, 0) for part in parts[:1]]  # the engine refuses it
+    return labelled or [(part, 0) for part in parts[:1]]  # no label at all: the engine refuses it
 
 
 class Watch:
-    """The best state of a run, and whether to go on, by one metric of its evaluations.
+    """Finds the best state of a run, and its early end, by one metric of its evaluations.
 
-    All that it knows follows from the run's log, so that a resumed run knows as much as one that
-    was never interrupted.
+    It knows the run's log alone, so a resumed run decides as one that was never interrupted.
     """
 
     def __init__(self, config: Config, logged: Iterable[Record]) -> None:
@@ -192,7 +191,7 @@ class Watch:
             self.see(record)
 
     def see(self, record: Record) -> bool:
-        """Note a record of the log; True if it is an evaluation better than all before."""
+        """Note a record of the log; return True if it is an evaluation better than all before."""
         if self.metric not in record:
             return False
         value = record[self.metric]
@@ -208,7 +207,7 @@ class Watch:
         return is_best
 
     def value(self, step: int) -> float | None:
-        """The metric after a step, if it is known."""
+        """The metric after a step; None: it is not known."""
         return self._sign * self._values[step] if step in self._values else None
 
     @property
@@ -218,7 +217,7 @@ class Watch:
 
     @property
     def stop(self) -> str | None:
-        """The reason to end the run here; None: there is none."""
+        """The reason to end the run now; None: go on."""
         if self._rule is None or self._waited < self._rule.patience:
             return None
         times = f"{self._waited} evaluation{'s' if self._waited > 1 else ''}"

@@ -33,18 +33,18 @@ def export(
     """Write the model of `run` to `out`, whole or not at all.
 
     Args:
-        run: a checkpoint, a model folder or GGUF file, or a run's folder: its finished model, or
-            its newest whole checkpoint. Of a checkpoint, float32 gives the exact masters.
-        dtype: float32, bfloat16 or float16 for all floating tensors; None keeps each as it is, and
-            those of a checkpoint in the dtype of the model that the run began with.
+        run: a checkpoint, a model folder or GGUF file, or a run's folder (its finished model, else
+            its newest whole checkpoint).
+        dtype: float32 (of a checkpoint the exact masters), bfloat16 or float16 for all floating
+            tensors; None: each keeps its own, a checkpoint's that of the run's first model.
         merged: write a model with an adapter as one model, not the adapter alone.
         gguf: f16 or q8_0: write a GGUF file of this type into the folder, too.
         like: pack weights as this folder stores them (`pack_like`).
 
     Raises:
-        InputError: `run` holds no model or no adapter, or `out` is not empty; llama.cpp's
-            converter is missing or refuses the model; `like` is packed in a way that is not
-            written, or of another model.
+        InputError: `run` has no model (or no adapter to merge); `out` is not empty; llama.cpp's
+            converter is missing or refuses the model; the format of `like` cannot be written, or
+            it is another model.
         RunFailed: the disk is full.
     """
     model, converter = trained_model(run), shutil.which(CONVERTER)
@@ -54,7 +54,7 @@ def export(
         raise InputError(f"--gguf calls llama.cpp's {CONVERTER}; put a checkout of it on PATH")
     if like is not None and (gguf is not None or dtype is not None):
         raise InputError("--like packs weights; leave --gguf and --dtype out")
-    packed = {} if like is None else packed_weights_of(like)  # refused before all is written
+    packed = {} if like is None else packed_weights_of(like)  # raises before anything is written
     with whole_folder(out) as folder:
         if isinstance(model, Checkpoint):
             write_saved(model, folder, cast, merged=merged)

@@ -1,4 +1,4 @@
-"""A run in its folder: begun or gone on with, its steps, evaluations and checkpoints, its end."""
+"""Trains a run in its folder: begins or resumes it, takes its steps, evaluates, saves, ends it."""
 
 import json
 import logging
@@ -43,34 +43,34 @@ from megatrain.train.signals import Signals
 from megatrain.train.steps import RunTimeline, Steps
 from megatrain.train.trackers import Trackers, check_trackers
 
-_RETRY_AFTER = 10  # steps, when a checkpoint could not be written
+_RETRY_AFTER = 10  # steps after which a checkpoint that could not be written is tried again
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Checkpointing:
-    """Saves the run's state while training goes on, until the next save is due.
+    """Saves a run's state while training goes on, one checkpoint at a time.
 
-    A checkpoint that cannot be written costs a warning, not the run: the one before it is whole,
-    and the next attempt follows soon.
+    A checkpoint that cannot be written causes a warning, and another attempt some steps later: the
+    checkpoint before it is still whole.
     """
 
     job: Job
     saved: int  # the step of the newest whole checkpoint, 0 if there is none
-    best: Callable[[], int | None]  # the step of the best saved state; its checkpoint is kept
+    best: Callable[[], int | None]  # the step of the best saved state, whose checkpoint is kept
     _running: tuple[int, Saving] | None = None
     _retry: int | None = None  # the step after which a failed save is tried again
     _keep_next: bool = False  # the next checkpoint is never deleted
 
     def after(self, state: RunState, *, asked: bool, last: bool) -> None:
-        """Start a checkpoint if one is due or asked for, once the one before it is written."""
+        """Start a checkpoint if one is due or asked for; wait for the checkpoint before it."""
         every, step = self.job.config.checkpoint.every, state.step
         due = self.job.config.checkpoint.at_end if last else every is not None and step % every == 0
-        tried_again = self._retry is not None and step >= self._retry
-        begun = self.saved if self._running is None else self._running[0]
-        wanted = (due or asked or tried_again) and step != begun
-        self.settle(wait=wanted or last)
-        if wanted:
+        retries = self._retry is not None and step >= self._retry
+        newest = self.saved if self._running is None else self._running[0]
+        starts = (due or asked or retries) and step != newest
+        self.settle(wait=starts or last)
+        if starts:
             self._keep_next |= due and self._is_marked(step)
             self._retry = None
             try:
@@ -79,7 +79,7 @@ class Checkpointing:
                 self._failed(step, error)
 
     def now(self, state: RunState) -> None:
-        """Save this state and wait for it. Raises RunFailed: it cannot be written."""
+        """Save this state and wait until it is written. Raises RunFailed: that is impossible."""
         self.settle(wait=True)
         if self.saved == state.step:
             return
@@ -90,11 +90,11 @@ class Checkpointing:
 
     @contextmanager
     def rescue(self, state: Callable[[], RunState]) -> Iterator[None]:
-        """When the block fails, save the state if it is whole, then raise the error."""
+        """If the block raises an error, save the state if possible; then let the error go on."""
         try:
             yield
         except Exception as error:
-            if self.job.ranks.size == 1 or _is_of_all(error):
+            if self.job.ranks.size == 1 or _is_on_all_ranks(error):
                 self._rescue(state())
             raise
 
@@ -108,7 +108,7 @@ class Checkpointing:
             log.warning("the state before the failure is not saved: %s%s", error, older)
 
     def _save(self, state: RunState) -> Saving:
-        with suppress(OSError):  # the log of these steps must not be lost where they are not
+        with suppress(OSError):  # a checkpoint's steps must not be missing in the log
             flush(self.job.folder / layout.METRICS)
         return self.job.engine.save(
             layout.checkpoint_folder(self.job.folder, state.step),
@@ -123,7 +123,7 @@ class Checkpointing:
         return every is not None and step % every == 0
 
     def settle(self, *, wait: bool) -> None:
-        """Note the end of the checkpoint that is being written, if any; with `wait` wait for it."""
+        """Note that the checkpoint being written, if any, has ended; `wait`: wait for its end."""
         if self._running is None:
             return
         if not wait and not all(self.job.ranks.all_gather_object(self._running[1].done)):
@@ -138,7 +138,7 @@ class Checkpointing:
         self._note_whole(step)
 
     def _note_whole(self, step: int) -> None:
-        """Count this step's checkpoint as the newest, and delete those beyond `keep`."""
+        """Count this step's checkpoint as the newest, and delete checkpoints beyond `keep`."""
         self.saved, keep = step, self.job.config.checkpoint.keep
         if not self.job.ranks.rank and len(layout.checkpoints(self.job.folder)) > keep:
             try:
@@ -154,20 +154,20 @@ class Checkpointing:
         log.warning("%s; the run goes on%s", error, when)
 
 
-def _is_of_all(error: BaseException | None) -> bool:
-    """True if all ranks have this error, so that they can save together."""
+def _is_on_all_ranks(error: BaseException | None) -> bool:
+    """True if all ranks raise this error, so that they can save together."""
     if not isinstance(error, MegatrainError):
         return False
-    return error.by_all or isinstance(error, StepRefused) or _is_of_all(error.__cause__)
+    return error.by_all or isinstance(error, StepRefused) or _is_on_all_ranks(error.__cause__)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The end of a run.
 
-    `stopped`: the signal that ended it early, with the run saved. `parameters` and `memory`: of the
-    engine; nothing if the run was finished before. `early`: why it ended before its last step.
-    `best`: names the state that the model has, unless that is the last.
+    `parameters`, `memory`: those of the engine; empty if the run had ended before. `stopped`: the
+    signal that stopped the run, which is saved. `early`: the reason for an end before the last
+    step. `best`: words for the state of the model, unless it is the last state.
     """
 
     folder: Path
@@ -193,10 +193,10 @@ def run(
         what: a run file, its content, or (with `resume`) the folder of a run.
         overrides: `path.to.key=value`.
         callbacks: refused: StreamedTrainer calls transformers' TrainerCallbacks, a run does not.
-        on_record: called on the first rank with each line of `metrics.jsonl` once it is written.
-        resume: go on with the run where there is one.
+        on_record: called on rank 0 with each record, once its line of `metrics.jsonl` is written.
+        resume: go on with an earlier run, if there is one.
 
-    Raises InputError, DoesNotFit, RunFailed: as `megatrain.train.loop.train`.
+    Raises InputError, DoesNotFit, RunFailed, as `megatrain.train.loop.train` does.
     """
     if callbacks:
         raise InputError(
@@ -222,16 +222,16 @@ def train(
     signals: Signals | None = None,
     on_record: Listener | None = None,
 ) -> Outcome:
-    """Train as `config` says and write the run's folder; `name` is part of a derived folder name.
+    """Train as `config` says and write the run's folder.
 
-    The folder appears when the first step can start; README has what is in it. With `resume` the
-    run in `output.folder`, or the newest one of this name, goes on from its newest whole
-    checkpoint, if there is one. Whoever listens to signals already gives them. `on_record`: as
-    `run` has it.
+    The folder appears when the first step can start; docs/training.md describes its files. `name`
+    is part of its name if `output.folder` is not set. With `resume` the run in `output.folder`, or
+    the newest one of this name, goes on from its newest whole checkpoint, if there is one.
+    `signals`: the caller's, if it handles them already. `on_record`: as `run` takes it.
 
     Raises:
         InputError: configuration, data, model or checkpoint cannot be used; nothing was written.
-        DoesNotFit: more memory is needed than there is; a run that had begun is saved.
+        DoesNotFit: there is too little memory; a run that had begun is saved.
         RunFailed: a step could not be done; the state before it is saved.
         Stopped: a signal came before the first step; nothing was written.
     """
@@ -257,13 +257,12 @@ def train(
 
 
 def _open(config: Config, name: str, stack: ExitStack, ranks: Ranks, *, resume: bool) -> Job | Path:
-    """A run in its folder, which is locked, ready for the next step; `stack` gives both back."""
+    """Lock a run's folder and prepare its next step; returns the folder if the run has ended."""
     wanted = config.output.folder
     earlier = ranks.from_first(lambda: layout.run_to_resume(wanted, name) if resume else None)
     if earlier is not None:
         return _open_earlier(earlier, config, stack, ranks)
-    # A mistake in it is known at once.
-    ranks.from_first(lambda: layout.new_run_folder(wanted, name))
+    ranks.from_first(lambda: layout.new_run_folder(wanted, name))  # raises early if it is bad
     if resume:
         log.info("no earlier run of that name: this one begins")
     job = prepare(config, stack, ranks=ranks)
@@ -271,7 +270,7 @@ def _open(config: Config, name: str, stack: ExitStack, ranks: Ranks, *, resume: 
     def make_folder() -> Path:
         folder = layout.make_run_folder(config.output.folder, name)
         stack.enter_context(layout.locked(folder))
-        layout.require_empty(folder, of_run=True)  # another run may have taken it meanwhile
+        layout.require_empty(folder, of_run=True)  # another run may have used it meanwhile
         return folder
 
     job.folder = ranks.from_first(make_folder)
@@ -287,13 +286,13 @@ def _open_earlier(folder: Path, config: Config, stack: ExitStack, ranks: Ranks) 
         return folder
     layout.require_folder(folder / layout.CHECKPOINTS)
     ranks.from_first(lambda: put_right(folder / layout.CHECKPOINTS))
-    job = _go_on(folder, config, stack, ranks)
+    job = _resume(folder, config, stack, ranks)
     job.folder = folder
     return job
 
 
-def _go_on(folder: Path, config: Config, stack: ExitStack, ranks: Ranks) -> Job:
-    """Open the newest whole checkpoint: damaged tiles show only when all tiles are read."""
+def _resume(folder: Path, config: Config, stack: ExitStack, ranks: Ranks) -> Job:
+    """Prepare a run from its newest whole checkpoint; damaged tiles show when they are read."""
     for start in resuming.find_starts(folder, config):
         resuming.say_differences(config, start.state)
         try:
@@ -309,7 +308,7 @@ def _go_on(folder: Path, config: Config, stack: ExitStack, ranks: Ranks) -> Job:
 
 
 def _as_started(config: Config, ranks: Ranks) -> Config:
-    """The configuration with as many devices as ranks that torchrun has started on this host."""
+    """The configuration with `devices` set to the number of ranks that run on this host."""
     if ranks.size == 1 and config.engine.devices > 1:
         raise InputError(
             f"engine.devices is {config.engine.devices}, and this is one process: start it with "
@@ -333,7 +332,7 @@ def _run(job: Job, signals: Signals, on_record: Listener | None) -> Outcome:
                 run.checkpoints.now(run.steps.state)
             else:
                 best = run.finish()
-        finally:  # plots can be drawn later; whoever stops a run may be in a hurry
+        finally:
             if job.ranks.rank == 0:
                 draw(folder)
     engine, early = job.engine, None if run.is_last else run.watch.stop
@@ -371,7 +370,7 @@ class _Run:
         return self.steps.done == self._job.total_steps
 
     def best_kept(self) -> int | None:
-        """The step of the best state that has a checkpoint; None: nobody asked for it."""
+        """The step of the best state with a checkpoint; None: there is none, or none is wanted."""
         if self._config.checkpoint.best is None:
             return None
         checkpoints = layout.checkpoints(self._folder)
@@ -386,20 +385,20 @@ class _Run:
         self._signals.share(self._job.ranks)
         try:
             with progress, self.checkpoints.rescue(lambda: self.steps.state):
-                self._evaluate(progress.say)  # a kill may have prevented it
+                self._evaluate(progress.say)  # an evaluation that a kill may have prevented
                 while not (self.is_last or self._signals.stop or self.watch.stop):
                     self._step(progress)
         except MegatrainError:
             raise
         except Exception as error:
-            # Ctrl-C in a terminal also ends a compiler that the step waits for.
+            # Ctrl-C in a terminal also kills a compiler that the step waits for.
             if not self._signals.stop or self.checkpoints.saved != self.steps.done:
                 raise
             log.warning("the running step is given up: %s", in_one_line(error, 200))
 
     def _step(self, progress: TrainingProgress) -> None:
         record = self.steps.take()
-        self.evaluations.trained(record)
+        self.evaluations.see(record)
         progress.step(record)
         self._signals.share(self._job.ranks)
         asked = self._signals.take_save()
@@ -416,7 +415,7 @@ class _Run:
             self.checkpoints.after(self.steps.state, asked=False, last=True)
 
     def finish(self) -> str | None:
-        """Write the model; returns words for its state unless that is the last."""
+        """Write the model; return words for its state, or None if it is the last state."""
         steps, config, best = self.steps.done, self._config, None
         with self.checkpoints.rescue(lambda: self.steps.state):
             self.checkpoints.settle(wait=True)
@@ -438,16 +437,16 @@ class _Run:
 
 
 def describe_run(job: Job, devices: Sequence[tuple[str, bool]]) -> None:
-    """Write the resolved configuration, which makes the folder a run's, and the machine's data.
+    """Write the resolved configuration, which marks the folder as a run's, and the machine's data.
 
-    Args: `devices`: the name of each rank's device, and True for the first rank of a host.
+    Args: `devices`: for each rank the name of its device, and True if it is its host's first rank.
     """
     write_file(job.folder / layout.CONFIG, job.config.as_yaml())
     data = job.loader.dataset
     record = environment(devices[0][0]) | {
         "devices": [name for name, _ in devices],
         "ranks": len(devices),
-        "hosts": sum(first for _, first in devices),
+        "hosts": sum(is_first for _, is_first in devices),
         "parameters": job.engine.num_parameters,
         "trained_parameters": job.engine.num_trained,
         "computing": job.engine.computing,
@@ -464,14 +463,14 @@ def describe_run(job: Job, devices: Sequence[tuple[str, bool]]) -> None:
 
 
 def write_model(job: Job, step: int | None) -> None:
-    """Write the model and its tokenizer, whole or not at all; an earlier one is replaced.
+    """Write the model and its tokenizer, whole or not at all; replace an earlier model.
 
-    Args: `step`: the model is that of the checkpoint of this step; None: as it is now.
+    Args: `step`: write the model of this step's checkpoint; None: the current one.
     """
     folder = job.folder / layout.MODEL
     if job.ranks.rank:
         if step is None:
-            job.engine.save_pretrained(folder)  # which rank 0 writes
+            job.engine.save_pretrained(folder)  # takes part in what rank 0 writes
         return
     with whole_folder(folder, replace=True) as partial:
         if step is None:
@@ -482,7 +481,7 @@ def write_model(job: Job, step: int | None) -> None:
 
 
 def draw(run: Path) -> None:
-    """Write the page of a run and its pictures; errors only warn."""
+    """Write a run's report page and pictures; an error only causes a warning."""
     try:
         write_report(run, pictures=True)
     except Exception as error:  # `megatrain report` can write them at any time

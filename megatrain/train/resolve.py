@@ -40,10 +40,10 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def trained_model(run: str) -> Checkpoint | str:
-    """A run's finished model, or its newest whole checkpoint; a checkpoint itself.
+    """A run's finished model, else its newest whole checkpoint.
 
-    Anything else (a model folder, a hub id) is returned as it is. Damaged checkpoints, and states
-    newer than the finished model, are named in the log.
+    A checkpoint is opened; a model folder or hub id is returned unchanged. The log names damaged
+    checkpoints, and a state that is newer than the finished model.
     """
     path = Path(run).expanduser()
     if is_checkpoint(path):
@@ -70,9 +70,9 @@ class ResolvedModel:
     """The model that `model` of a run file names: a run, a checkpoint, a folder or a hub id.
 
     Attributes:
-        section: with the folder of the configuration and the tokenizer as its path. Of an adapter's
-            folder that is its base's, and a tokenizer that lies beside the adapter is named.
-        source: for `Engine`; None: the run file writes out a configuration.
+        section: its path is the folder of configuration and tokenizer: of an adapter, that of the
+            base, with `tokenizer` set if the adapter's folder has one.
+        source: the source for `Engine`; None: the run file writes out a configuration.
     """
 
     section: ModelSection
@@ -92,16 +92,16 @@ class ResolvedModel:
         folder = str(source.model_folder) if isinstance(source, Checkpoint) else source
         return cls(section.model_copy(update={"path": folder}), source)
 
-    def taken(self, tokenizer: PreTrainedTokenizerBase) -> Checkpoint | PreTrainedConfig | str:
-        """The source for `Engine`. Raises InputError: the written-out configuration is no model."""
+    def for_engine(self, tokenizer: PreTrainedTokenizerBase) -> Checkpoint | PreTrainedConfig | str:
+        """The source for `Engine`. Raises InputError: a written-out configuration is wrong."""
         return model_config(self.section, tokenizer) if self.source is None else self.source
 
     @cached_property
     def key(self) -> str:
-        """A hash of the model's files: their names, sizes, times and some of their bytes.
+        """A hash of the model's files: their names, sizes, times and samples of their bytes.
 
-        Of a file the first MiB counts, with the names and places of its tensors, and 64 pages that
-        are spread over the rest: not all bytes, for they would take as long to read as the model.
+        The samples are a file's first MiB, with the names and places of its tensors, and 64 pages
+        of the rest: to read all bytes would take as long as to read the model.
 
         Raises InputError: there is no such model, or a file cannot be read.
         """
@@ -126,7 +126,7 @@ def model_config(
 ) -> PreTrainedConfig:
     """The configuration of `model.path`, or the one written out in `model.config`.
 
-    Args: `weights`: as of `resolve_model`.
+    Args: `weights`: as `resolve_model` takes it.
 
     Raises InputError: it cannot be read, or has unknown fields or impossible values.
     """
@@ -144,51 +144,51 @@ def _written_out(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
         hint = nearest(model_type, [str(name) for name in CONFIG_MAPPING])
         raise InputError(f"model.config.model_type: unknown type {model_type!r}{hint}")
     config_class = CONFIG_MAPPING[model_type]
-    fields_known = sorted({*config_class().to_dict(), *config_class.attribute_map})
+    known_fields = sorted({*config_class().to_dict(), *config_class.attribute_map})
     for name, value in fields.items():
-        if name not in fields_known:
-            raise InputError(f"model.config.{name}: unknown field{nearest(name, fields_known)}")
+        if name not in known_fields:
+            raise InputError(f"model.config.{name}: unknown field{nearest(name, known_fields)}")
         if name in _COUNTS and not (type(value) is int and value > 0):
             raise InputError(f"model.config.{name}: should be a positive integer, got {value!r}")
     derived = {name: getattr(tokenizer, name) for name in _SPECIAL}
     derived["vocab_size"] = len(tokenizer)
-    # Each class has its own checks and types of errors.
+    # Each configuration class has its own checks, which raise errors of any type.
     with explained(f"model.config: not a {model_type} configuration"):
         return config_class(**(derived | fields))
 
 
 def newest_checkpoint(parent: Path) -> Checkpoint | None:
-    """The newest whole checkpoint in a folder; damaged ones are named in the log."""
-    found: list[Checkpoint] = []
+    """The newest whole checkpoint in a folder; the log names damaged ones."""
+    whole: list[Checkpoint] = []
     for folder in sorted(parent.glob("[!.]*")):
         try:
-            found.append(open_checkpoint(folder))
+            whole.append(open_checkpoint(folder))
         except InputError as error:
             log.warning("not used: %s", error)
-    return max(found, key=lambda c: (c.step, c.folder.name), default=None)
+    return max(whole, key=lambda c: (c.step, c.folder.name), default=None)
 
 
 def open_data(
     config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, images: ImageProcessor
 ) -> tuple[PackedDataset | Prompts, dict[str, PackedDataset | Prompts]]:
-    """Training rows, and evaluation rows by name: from separate files, or held out.
+    """Open the training rows, and the evaluation rows (of separate files, or held out) by name.
 
-    A single evaluation set's name is empty.
+    The name of a single evaluation set is empty.
 
     Args: `images`: the model's processor of images.
 
     Raises InputError: the data cannot be used.
     """
     data = config.data
-    reading = data.model_dump(include={"fields", "bad_rows", "hub_config", "hub_split"})
-    reading |= {"tokenizer": tokenizer, "seed": config.training.seed, "vocab_size": vocab_size}
-    arranging = data.model_dump(include={"sequence_length", "packing", "overlong"})
+    options = data.model_dump(include={"fields", "bad_rows", "hub_config", "hub_split"})
+    options |= {"tokenizer": tokenizer, "seed": config.training.seed, "vocab_size": vocab_size}
+    layout_options = data.model_dump(include={"sequence_length", "packing", "overlong"})
 
-    def opened(path: Any, **mixing: Any) -> PackedDataset | Prompts:
+    def opened(path: Any, **mix_options: Any) -> PackedDataset | Prompts:
         if config.loss.kind == "prompts":
             longest = data.sequence_length - (config.loss.max_completion_length or 0)
             drop, chat = data.overlong == "drop", data.kind == "chat"
-            return open_prompts(path, longest=longest, drop=drop, chat=chat, **reading)
+            return open_prompts(path, longest=longest, drop=drop, chat=chat, **options)
         return open_dataset(
             path,
             kind=config.loss.kind or data.kind,
@@ -196,7 +196,7 @@ def open_data(
             images=images,
             labels=config.loss.labels or (),
             lines=config.loss.lines,
-            **(reading | arranging | mixing),
+            **(options | layout_options | mix_options),
         )
 
     sets: dict[str, Any] = {name: opened(path) for name, path in data.eval_sets.items()}
@@ -226,7 +226,7 @@ def run_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def run_images(model: ModelSection, *, weights: bool = True) -> ImageProcessor:
-    """The processor of images of a run's model; `weights`: as of `resolve_model`."""
+    """The image processor of a run's model; `weights`: as `resolve_model` takes it."""
     folder = None if model.path is None else resolve_model(model.path, weights=weights)
     return ImageProcessor(folder, trust_remote_code=model.trust_remote_code)
 
@@ -234,10 +234,10 @@ def run_images(model: ModelSection, *, weights: bool = True) -> ImageProcessor:
 def run_ends(
     model: ModelSection, tokenizer: PreTrainedTokenizerBase, training: PackedDataset | Prompts
 ) -> list[int]:
-    """The tokens that end the taught texts and that the model does not know as ends yet."""
+    """Tokens that end the taught texts, to be added to the end tokens that the model knows."""
     ends = [] if model.eos_token is None else [tokenizer.eos_token_id]
-    of_replies = training.kind in ("chat", "pairs", "prompts")
-    if of_replies and tokenizer.chat_template:  # completions need none
+    has_replies = training.kind in ("chat", "pairs", "prompts")
+    if has_replies and tokenizer.chat_template:
         if (turn := end_of_turn(tokenizer)) is None:
             log.info("no token of the chat template ends a reply: the model will not know its end")
         else:

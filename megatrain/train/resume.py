@@ -1,4 +1,4 @@
-"""Resuming: the checkpoint to start from, the settings that may change, the log's rest."""
+"""Resumes a run: finds its checkpoint, checks which settings have changed, and cuts its log."""
 
 import logging
 import os
@@ -14,8 +14,8 @@ from megatrain.errors import InputError, explained
 from megatrain.run_folder.layout import checkpoint_folder, checkpoints, require_plain
 from megatrain.telemetry.metrics import lines
 
-# Settings that a resumed run may change: it still learns the same model from the same rows. Paths
-# of data and tokenizer may change because the data position has a fingerprint of the rows.
+# Settings that a resumed run may change: it still trains the same model on the same rows. Paths of
+# data and tokenizer may change, because the loader's position has a fingerprint of the rows.
 _FREE_SECTIONS = ("loss", "rollout", "schedule", "checkpoint", "output", "tracking")
 FREE_KEYS = {
     "model": (
@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 class RunState:
     """The state of a run that a checkpoint keeps beside the engine's; all of it is JSON.
 
-    `step` counts skipped steps, too. `data`: the loader's position; `refusals`: of `BadSteps`;
-    `config`: the run file, resolved; `rollouts`: replies that steps to come will learn from again.
+    `step` counts skipped steps, too. `data`: the loader's position. `refusals`: the state of
+    `BadSteps`. `config`: the resolved run file. `rollouts`: replies that later steps learn from.
     """
 
     step: int
@@ -51,17 +51,16 @@ class RunState:
     rollouts: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, kept: Mapping[str, Any], where: Path) -> "RunState":
-        """The state in a checkpoint of a run.
+    def of(cls, extra: Mapping[str, Any], where: Path) -> "RunState":
+        """The state in the `extra` values of a run's checkpoint `where`.
 
-        Raises InputError: it has none, one that no run has written, or one of an earlier version
-            with callbacks, which may have changed what runs no longer keep.
+        Raises InputError: no run has written them, or a run of an earlier version with callbacks.
         """
-        step, rollouts = kept.get("step"), kept.get("rollouts", {})
-        parts = [kept.get("data"), kept.get("refusals"), kept.get("config"), rollouts]
+        step, rollouts = extra.get("step"), extra.get("rollouts", {})
+        parts = [extra.get("data"), extra.get("refusals"), extra.get("config"), rollouts]
         if type(step) is not int or step < 0 or not all(isinstance(p, dict) for p in parts):
             raise InputError(f"{where}: not a checkpoint of a training run; choose another")
-        if kept.get("callbacks"):
+        if extra.get("callbacks"):
             raise InputError(
                 f"{where}: its run had callbacks, which a run no longer calls; begin a new run "
                 f"from its weights, with model.path: {where}"
@@ -87,16 +86,16 @@ class Damaged(InputError):
 
 
 def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None:
-    """Raises InputError if a key differs that decides what is learnt.
+    """Raise InputError if a setting differs that a resumed run may not change.
 
-    Args: `before`: the configuration, resolved, that `where` was made with.
+    Args: `before`: the resolved configuration of `where`.
     """
     for section, key, old, new in differences(before, config):
         name = f"{section}.{key}"
         free = section in _FREE_SECTIONS or key in FREE_KEYS.get(section, ())
         free &= name not in ("loss.name", "loss.labels", "loss.pooling")  # they decide the head
         if name == "loss.beta" and config.loss.kind == "prompts":
-            free &= bool(old)  # else the run has kept nothing of a reference
+            free &= bool(old)  # a run with beta 0 has recorded no reference
         if not free:
             raise InputError(
                 f"{name}: {shown(new)} now, but {where} was made with {shown(old)}, and this "
@@ -105,14 +104,14 @@ def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None
 
 
 def say_differences(config: Config, state: RunState) -> None:
-    """Log the settings that change from here on."""
+    """Log the settings that differ from those of the checkpoint."""
     for section, key, old, new in differences(state.config, config):
         if section not in ("output", "checkpoint", "tracking"):
             log.info("resume: %s.%s was %s, is %s now", section, key, shown(old), shown(new))
 
 
 def differences(before: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, Any, Any]]:
-    """Section, key, and both values; a key that the older version did not know is no difference."""
+    """Yield section, key, old and new value of settings that differ, if `before` has the key."""
     for section, keys in config.model_dump(mode="json").items():
         saved = before.get(section)
         for key, value in keys.items():
@@ -121,11 +120,11 @@ def differences(before: Mapping[str, Any], config: Config) -> Iterator[tuple[str
 
 
 def cut_metrics(path: Path, step: int) -> list[Mapping[str, Any]]:
-    """Delete the lines of a metrics file after `step` and cut-off ones; returns the rest.
+    """Delete the lines after `step`, and a line cut short, from a metrics file; return the rest.
 
-    One `truncate`: it needs no room on the disk, and a kill leaves the old or the new file.
+    This is one `truncate`, which needs no disk space; a kill leaves the old or the new file.
 
-    Raises InputError: it cannot be read or written.
+    Raises InputError: the file cannot be read or written.
     """
     require_plain(path)
     records: list[Mapping[str, Any]] = []
@@ -138,7 +137,7 @@ def cut_metrics(path: Path, step: int) -> list[Mapping[str, Any]]:
             if isinstance(number, int) and number > step:
                 break
             if not line.endswith(b"\n"):
-                continue  # the last one was cut short
+                continue  # the last line was cut short
             if record is not None and isinstance(number, int):
                 records.append(record)
             end = read
@@ -148,7 +147,7 @@ def cut_metrics(path: Path, step: int) -> list[Mapping[str, Any]]:
 
 
 def find_starts(run: Path, config: Config) -> Iterator[Start]:
-    """Checkpoints that the run can go on from, newest first; damaged ones are named and left out.
+    """Yield checkpoints that the run can go on from, newest first; the log names damaged ones.
 
     Raises InputError: a checkpoint cannot be used with this configuration.
     """
@@ -160,7 +159,7 @@ def find_starts(run: Path, config: Config) -> Iterator[Start]:
             log.warning("not resumed from: %s", error)
             continue
         state = RunState.of(checkpoint.extra, folder)
-        if state.step != step:  # the newest is known by its name
+        if state.step != step:  # the order of checkpoints follows their names
             log.warning("not resumed from: %s: holds step %d; was it renamed?", folder, state.step)
             continue
         check_config(config, state.config, folder)

@@ -1,8 +1,8 @@
 """Generates the model's replies to prompts and rewards them, for steps of GRPO.
 
-A rollout is a function of the prompts, the weights and a seed that follows from the run's and the
-rollout's number, so that a resumed run equals one that never stopped. If several steps learn from a
-rollout, checkpoints between these steps keep it.
+A rollout depends on the prompts, the weights, and a seed derived from the run's seed and the
+rollout's number; so a resumed run equals one that never stopped. If several steps learn from a
+rollout, checkpoints between these steps keep its replies.
 """
 
 import asyncio
@@ -41,8 +41,8 @@ from megatrain.train.sharing import logprobs
 
 log = logging.getLogger(__name__)
 
-# Names of the log's own values; reward functions may not log under them.
-_TAKEN = re.compile(
+# Names of a record's own values, under which reward functions must not log.
+_RESERVED = re.compile(
     r"(eval_|rewards/|completions/|clip_ratio/).*|((generate|reward|logprobs|train)_)?seconds|"
     r"step|epoch|loss|aux_loss|grad_norm|lr|kl|cispo_clip_ratio|reward|reward_std|tokens|"
     r"tokens_per_second|frac_reward_zero_std|model_tflops|mfu|device_peak_bytes|host_bytes|busy|"
@@ -52,7 +52,7 @@ _SEED = 0x726F6C6C  # separates these seeds from those of steps
 
 
 class Rewards:
-    """The reward functions of a run, called one after the other; `names` are those of the log."""
+    """The reward functions of a run, called one after the other; `names`: theirs in the log."""
 
     def __init__(self, settings: RolloutSection) -> None:
         """Import the functions.
@@ -73,9 +73,9 @@ class Rewards:
         self._weights = settings.weights or [1.0] * len(self.names)
 
     def of(self, prompts: Sequence[Any], replies: Sequence[Any], /, **columns: Any) -> Tensor:
-        """The reward of each function for each reply `[R, F]`, fp64; NaN for None.
+        """Call all functions; return their rewards of all replies `[R, F]`, fp64, NaN for None.
 
-        Args: `columns`: further arguments of the functions; each function gets copies of all.
+        Args: `columns`: further arguments. Each function gets copies of all arguments.
         """
         rewards = []
         for name, function in zip(self.names, self._functions, strict=True):
@@ -95,10 +95,10 @@ class Rewards:
             rewards.append(_column(name, values, len(replies)))
         return torch.stack(rewards, 1)
 
-    def together(self, each_RF: Tensor) -> Tensor:
-        """The weighted sum `[R]`; NaN for a reply that no function has rewarded."""
-        summed = (each_RF * torch.tensor(self._weights, dtype=torch.float64)).nansum(1)
-        return summed.masked_fill(each_RF.isnan().all(1), math.nan)
+    def weighted_sum(self, rewards_RF: Tensor) -> Tensor:
+        """The weighted sum `[R]` of the functions' rewards; NaN: no function gave a reward."""
+        summed = (rewards_RF * torch.tensor(self._weights, dtype=torch.float64)).nansum(1)
+        return summed.masked_fill(rewards_RF.isnan().all(1), math.nan)
 
 
 async def _awaited(values: Any) -> Any:
@@ -106,6 +106,7 @@ async def _awaited(values: Any) -> Any:
 
 
 def _column(name: str, returned: Any, count: int) -> Tensor:
+    """A function's rewards of `count` replies. Raises RunFailed: it has returned something else."""
     try:
         if isinstance(returned, str | bytes):
             raise TypeError
@@ -122,14 +123,14 @@ def _column(name: str, returned: Any, count: int) -> Tensor:
 
 
 def _module(where: str) -> ModuleType:
-    """A module by import name or file, loaded once however many of its functions are used."""
+    """Import a module by its name or file."""
     try:
         if not where.endswith(".py"):
             return importlib.import_module(where)
         path = Path(where).expanduser().resolve()
-        name = f"{__name__}:{path}"  # no name that an import could mean
+        name = f"{__name__}:{path}"  # a name that no import statement can have
         spec: Any = importlib.util.spec_from_file_location(name, path)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # for dataclasses
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
         spec.loader.exec_module(module)
         return module
     except Exception as error:  # the module's own code runs
@@ -140,12 +141,12 @@ def _module(where: str) -> ModuleType:
         ) from error
 
 
-def measured(each_RF: Tensor, together_R: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Means and standard deviations over replies, by TRL's names; NaN is left out."""
-    pairs = zip(names, each_RF.T, strict=True)
+def measured(rewards_RF: Tensor, sums_R: Tensor, names: Sequence[str]) -> dict[str, float]:
+    """Means and standard deviations of rewards over replies, by TRL's names; NaN is left out."""
+    pairs = zip(names, rewards_RF.T, strict=True)
     columns = [(f"rewards/{name}/mean", f"rewards/{name}/std", values) for name, values in pairs]
     measures: dict[str, float] = {}
-    for mean, std, values in (*columns, ("reward", "reward_std", together_R)):
+    for mean, std, values in (*columns, ("reward", "reward_std", sums_R)):
         numbers = values[~values.isnan()]
         measures |= {mean: float(numbers.mean())} if len(numbers) else {}
         measures |= {std: float(numbers.std())} if len(numbers) > 1 else {}
@@ -153,7 +154,7 @@ def measured(each_RF: Tensor, together_R: Tensor, names: Sequence[str]) -> dict[
 
 
 class Reply(NamedTuple):
-    """A reply of the model to a prompt; `ended`: by a stop token, not by its length."""
+    """A reply of the model to a prompt; `ended`: True if a stop token ended it, not its length."""
 
     row: PromptRow
     ids: list[int]
@@ -162,10 +163,10 @@ class Reply(NamedTuple):
 
 @dataclass
 class Rollouts:
-    """Makes the micro-batches of each step.
+    """Makes the micro-batches of each step: replies with their advantages and log-probabilities.
 
-    Several `ranks` make a part of the replies each; the first one rewards them all. `loader` gives
-    prompts; `reference`: an engine with the reference model; `step`: the last one taken.
+    Of several `ranks` each generates a part of the replies; rank 0 rewards all. `loader` gives
+    prompts; `reference` is an engine with the reference model; `step` is the newest step.
     """
 
     config: Config
@@ -186,14 +187,15 @@ class Rollouts:
         self._layout = Layout("chat", config.data.sequence_length, False, "error", self._pad)
         self._at_once = config.rollout.batch_size or config.training.batch_size * loss.lines
         self._step: Step = []
-        self._left = self._rollouts = self._in_vain = 0
+        self._left = 0  # steps that will still learn from the newest rollout
+        self._rollouts = self._without_signal = 0
 
     def take(self, step: int) -> tuple[Step, dict[str, Any]]:
-        """Micro-batches of a step, and values for the log of replies that were made for it.
+        """The micro-batches of a step, and values for the log if they are new replies.
 
         Raises:
             RunFailed: a reward function has failed.
-            StepRefused: no function has rewarded any of its replies.
+            StepRefused: no function has given a reward to any reply.
             DoesNotFit: no memory for keys and values.
         """
         logged: dict[str, Any] = {}
@@ -206,17 +208,17 @@ class Rollouts:
         return self._step, logged
 
     def state_dict(self) -> dict[str, Any]:
-        """The replies that later steps will learn from again, as JSON; none between rollouts."""
+        """The replies that later steps will learn from, as JSON; empty if there are none."""
         if self._left == 0:
             return {}
         rows = [{name: t.tolist() for name, t in micro.items()} for micro in self._step]
         return {"left": self._left, "step": rows, "temperature": self._loss.temperature}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Set the replies to those of `state_dict`. Raises InputError: damaged, other settings."""
         with explained("the saved replies are damaged", of=(ValueError, TypeError, AttributeError)):
             self._left = int(state.get("left", 0))
-            temperature = float(state.get("temperature", 1))  # older checkpoints do not say it
+            temperature = float(state.get("temperature", 1))  # older checkpoints lack the key
             self._step = [
                 {
                     name: torch.tensor(rows, dtype=torch.int64 if name in PLAIN else torch.float32)
@@ -236,13 +238,13 @@ class Rollouts:
             )
 
     def _roll(self, rows: Sequence[PromptRow], step: int) -> tuple[Step, dict[str, Any]]:
-        """Make replies to prompts and reward them; returns micro-batches and values for the log."""
+        """Generate replies and reward them; return micro-batches, and values for the log."""
         logged: dict[str, Any] = {}
         times = [time.perf_counter()]
         replies = self._replies(rows, self._loss.lines, int(self.loader.state_dict()["steps"]))
         times.append(time.perf_counter())
-        each_RF = self._rewarded(replies, step, logged)
-        rewards = self.rewards.together(each_RF)
+        rewards_RF = self._rewarded(replies, step, logged)
+        rewards = self.rewards.weighted_sum(rewards_RF)
         if rewards.isnan().all():
             raise StepRefused(
                 f"all functions of rollout.rewards returned None or NaN for all {len(rewards)} "
@@ -261,7 +263,7 @@ class Rollouts:
             replies_R = torch.tensor([next(numbers) for _ in micro["labels"]])
             micro["example"] = replies_R[:, None].expand(shape).float().contiguous()
             micro["advantage"] = advantages[replies_R][:, None].expand(shape).contiguous()
-        logged |= measured(each_RF, rewards, self.rewards.names) | _described(replies)
+        logged |= measured(rewards_RF, rewards, self.rewards.names) | _described(replies)
         learnt = sum(num_labelled(micro["labels"]) for micro in micros)
         self._rollouts += 1
         if not learnt or not advantages.any():
@@ -271,9 +273,9 @@ class Rollouts:
         return micros, logged
 
     def _warn_of_nothing_learnt(self, step: int, *, masked: bool) -> None:
-        self._in_vain += 1
-        against = "reference_logp" in self._loss.inputs
-        learnt = "only loss.beta's divergence is learnt" if against else "nothing is learnt"
+        self._without_signal += 1
+        has_reference = "reference_logp" in self._loss.inputs
+        learnt = "only loss.beta's divergence is learnt" if has_reference else "nothing is learnt"
         reason = f"all replies to each prompt are rewarded alike: {learnt}"
         remedy = "give rewards that tell replies apart, or more loss.num_generations"
         if masked:
@@ -282,29 +284,30 @@ class Rollouts:
                 "is learnt"
             )
             remedy = "raise loss.max_completion_length"
-        times = f"{self._in_vain} of {self._rollouts} rollouts so far"
+        times = f"{self._without_signal} of {self._rollouts} rollouts so far"
         log.warning("step %d: %s (%s); %s", step, reason, times, remedy)
 
     def evaluation_replies(self, prompts: Prompts, stop: Callable[[], bool]) -> list[Reply] | None:
-        """One reply to each prompt, with the same random numbers each time; None: stopped."""
+        """One reply to each prompt, the same at each call with the same weights; None: `stop()`."""
         size = self._at_once
         replies: list[Reply] = []
         for first in range(0, len(prompts), size):
             if stop():
                 return None
             rows = range(first, min(first + size, len(prompts)))
-            replies += self._replies(prompts.batch(rows), 1, -1 - first)  # seeds of no step
+            replies += self._replies(prompts.batch(rows), 1, -1 - first)  # no step has these seeds
         return replies
 
     def rewarded(self, sets: Mapping[str, Sequence[Reply]]) -> dict[str, float]:
-        """The log's values of evaluation replies: over all sets, and over each under its name."""
+        """The log's values of evaluation replies: over all sets, and over each named set."""
         logged: dict[str, Any] = {}
-        replied = [reply for replies in sets.values() for reply in replies]
-        every_RF = self._rewarded(replied, self.step + 1, logged)  # what functions log: over all
-        parts = every_RF.split([len(replies) for replies in sets.values()])
+        all_replies = [reply for replies in sets.values() for reply in replies]
+        all_RF = self._rewarded(all_replies, self.step + 1, logged)
+        parts = all_RF.split([len(replies) for replies in sets.values()])
         named = [(f"{name}_", sets[name], p) for name, p in zip(sets, parts, strict=True) if name]
-        for prefix, replies, rewards_RF in [("", replied, every_RF), *named]:
-            values = measured(rewards_RF, self.rewards.together(rewards_RF), self.rewards.names)
+        for prefix, replies, rewards_RF in [("", all_replies, all_RF), *named]:
+            sums_R = self.rewards.weighted_sum(rewards_RF)
+            values = measured(rewards_RF, sums_R, self.rewards.names)
             if "reward" not in values:
                 log.warning(
                     "no reward function has rewarded any of %d replies: this evaluation has no "
@@ -315,6 +318,7 @@ class Rollouts:
         return logged
 
     def _replies(self, rows: Sequence[PromptRow], count: int, number: int) -> list[Reply]:
+        """Generate `count` replies to each prompt, with the seed of rollout `number`."""
         settings = self.config.rollout
         sampling = Sampling(
             max_new_tokens=self._loss.max_completion_length,
@@ -324,13 +328,13 @@ class Rollouts:
             repetition_penalty=settings.repetition_penalty,
             seed=derived_seed(self.config.training.seed, _SEED, number),
         )
-        stops = stop_ids(self.engine, self.tokenizer, chat=True)  # as checkpoints' models know them
+        stops = stop_ids(self.engine, self.tokenizer, chat=True)  # those of checkpoints' models
         copies = [row for row in rows for _ in range(count)]
         replies = continued(
             self.engine,
             [row.ids for row in copies],
             sampling,
-            GenerationConfig(),  # not the model's settings, which change the distribution
+            GenerationConfig(),  # the model's own settings would change the distribution
             stops=stops,
             pad=self._pad,
             batch_size=self._at_once,
@@ -339,7 +343,7 @@ class Rollouts:
         return [Reply(row, ids, ids[-1] in stops) for row, ids in zip(copies, replies, strict=True)]
 
     def _rewarded(self, replies: Sequence[Reply], step: int, logged: dict[str, Any]) -> Tensor:
-        """Each function's reward of each reply `[R, F]`; puts what they log into `logged`."""
+        """Each function's reward of each reply `[R, F]`; adds the values they log to `logged`."""
         texts = self.tokenizer.batch_decode([r.ids for r in replies], skip_special_tokens=True)
         completions = [
             text if isinstance(r.row.prompt, str) else [{"role": "assistant", "content": text}]
@@ -351,7 +355,7 @@ class Rollouts:
             values: dict[str, Any] = {}
 
             def log_metric(name: str, value: Any) -> None:
-                if _TAKEN.fullmatch(name):
+                if _RESERVED.fullmatch(name):
                     raise ValueError(f"log_metric: {name!r} is a name of the log's own")
                 values[name] = float(value)
 
@@ -370,7 +374,7 @@ class Rollouts:
         return rewards_RF
 
     def _with_logprobs(self, replies: Sequence[Reply]) -> tuple[Step, list[int]]:
-        """Micro-batches, the longest replies first, with log-probabilities; the replies' order."""
+        """Micro-batches with log-probabilities, the longest rows first; and the replies' order."""
         rows = []
         for reply in replies:
             ids = np.array([*reply.row.ids, *reply.ids], np.int64)

@@ -1,7 +1,7 @@
-"""A frozen second model beside the one that is trained: a reference of replies, or a teacher.
+"""A frozen second model beside the trained one: a reference of replies, or a teacher.
 
-A teacher answers in each step; a reference of pairs once, and its answers are kept. The reference
-is the model as the run begins; with a new adapter that is the base.
+The reference is the model at the run's beginning; with a new adapter that is the base. For pairs of
+replies it answers once, and its answers are kept. A teacher answers in each step.
 """
 
 import json
@@ -31,23 +31,23 @@ from megatrain.train.resolve import ResolvedModel, model_config
 from megatrain.train.resume import Start
 from megatrain.train.sharing import logprobs
 
-_NOT_KEPT = -1e9  # in place of a log-probability
+_IMPOSSIBLE = -1e9  # the log-probability of a token that the trained model does not have
 log = logging.getLogger(__name__)
 
 
 def begun_model(
     config: Config, begun: ResolvedModel, tokenizer: PreTrainedTokenizerBase, group: Any = None
 ) -> Engine:
-    """The model as the run begins, in an engine that trains nothing; `group`: as `Engine`'s."""
+    """Open the model at the run's beginning in an engine of `group` without an optimizer."""
     log.info("the reference model rests in host memory beside the one that is trained")
     placement = config.engine.placement
-    if isinstance(placement, dict):  # its layers are of the same kinds as the trained model's
+    if isinstance(placement, dict):  # compile its layers if the trained model's are
         compiled = bool(placement.get("compile", False))
     else:
         compiled = config.engine.device != "cpu" and find_gpu() is not None and can_compile()
     return _frozen_engine(
         config,
-        begun.taken(tokenizer),
+        begun.for_engine(tokenizer),
         placement=Placement(compile=compiled),
         seed=config.training.seed,
         base=config.model.base,
@@ -73,8 +73,8 @@ def _frozen_engine(config: Config, source: Any, **options: Any) -> Engine:
 class References:
     """The record of a run's second model.
 
-    `sums`: a reference's log-probabilities of each line of a data set `[rows, lines]`, if they are
-    kept. `keys`: hashes of a data set's tokens, template and settings, and of the model.
+    `sums`: by data set, a reference's log-probabilities of each line `[rows, lines]`, if the run
+    keeps them. `keys`: by data set, texts that identify its rows and the model; or the model alone.
     """
 
     sums: dict[str, Tensor]
@@ -99,7 +99,7 @@ class References:
 
 
 def same_model(key: str, start: Start | None) -> References:
-    """The record of a second model with this `key`."""
+    """The record of a second model with this `key`. Raises InputError: it was another before."""
     if start is not None and References.read(start.run).keys != {"model": key}:
         raise InputError(
             f"{start.run / REFERENCES}: the reference or teacher has changed since the run began; "
@@ -111,9 +111,9 @@ def same_model(key: str, start: Start | None) -> References:
 def prepare_replies(
     config: Config, engine: Engine, data: dict[str, Any], rows: int, start: Start | None
 ) -> References | None:
-    """Give data sets of replies their loss and, if they are kept, the reference's answers.
+    """Set the loss of data sets of replies and, for DPO, the answers of the reference.
 
-    Raises InputError: a run goes on, and its kept answers are for other data or another model.
+    Raises InputError: a resumed run's answers are for other data or another model.
     """
     loss = config.loss.loss()
     for dataset in data.values() if config.loss.head else ():
@@ -121,15 +121,15 @@ def prepare_replies(
         dataset.pad = -1 if pad is None else pad
     sets = {name: dataset for name, dataset in data.items() if isinstance(dataset, ReplyDataset)}
     for replies in sets.values():
-        assert isinstance(loss, JointLoss)  # replies are opened for such losses alone
+        assert isinstance(loss, JointLoss)  # data sets of replies are for such losses alone
         replies.loss = loss
     if not isinstance(loss, DPO):
         return None
-    of_model = config.model.model_dump(mode="json", include={"path", "config"})
-    of_model["adapter"] = config.adapter.model_dump(mode="json")
+    model_key = config.model.model_dump(mode="json", include={"path", "config"})
+    model_key["adapter"] = config.adapter.model_dump(mode="json")
     keys = {}
     for name, replies in sets.items():
-        parts = [replies.fingerprint, replies.lines, len(replies), of_model]
+        parts = [replies.fingerprint, replies.lines, len(replies), model_key]
         keys[name] = json.dumps(parts, sort_keys=True)
 
     if start is None:
@@ -140,7 +140,7 @@ def prepare_replies(
         recorded, path = References.read(start.run), start.run / REFERENCES
         for name, key in keys.items():
             recorded_key = recorded.keys.get(name)
-            if recorded_key is None or _placeless(recorded_key) != _placeless(key):
+            if recorded_key is None or _without_path(recorded_key) != _without_path(key):
                 raise InputError(
                     f"{path}: the reference's log-probabilities are not of this data ({name}) and "
                     "model; set them back, or begin a new run with model.path: this one"
@@ -150,10 +150,10 @@ def prepare_replies(
     return recorded
 
 
-def _placeless(key: str) -> list[Any]:
-    """A key without the model's path, which may move; checkpoints show if the model changes."""
-    *data, of_model = json.loads(key)
-    return [data, {name: value for name, value in of_model.items() if name != "path"}]
+def _without_path(key: str) -> list[Any]:
+    """A key without the model's path, since folders may move."""
+    *data, model_key = json.loads(key)
+    return [data, {name: value for name, value in model_key.items() if name != "path"}]
 
 
 def _sums(engine: Engine, data: ReplyDataset, rows: int, at_once: int) -> Tensor:
@@ -169,10 +169,10 @@ def _sums(engine: Engine, data: ReplyDataset, rows: int, at_once: int) -> Tensor
 
 @dataclass(frozen=True)
 class Teacher:
-    """A frozen model of `vocab_size` tokens, whose likeliest ones the trained model learns.
+    """A frozen model whose likeliest tokens the trained model, of `vocab_size` tokens, learns.
 
-    Several ranks share it, and each asks it of its own micro-batches. `engine`: none until it is
-    opened.
+    Several ranks share the teacher, and each asks for its own micro-batches. `engine` is None until
+    `opened`.
     """
 
     config: Config
@@ -181,7 +181,7 @@ class Teacher:
     engine: Any = None
 
     def opened(self, group: Any) -> "Teacher":
-        """The teacher in an engine that trains nothing. Raises InputError, DoesNotFit."""
+        """Open the teacher in an engine without an optimizer. Raises InputError, DoesNotFit."""
         log.info("the teacher rests in host memory beside the model that is trained")
         source, placement = self.model.source, Placement()
         engine = _frozen_engine(self.config, source, placement=placement, group=group)
@@ -191,31 +191,31 @@ class Teacher:
         return replace(self, engine=engine)
 
     def with_answers(self, step: Step, data: PackedDataset | None = None) -> Step:
-        """Micro-batches with ids and log-probabilities of the likeliest tokens for each label.
+        """Add the ids and log-probabilities of the likeliest tokens for each label.
 
-        Args: `data`: whose rows they are, if they may have images that are not there yet.
+        Args: `data`: the micro-batches' data set, to read images from; None: they have no images.
         """
         loss, engine = self.config.loss, self.engine
         rows = step if data is None else [data.with_images(micro) for micro in step]
         top_k = loss.top_k or 1
         labelled = any(bool((micro["labels"][:, 1:] != IGNORED).any()) for micro in rows)
-        if any(engine.ranks.all_gather_object(labelled)):  # all ranks compute its forward, or none
+        if any(engine.ranks.all_gather_object(labelled)):  # all ranks compute the forward, or none
             answers = engine.top_logprobs(rows, top_k, loss.temperature or 1.0)
         else:
             shapes = [(*micro["labels"].shape, top_k) for micro in rows]
             answers = [(torch.zeros(s, dtype=torch.int64), torch.zeros(s)) for s in shapes]
         answered = []
         for micro, (ids, log_probs) in zip(step, answers, strict=True):
-            strange = ids >= self.vocab_size  # padding rows of its table
-            kept = ids.masked_fill(strange, 0), log_probs.masked_fill(strange, _NOT_KEPT)
-            answered.append(micro | dict(zip(Distillation.choices, kept, strict=True)))
+            unknown = ids >= self.vocab_size  # padding rows of the teacher's table
+            choices = ids.masked_fill(unknown, 0), log_probs.masked_fill(unknown, _IMPOSSIBLE)
+            answered.append(micro | dict(zip(Distillation.choices, choices, strict=True)))
         return answered
 
 
 def find_teacher(
     config: Config, tokenizer: PreTrainedTokenizerBase, text_config: PreTrainedConfig
 ) -> Teacher | None:
-    """The teacher of a run file, if it names one; its weights are not read yet.
+    """The teacher that a run file names, without weights; None: it names none.
 
     Raises InputError: there is no such model, or it cannot teach this one.
     """

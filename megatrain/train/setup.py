@@ -1,4 +1,4 @@
-"""Everything a run needs, built from its configuration, cheapest checks first."""
+"""Builds all parts of a run from its configuration, the cheapest checks first."""
 
 import logging
 import shutil
@@ -52,12 +52,12 @@ class Job:
     """A run ready to start; the caller closes it.
 
     Attributes:
-        ends: tokens that end what is taught, which the model may not know yet.
+        ends: tokens that end the taught texts, which the model may not know as end tokens yet.
         evaluation: micro-batches of each evaluation set, or its prompts.
-        references: the record of a second model, where the loss asks for one.
-        rollouts: makes the rows of steps, where the data are prompts.
-        teacher: a model that is streamed with each step beside the one that is trained.
-        data: what `evaluation` was made of, by name.
+        data: the evaluation sets, by name.
+        references: the record of a second model, if the loss needs one.
+        rollouts: makes the rows of steps, if the data are prompts.
+        teacher: a frozen model that is streamed with each step beside the trained one.
     """
 
     config: Config
@@ -77,9 +77,9 @@ class Job:
     folder: Path = Path()
 
     def write_tokenizer(self, folder: Path) -> None:
-        """Write the run's tokenizer and learnt end tokens to a folder with the engine's model.
+        """Write the run's end tokens, and its tokenizer, into a folder with the engine's model.
 
-        The tokenizer of the model's source is there already, byte for byte.
+        If the run has not changed the tokenizer, the files of the model's source stay.
         """
         add_ends(folder, self.ends)
         files, model = list(tokenizer_files(folder)), self.config.model
@@ -96,14 +96,13 @@ def prepare(
 ) -> Job:
     """Read tokenizer, data and model, and build the engine; nothing is written.
 
-    With `start` the engine's state comes from its checkpoint and the job goes on from there.
-    `stack` gives back the loader's thread and the memory of all engines; on failure that is done at
-    once: the run may begin from an earlier checkpoint.
+    With `start` the job goes on from its checkpoint. `stack` closes the loader and all engines; an
+    error closes them at once, because the run may begin from an earlier checkpoint.
 
     Raises:
         InputError: a part of the configuration, data or model cannot be used.
         Damaged: the checkpoint is damaged.
-        DoesNotFit: more memory is needed than there is.
+        DoesNotFit: there is too little memory.
     """
     with ExitStack() as opened:
         job = _prepared(config, start, ranks, opened)
@@ -114,7 +113,7 @@ def prepare(
 def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStack) -> Job:
     """Build the parts of a run in the order of their cost; `stack` closes what is opened."""
     ranks.agree(lambda: check_device(config, ranks))
-    ranks.agree(lambda: Workload.of_run(config).disk_bytes)  # refuses a folder on any host
+    ranks.agree(lambda: Workload.of_run(config).disk_bytes)  # raises if a host's folder is bad
     if config.training.steps is not None:
         check_schedule(config, config.training.steps)
     rewards = Rewards(config.rollout)
@@ -131,7 +130,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     check_sequence_length(hf_config, config.data.sequence_length)
     text_config = hf_config.get_text_config(decoder=True)
     teacher = second_model.find_teacher(config, tokenizer, text_config)
-    source = _structure(config, initial_model().taken(tokenizer)) if start is None else None
+    source = _structure(config, initial_model().for_engine(tokenizer)) if start is None else None
     ranks.agree(lambda: check_disk(config, source or start, config.training.steps))
 
     # The data, and the number of steps.
@@ -152,14 +151,14 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
         ranks.agree(lambda: check_disk(config, source or start, total_steps))
     done = ranks.agree(lambda: _go_to(loader, start, total_steps))[0]
 
-    # The engines, and what needs them.
+    # The engines, and the parts that need them.
     has_prompts = config.loss.kind == "prompts"
     frozen = None if teacher is None else teacher.model
     if has_prompts and config.loss.beta:
         frozen = initial_model()
     references = None if frozen is None else second_model.same_model(frozen.key, start)
     if teacher is not None:
-        # Opened first: `auto` places the model that is trained in the memory that is left.
+        # The teacher comes first: `auto` places the trained model in the memory that is left.
         teacher = teacher.opened(ranks.host)
         stack.enter_context(teacher.engine)
     media = training.most_images() if isinstance(training, PackedDataset) else None
@@ -204,7 +203,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
 def _batches(
     evaluation: dict[str, Any], rows: int, of_step: int, teacher: Teacher | None, ranks: Ranks
 ) -> dict[str, Step | Prompts]:
-    """The micro-batches of each evaluation set, with a teacher's answers; prompts as they are."""
+    """The micro-batches of each evaluation set, with a teacher's answers; or its prompts."""
     sets: dict[str, Any] = {
         name: data if isinstance(data, Prompts) else list(data.batches(rows, of_step))
         for name, data in evaluation.items()
@@ -220,7 +219,7 @@ def _batches(
 
 
 def _check_images(config: Config, sets: Sequence[Any], teacher: Teacher | None) -> None:
-    """Raises InputError: rows have images, and the run's loss or its ranks do not take them."""
+    """Raise InputError if rows have images, but the teacher or shared rows cannot take them."""
     pictured = [data for data in sets if isinstance(data, PackedDataset) and data.has_images]
     if not pictured:
         return
@@ -258,18 +257,19 @@ def _loader(config: Config, training: PackedDataset | Prompts, ranks: Ranks) -> 
 
 
 def _rows_per_micro_batch(config: Config, engine: Engine, start: Start | None) -> int:
-    """Examples in a micro-batch: configured, else of the resumed run, the engine's, the usual."""
+    """Examples in a micro-batch: the configured number, else the resumed run's, the engine's, the
+    usual one."""
     rows_per_example = config.loss.lines
-    fitting = max(1, usual_micro_batch(config.data.sequence_length) // rows_per_example)
+    usual = max(1, usual_micro_batch(config.data.sequence_length) // rows_per_example)
     resumed = None if start is None else start.state.data.get("rows_per_micro_batch")
     chosen = engine.micro_batch and max(1, engine.micro_batch // rows_per_example)
-    choices = (config.training.micro_batch_size, resumed, chosen, fitting)
+    choices = (config.training.micro_batch_size, resumed, chosen, usual)
     rows = next(rows for rows in choices if isinstance(rows, int) and rows > 0)
     return min(rows, config.training.batch_size)
 
 
 def _go_to(loader: StepLoader, start: Start | None, total_steps: int) -> int:
-    """Put the loader at the rows where the run goes on; returns the steps done."""
+    """Set the loader to the rows where the run goes on; return the number of steps done."""
     if start is None:
         return 0
     loader.load_state_dict(start.state.data)
@@ -283,7 +283,7 @@ def _go_to(loader: StepLoader, start: Start | None, total_steps: int) -> int:
 
 
 def _structure(config: Config, model: Any) -> Source:
-    """The model without weights, its trained part marked. Raises InputError: it cannot be used."""
+    """The model without weights, trained parameters marked. Raises InputError: it is unusable."""
     section = config.model
     source = open_source(
         model,
@@ -348,15 +348,15 @@ def _engine(
             stack.enter_context(engine)
     except DoesNotFit as error:
         if config.engine.device == "cpu" or find_gpu() is None:
-            raise  # plans are for GPUs
+            raise  # there are plans for GPUs alone
         plan = "`megatrain plan` with this run file names what would make it fit"
         raise DoesNotFit(f"{error}; {plan}") from error
-    engine.require_held()  # else the run's model could not be written at its end
+    engine.require_held()  # raises now if the model could not be written at the run's end
     return engine
 
 
 def _saved_engine(config: Config, start: Start, common: dict[str, Any], stack: ExitStack) -> Engine:
-    """The engine of a checkpoint; weights are not read from the model's source again."""
+    """The engine of the checkpoint `start`, with the optimizer's settings that have changed."""
     placement, workload = config.engine.placement_value(), Workload.of_run(config)
     saved_rows = start.state.data.get("rows_per_micro_batch")
     if workload.micro_batch is None and isinstance(saved_rows, int) and saved_rows > 0:
@@ -382,7 +382,7 @@ def _saved_engine(config: Config, start: Start, common: dict[str, Any], stack: E
     optimizer, saved_rule = engine.optimizer, engine.optimizer.rule
     settings, rule = config.optimizer.settings, config.optimizer.rule()
     for name in ("name", *rule.choices):
-        saved = getattr(saved_rule, name, None)  # older versions did not know all choices
+        saved = getattr(saved_rule, name, None)  # rules of older versions lack some choices
         if saved != getattr(rule, name):
             raise InputError(f"optimizer.{name}: {start.checkpoint} has {saved}; set it back")
     changed = {
@@ -390,8 +390,8 @@ def _saved_engine(config: Config, start: Start, common: dict[str, Any], stack: E
         for section, key, *_ in differences(start.state.config, config)
         if section == "optimizer" and key in FREE_KEYS[section] and key in settings
     }
-    optimizer.restored_rates = None  # the run's schedule sets them anew, as they were
-    optimizer.defaults |= settings  # of which schedules take their floor: min_lr, lr_end
+    optimizer.restored_rates = None  # no warning: the run's schedule sets the same rates again
+    optimizer.defaults |= settings  # schedules take their smallest rate from these
     for group in optimizer.param_groups:
         group |= changed
         if "lr" in changed:
@@ -403,9 +403,9 @@ def _saved_engine(config: Config, start: Start, common: dict[str, Any], stack: E
 
 
 def check_device(config: Config, ranks: Ranks) -> None:
-    """Check this rank's device, and log it if `auto` falls back to the CPU.
+    """Check this rank's device, and warn if `auto` falls back to the CPU.
 
-    Raises InputError: there is no such device, or it cannot do what the run asks of it.
+    Raises InputError: there is no such device, or it lacks something that the run needs.
     """
     name, shared = config.engine.device, config.engine.sequence_parallel
     device = find_device(name, local_rank(ranks.host))
@@ -428,12 +428,12 @@ def check_device(config: Config, ranks: Ranks) -> None:
 
 
 def check_disk(config: Config, model: Source | Start | None, total_steps: int | None) -> None:
-    """Check that the disk has room for the checkpoints kept at the same time, and the model.
+    """Raise DoesNotFit if the disk lacks room for the model and the checkpoints kept at once.
 
     Args:
-        model: without weights; what requires gradients is trained. For a run that goes on, its
-            start: there must be room for one more checkpoint.
-        total_steps: None: not known yet, so that only one checkpoint is counted.
+        model: without weights; trained parameters require gradients. For a resumed run its start:
+            there must be room for one more checkpoint.
+        total_steps: None: not known yet, so one checkpoint is counted.
     """
     if isinstance(model, Start):
         if not config.checkpoint.at_end and config.checkpoint.every is None:
@@ -449,7 +449,7 @@ def check_disk(config: Config, model: Source | Start | None, total_steps: int | 
         needed = number * checkpoint + exported
         takes = f"the model and {number} checkpoints of {gib(checkpoint)} take"
     disk = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists()))
-    if needed > disk.free and disk.total > 0:  # /proc and its like say nothing
+    if needed > disk.free and disk.total > 0:  # file systems like /proc report no size
         raise DoesNotFit(
             f"{folder}: the disk has {gib(disk.free)} left, and {takes} {gib(needed)}; free "
             f"{gib(needed - disk.free)}, set output.folder of a new run to a folder on another "
@@ -458,19 +458,19 @@ def check_disk(config: Config, model: Source | Start | None, total_steps: int | 
 
 
 def _checkpoints_at_once(config: Config, total_steps: int | None) -> int:
-    """Number of checkpoints on the disk while the newest is written beside the kept ones."""
+    """The number of checkpoints on the disk when the newest is written beside the kept ones."""
     settings, steps = config.checkpoint, total_steps or 0
     never = steps + 1
     every = settings.every or never
     saves = steps // every
     if settings.at_end and (steps == 0 or steps % every > 0):
         saves += 1
-    kept_for_good = steps // (settings.keep_every or never)
-    return min(saves, max(settings.keep, kept_for_good) + 1)
+    marked = steps // (settings.keep_every or never)
+    return min(saves, max(settings.keep, marked) + 1)
 
 
 def _bytes_of(config: Config, source: Source) -> tuple[int, int]:
-    """The least bytes of a checkpoint, and the bytes of the model at the run's end."""
+    """The bytes of a checkpoint (at least), and of the model at the run's end."""
     parameters = list(source.model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     frozen = sum(p.numel() for p in parameters) - trained
@@ -482,15 +482,15 @@ def _bytes_of(config: Config, source: Source) -> tuple[int, int]:
     return int(saved), (trained + frozen) * source.dtype.itemsize
 
 
-_ROUNDED = 1 + 1e-9  # tolerance: rounding may raise a rate by so much
+_ROUNDED = 1 + 1e-9  # rounding may raise a rate by this factor
 
 
 def make_schedule(
     config: Config, optimizer: Optimizer | None, total_steps: int, done: int
 ) -> LRScheduler:
-    """The schedule after `done` steps: the learning rate is a function of the step alone.
+    """The learning rate's schedule, set to `done` steps.
 
-    Raises InputError: `schedule.options` are not those of this schedule.
+    Raises InputError: the schedule does not take `schedule.options`.
     """
     schedule = config.schedule
     refusals = TypeError, ValueError, KeyError, ArithmeticError
@@ -505,14 +505,14 @@ def make_schedule(
         )
         if 0 < done < total_steps:
             scheduler.last_epoch = done - 1
-            with warnings.catch_warnings():  # torch misses the steps before a resume
+            with warnings.catch_warnings():  # torch warns that no optimizer step came before
                 warnings.simplefilter("ignore", UserWarning)
                 scheduler.step()
     return scheduler
 
 
 def check_schedule(config: Config, total_steps: int) -> None:
-    """Warn of a warm-up that is longer than the run, and of a rate of 0 throughout."""
+    """Warn if the rate never gets to `optimizer.lr`. Raises InputError: a rate is out of range."""
     warmup, rates = config.schedule.num_warmup_steps(total_steps), set[float]()
     for done in sorted({0, 1, warmup + 1, total_steps // 2, total_steps - 1}):
         if done < total_steps:

@@ -1,4 +1,4 @@
-"""The parts of a run that several ranks share; all else is rank 0's."""
+"""Functions of a run on several ranks: they share a step's work; rank 0 does the rest."""
 
 import os
 import secrets
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def check_shared(config: Config, ranks: Ranks) -> None:
-    """Raises InputError: a rank has another run file, or a step has too few replies for all."""
+    """Raise InputError if ranks have different run files, or a step has too few replies for all."""
     if ranks.size == 1:
         return
     sections = config.model_dump(mode="json").items()
@@ -39,7 +39,7 @@ def check_shared(config: Config, ranks: Ranks) -> None:
 
 
 def group_of(config: Config, ranks: Ranks) -> Any:
-    """The group of a run's engine: a mesh where there are several hosts."""
+    """The group for a run's engine: a DeviceMesh of hosts and their ranks if there are several."""
     if ranks.host is None or config.engine.sharding == "full":
         return ranks.host
     first, *others = ranks.all_gather_object(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)))
@@ -55,23 +55,23 @@ def group_of(config: Config, ranks: Ranks) -> Any:
 
 
 def check_folder(ranks: Ranks, folder: Path) -> None:
-    """Raises InputError: a rank does not see what rank 0 puts into a folder."""
+    """Raise InputError if a rank does not see a file that rank 0 puts into a folder."""
     if ranks.size == 1:
         return
-    sign = folder / f".seen-{ranks.from_first(lambda: secrets.token_hex(8))}"
-    ranks.from_first(sign.touch)
+    file = folder / f".seen-{ranks.from_first(lambda: secrets.token_hex(8))}"
+    ranks.from_first(file.touch)
     try:
-        ranks.agree(lambda: files.require_seen(sign))
+        ranks.agree(lambda: files.require_seen(file))
     finally:
-        ranks.from_first(sign.unlink)
+        ranks.from_first(file.unlink)
 
 
 def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:
-    """This rank's consecutive micro-batches; all ranks get about as many tokens.
+    """This rank's micro-batches of a step: consecutive ones, with about equal tokens for each rank.
 
-    A rank without any gets a row without labels, which adds nothing.
+    A rank without a micro-batch gets a row without labels, which adds nothing.
 
-    Args: `counted`: tokens without a label count, too (the loss of routers), if no mask hides them.
+    Args: `counted`: routers' losses count tokens without labels, too: a mask hides that row's.
     """
     if ranks.size == 1:
         return step
@@ -80,7 +80,7 @@ def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:
     for number, (micro, end) in enumerate(zip(step, ends, strict=True)):
         middle = end - micro["input_ids"].numel() / 2
         fair_rank = int(middle * ranks.size / ends[-1])
-        if len(step) >= ranks.size:  # each has one: none is passed over, and some are left
+        if len(step) >= ranks.size:  # each rank gets one: skip no rank, and leave enough
             fair_rank = max(min(fair_rank, rank + 1), number + ranks.size - len(step))
         rank = fair_rank
         if rank == ranks.rank:
@@ -91,12 +91,12 @@ def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:
     row["labels"] = torch.full_like(row["labels"], IGNORED)
     if counted:
         row["attention_mask"] = torch.zeros_like(row["input_ids"])
-        row.pop("position_ids", None)  # those of documents, which have no mask
+        row.pop("position_ids", None)  # positions of documents go without a mask
     return [row]
 
 
 def with_own_images(data: PackedDataset, ranks: Ranks, step: Step) -> Step:
-    """A step, split for the ranks; the micro-batches that this rank takes have their images."""
+    """Split a step for the ranks, and add images to the micro-batches that this rank takes."""
     step = split_for_ranks(step, ranks)
     own_ids = {id(micro) for micro in part_of(step, ranks)}
     for number, micro in enumerate(step):
@@ -108,7 +108,7 @@ def with_own_images(data: PackedDataset, ranks: Ranks, step: Step) -> Step:
 
 
 def split_for_ranks(step: Step, ranks: Ranks) -> Step:
-    """Halve the largest micro-batches until each rank can have one, or each has a single row."""
+    """Halve the largest micro-batches until there is one for each rank, or all are single rows."""
     micros = list(step)
     while len(micros) < ranks.size:
         rows = [len(micro["input_ids"]) for micro in micros]
@@ -123,12 +123,12 @@ def split_for_ranks(step: Step, ranks: Ranks) -> Step:
 
 
 def check_rows(ranks: Ranks, step: Step) -> None:
-    """Raises InputError: a rank has other rows than rank 0."""
+    """Raise InputError if a rank has other rows than rank 0."""
     if ranks.size == 1:
         return
     checksum = 0
     for tensor in (
-        micro[name]  # those of images are the rank's own
+        micro[name]  # without images, which differ between ranks
         for micro in step
         for name in sorted(micro)
         if micro[name].shape == micro["input_ids"].shape and not name.endswith("token_type_ids")
@@ -145,30 +145,30 @@ def logprobs(
     reads: str = "logprobs",
     **options: float,
 ) -> list[Tensor]:
-    """`Engine.logprobs` of all micro-batches, on all ranks of the engine, which share the work.
+    """`Engine.logprobs` of all micro-batches; the engine's ranks share the work.
 
-    Args: `data`: whose rows they are, and may have images; `reads`: the engine's method, with
-        `options`.
+    Args: `data`: the micro-batches' data set, to read images from; `reads`: the engine's method,
+        called with `options`.
     """
 
-    def of(part: Step) -> list[Tensor]:
+    def compute(part: Step) -> list[Tensor]:
         part = part if data is None else [data.with_images(micro) for micro in part]
         return getattr(engine, reads)(part, **options)
 
-    return by_parts(engine.ranks, step, of)
+    return by_parts(engine.ranks, step, compute)
 
 
 def by_parts(ranks: Ranks, step: Step, make: Callable[[Step], list[T]]) -> list[T]:
-    """Compute a result for each micro-batch, split over the ranks; all ranks get all results."""
+    """Compute a result for each micro-batch, each on one rank; all ranks get all results."""
     part = part_of(step, ranks)
     results = make(part)
     if not any(part[0] is micro for micro in step):
-        results = []  # of the row without a label
-    return [result for of_rank in ranks.all_gather_object(results) for result in of_rank]
+        results = []  # the part is a row without labels, not of the step
+    return [result for by_rank in ranks.all_gather_object(results) for result in by_rank]
 
 
 def in_turn(ranks: Ranks, make: Callable[[], T]) -> T:
-    """Call `make` on rank 0, then on the others, which find rank 0's files on the disk."""
+    """Call `make` on rank 0, then on the other ranks, which find the files that rank 0 wrote."""
     results: list[T] = []
     ranks.agree(lambda: None if ranks.rank else results.append(make()))
     ranks.agree(lambda: results.append(make()) if ranks.rank else None)

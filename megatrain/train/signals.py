@@ -1,8 +1,8 @@
 """Signals during a run.
 
-SIGINT, SIGTERM or SIGHUP (a closed terminal; not under nohup): the running step ends, the run is
-saved, and the command ends well. A second one ends the process at once; what is saved is whole at
-any moment. SIGUSR1: save now and go on.
+SIGINT, SIGTERM or SIGHUP (a closed terminal; not under nohup): the current step ends, the run is
+saved, and the command exits with success. A second signal ends the process at once; checkpoints are
+whole at any moment. SIGUSR1: save now and go on.
 """
 
 import os
@@ -29,17 +29,17 @@ class Stopped(KeyboardInterrupt):
 
 
 class Signals:
-    """Context manager that turns signals into requests; only on the main thread.
+    """A context that turns signals into requests; it has no effect but on the main thread.
 
     Attributes:
-        stop: the signal that asked for the end, such as `SIGTERM`; None: nobody has.
+        stop: name of the signal that asked for the end, such as `SIGTERM`; None: no signal has.
     """
 
     def __init__(self) -> None:
         self.stop: str | None = None
-        self._shared = False
-        self._heard: str | None = None  # asked of this process; `stop` is agreed by all ranks
-        self._stopped = 0.0  # when
+        self._shared = False  # True: ranks agree on `stop`, and `_heard` is this process's signal
+        self._heard: str | None = None
+        self._stop_time = 0.0
         self._save = False
         self._interruptible = False
         self._previous: dict[int, Any] = {}
@@ -57,16 +57,16 @@ class Signals:
             signal.signal(number, handler)
 
     def take_save(self) -> bool:
-        """True if somebody has asked for a checkpoint since the last call."""
+        """Return True if a signal has asked for a checkpoint since the last call."""
         if signal.SIGUSR1 in self._previous:
-            # LLVM, which compiles GPU kernels, takes this signal for itself when it first runs; the
-            # other ones, which it takes as well, it passes on.
+            # LLVM, which compiles GPU kernels, replaces this handler when it first runs. (It calls
+            # the handlers of the other signals.)
             signal.signal(signal.SIGUSR1, self._on_save)
         save_now, self._save = self._save, False
         return save_now
 
     def share(self, ranks: Ranks) -> None:
-        """Agree with all ranks on requests that any has had; from now on only agreed ones count."""
+        """Share requests with all ranks: from now on all ranks act on a signal at the same step."""
         if ranks.size == 1:
             return
         if not self._shared:
@@ -77,10 +77,7 @@ class Signals:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let the first signal end the block, in which nothing is learnt yet.
-
-        Raises Stopped: in the block, wherever it is.
-        """
+        """Let the first signal end the block, before the first step: raise Stopped within it."""
         self._interruptible = True
         try:
             if not self.stop:
@@ -93,14 +90,14 @@ class Signals:
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if was_heard := self._heard if self._shared else self.stop:
-            echoed = number == signal.SIGHUP or time.monotonic() - self._stopped < _ECHO_SECONDS
-            if name == was_heard and echoed:  # kernel and shell both tell of a hangup
+            echoed = number == signal.SIGHUP or time.monotonic() - self._stop_time < _ECHO_SECONDS
+            if name == was_heard and echoed:  # kernel and shell both send a hangup
                 return
-            if self._shared and number == signal.SIGTERM:  # torchrun tells everybody once more
+            if self._shared and number == signal.SIGTERM:  # torchrun repeats it to all ranks
                 return
             _write(_AT_ONCE)
             os._exit(128 + number)
-        self._stopped = time.monotonic()
+        self._stop_time = time.monotonic()
         if self._shared:
             self._heard = name
         else:
@@ -114,6 +111,6 @@ class Signals:
 
 
 def _write(notice: bytes) -> None:
-    """The only way of writing that a signal handler may use."""
-    with suppress(OSError):  # nobody reads it any more
+    """Write to the terminal by `os.write`, which a signal handler may call."""
+    with suppress(OSError):  # the terminal is closed
         os.write(2, notice + (_SHOW_CURSOR if os.isatty(2) else b""))

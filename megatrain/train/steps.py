@@ -1,4 +1,4 @@
-"""The steps of a run: rows, measurements, timelines, and what is done when one goes wrong."""
+"""Takes the steps of a run: reads rows, measures, records a timeline, handles refused steps."""
 
 import json
 import logging
@@ -32,35 +32,35 @@ from megatrain.train.sharing import check_rows, part_of, split_for_ranks
 if TYPE_CHECKING:
     from megatrain.train.setup import Job
 
-# Compilations and the choice of kept graphs are over by then.
+# By then all compilation is done.
 RECORDED_STEP = 6
 
 Result = TypeVar("Result")
 
 
 class RunTimeline:
-    """Records one early step of a run, in `timeline.json`; all others run as they are.
+    """Records one early step of a run in `timeline.json`.
 
     Attributes:
-        breakdown: of the last step's time; None: it was not recorded.
+        breakdown: parts of the last step's time; None: that step was not recorded.
     """
 
     def __init__(self, recording: Recording, folder: Path, steps: int) -> None:
-        """Args: `recording`: as `Engine.recording`; `steps`: that this process will take."""
+        """Args: `recording`: `Engine.recording`; `steps`: how many this process will take."""
         self._recorder, self._folder = StepRecorder(recording), folder
         self.breakdown: Breakdown | None = None
         self._steps_left = min(RECORDED_STEP, steps)  # until the recorded step has ended
 
     def step(self, number: int, step: Callable[[], Result]) -> Result:
-        """Do step `number` of the run, and write `timeline.json` if it was to be recorded."""
-        # The updates of the step before it run in the recorded step, so both are recorded.
+        """Take step `number` of the run; if it is the recorded one, write `timeline.json`."""
+        # The updates of the step before run in the recorded step, so both steps are recorded.
         self.breakdown, records = None, self._steps_left in (1, 2)
         if records:
             self._recorder.start()
         try:
             result = step()
         except BaseException:
-            if records:  # if the run goes on without this step, the next two are recorded
+            if records:  # if the run skips this step, record the next two
                 self._recorder.cancel()
                 self._steps_left = 2
             raise
@@ -76,9 +76,9 @@ class RunTimeline:
         return result
 
 
-_REMEMBERED = 100  # gradient norms that the median is taken of
-_ENOUGH = 20  # the first norms of a run say little about the next ones
-_JUMP = 10.0  # times the median: such a norm is computed once more
+_REMEMBERED = 100  # newest gradient norms, whose median is taken
+_ENOUGH = 20  # norms that a median needs: the first norms of a run say little about the next
+_JUMP = 10.0  # a norm of more than this times the median is computed once more
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Steps:
 
     Attributes:
         done: steps taken so far, skipped ones included.
-        state: of the run after those, for a checkpoint, beside the engine's state.
+        state: the run's state after these steps, which a checkpoint keeps.
     """
 
     def __init__(self, job: "Job", metrics: MetricsWriter, timeline: RunTimeline) -> None:
@@ -108,16 +108,16 @@ class Steps:
         self.state = self._state()
 
     def take(self) -> Mapping[str, Any]:
-        """Take the next step; returns its record for the log.
+        """Take the next step; return its record for the log.
 
         Raises:
-            RunFailed: it could not be done; the message names it and its rows. The engine's state
-                is that of the step before, unless the message says otherwise.
+            RunFailed: the step failed; the message names it and its rows. The engine's state is
+                that of the step before, unless the message says otherwise.
             DoesNotFit: the device has no memory left.
         """
         step, job = self.done + 1, self._job
         assert job.engine.optimizer is not None
-        lr = job.engine.optimizer.param_groups[-1]["lr"]  # of matrices, where Muon has two rates
+        lr = job.engine.optimizer.param_groups[-1]["lr"]  # Muon's last group has the matrices
         started = time.perf_counter()
         try:
             rows, tokens, logged = self._rows(step)
@@ -141,7 +141,7 @@ class Steps:
                 outcome["train_seconds"] = round(result.seconds, 6)
             if (times := self._timeline.breakdown) is not None:
                 outcome |= {"busy": times.busy, "idle": times.idle}
-        if step < job.total_steps:  # a schedule need not be defined beyond its end
+        if step < job.total_steps:  # some schedules raise errors beyond their end
             job.schedule.step()
         self.done = step
         self.state = self._state()
@@ -150,7 +150,7 @@ class Steps:
         return record
 
     def _measured(self, step: int, micro_batches: Step) -> Any:
-        """Take the step; a loss or norm that jumps is computed again before it is believed."""
+        """Take the step; if its loss is not finite or its norm jumps, compute it once more."""
 
         def take(limit: float, expected: tuple[float, float] | None = None) -> Any:
             def work() -> Any:
@@ -174,7 +174,7 @@ class Steps:
             return take(self._refusals.norm_limit, error.measured)
 
     def _rows(self, step: int) -> tuple[Step, int, Mapping[str, Any]]:
-        """This rank's micro-batches, the number of all ranks' tokens, and values for the log."""
+        """This rank's micro-batches, all ranks' number of tokens, and values for the log."""
         job = self._job
         logged: Mapping[str, Any] = {}
         try:
@@ -193,7 +193,7 @@ class Steps:
                 rows = job.teacher.with_answers(rows)
                 logged = {"teacher_seconds": round(time.perf_counter() - started, 6)}
             return rows, tokens, logged
-        except (RunFailed, DoesNotFit):  # they name the replies that failed
+        except (RunFailed, DoesNotFit):  # these messages name the replies that failed
             raise
         except Exception as error:
             log.error("the rows of step %d cannot be read", step, exc_info=error)
@@ -214,7 +214,7 @@ class Steps:
         return RunState(self.done, position, refusals, self._run_file, rollouts=rollouts)
 
     def _rates(self, tokens: int, seconds: float) -> dict[str, Any]:
-        """Rates and memory of a step; tokens are positions computed, padding included."""
+        """Rates and memory of a step; `tokens` counts padding, too."""
         tflops = model_tflops(*self._job.engine.computing, tokens, seconds)
         return {
             "tokens": tokens,
@@ -228,7 +228,7 @@ class Steps:
 
 
 class BadSteps:
-    """The rule for steps that the engine refuses: they end the run, or are left out."""
+    """Decides whether a step that the engine refuses is skipped, or ends the run."""
 
     def __init__(self, settings: TrainingSection) -> None:
         self._settings = settings
@@ -254,11 +254,11 @@ class BadSteps:
         self._skipped = 0
 
     def skip(self, error: StepRefused) -> None:
-        """Leave out a step that has changed nothing.
+        """Skip a refused step, if the settings allow that.
 
         Raises:
-            StepRefused: the settings say to stop.
-            RunFailed: too many in a row, so that nothing is being learnt any more.
+            StepRefused: the settings say to stop, or the step has changed weights.
+            RunFailed: too many steps in a row were skipped.
         """
         if self._settings.on_nonfinite == "stop" or not error.intact:
             raise error
@@ -270,11 +270,11 @@ class BadSteps:
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """The remembered norms and counts, as JSON."""
+        """The newest norms, and the number of steps skipped in a row, as JSON."""
         return {"norms": list(self._norms), "skipped": self._skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises InputError if the state is malformed."""
+        """Set norms and counts to those of `state_dict`. Raises InputError: they are malformed."""
         norms, skipped = state.get("norms"), state.get("skipped")
         numbers = isinstance(norms, list) and all(isinstance(norm, float) for norm in norms)
         if not numbers or type(skipped) is not int:

@@ -1,4 +1,4 @@
-"""TensorBoard, Trackio, Weights & Biases and MLflow, through accelerate's classes of them."""
+"""TensorBoard, Trackio, Weights & Biases and MLflow, through accelerate's trackers."""
 
 import json
 import logging
@@ -16,7 +16,7 @@ from megatrain.config import Config
 from megatrain.errors import InputError, in_one_line
 from megatrain.run_folder.layout import TRACKING
 
-_IDS = "runs.json"  # for each tracker its run id, which a resumed run continues
+_IDS = "runs.json"  # the run's id in each tracker, which a resumed run goes on with
 _ID_OF = {"wandb": attrgetter("id"), "mlflow": attrgetter("info.run_id")}
 _SHOWN_AS = {"lr": "learning_rate"}
 
@@ -24,20 +24,20 @@ log = logging.getLogger(__name__)
 
 
 def check_trackers(config: Config) -> None:
-    """Raises InputError: a tracker of the run is not installed."""
+    """Raise InputError if a tracker of the run is not installed."""
     for name in config.tracking.trackers:
         if find_spec(name) is None:
             raise InputError(f'tracking.to: {name} is missing; pip install "megatrain[{name}]"')
 
 
 class Trackers:
-    """The trackers of a run, started; each gets what `metrics.jsonl` gets.
+    """The trackers of a run; each gets the records of `metrics.jsonl`.
 
-    One that fails later costs a warning and is left alone from then on; the run goes on.
+    A tracker that fails later causes a warning, and gets no more records; the run goes on.
     """
 
     def __init__(self, config: Config, run: Path, first: int) -> None:
-        """Start them; `first`: steps that the run has done already."""
+        """Start the trackers; `first`: steps that the run has done already."""
         self._running: dict[str, Any] = {}
         folder = run / TRACKING
         if not config.tracking.trackers:
@@ -66,7 +66,7 @@ class Trackers:
         (folder / _IDS).write_text(json.dumps(ids) + "\n", encoding="utf-8")
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Pass the numbers of a line of `metrics.jsonl` on."""
+        """Pass the numbers of a record of `metrics.jsonl` on."""
         shown = {}
         for key, value in record.items():
             if key != "step" and isinstance(value, int | float):
@@ -77,7 +77,7 @@ class Trackers:
             self._do(name, partial(tracker.log, shown, step=record["step"]))
 
     def close(self) -> None:
-        """Let each finish what it is writing."""
+        """Let each tracker finish its writing."""
         for name, tracker in [*self._running.items()]:
             self._do(name, tracker.finish)
         self._running.clear()
@@ -91,13 +91,13 @@ class Trackers:
 
 
 def _options(name: str, config: Config, run: Path, first: int, known: Any) -> dict[str, Any]:
-    """Arguments of accelerate's class; `known`: the tracker's id of a resumed run."""
+    """Arguments of accelerate's class; `known`: a resumed run's id in the tracker."""
     settings, folder = config.tracking, run / TRACKING
     title = settings.run_name or run.resolve().name
     options: dict[str, Any] = {"run_name": settings.project, "name": title}
     if name == "tensorboard":
         options = {"run_name": "tensorboard", "logging_dir": str(folder)}
-        if first:  # what an earlier process has logged of the steps to come is not shown
+        if first:  # hides records of later steps that an earlier process has logged
             options["purge_step"] = first + 1
     elif name == "trackio":
         for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
@@ -118,7 +118,7 @@ def _options(name: str, config: Config, run: Path, first: int, known: Any) -> di
 
 
 def _flat(config: Config) -> dict[str, Any]:
-    """The run file as `section.key: value`; values other than plain ones become text."""
+    """The run file as `section.key: value`; lists and mappings become text."""
     plain = bool | int | float | str
     return {
         f"{section}.{key}": value if isinstance(value, plain) else str(value)

@@ -282,7 +282,7 @@ def test_the_example_is_a_run_file_whose_rewards_tell_right_from_wrong():
     beside = {"answer": ["1000 + 42\n#### 1042"] * 3, "self": [1] * 3, "replies": [2] * 3}
     each = rewards.of(["q"] * 3, replies, **beside)
     assert each.tolist() == [[1, 1], [0, 1], [0, 0]]
-    torch.testing.assert_close(rewards.together(each), torch.tensor([1.2, 0.2, 0]).double())
+    torch.testing.assert_close(rewards.weighted_sum(each), torch.tensor([1.2, 0.2, 0]).double())
 
 
 HELD_OUT = ("data.eval_fraction=0.3", "training.eval_every=2", "rollout.batch_size=4")
