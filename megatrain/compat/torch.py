@@ -3,8 +3,9 @@
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -170,6 +171,12 @@ def mark_dynamic(tensor: Tensor, dim: int = 0) -> None:
     import torch._dynamo  # the import takes a second
 
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def not_compiled() -> AbstractContextManager[Any]:
+    """A context in which functions that a model's own code has compiled run uncompiled."""
+    loaded = "torch._dynamo" in sys.modules  # by whoever compiles
+    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
 
 
 def for_many_shapes(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -124,6 +124,8 @@ def sources(field: object, kind: str, where: str) -> list[Source]:
 def source_of(part: Mapping[str, Any], kind: str, where: str) -> Source | None:
     """The source that a content part names; None: it stands for the next of the row's field."""
     names = (kind, f"{kind}_url", "input_audio", "url", "path", "base64", "bytes")
+    if isinstance(encoded := part.get("base64"), str):
+        part = {**part, "base64": f"data:,{encoded.rpartition(',')[2]}"}
     values = [part[name] for name in names if not empty(part.get(name))]
     return _source(values[0], kind, where) if values else None
 

@@ -202,7 +202,8 @@ def build(
         with weightless():
             model = make(copy.deepcopy(config), **options)
     except Exception as error:  # whatever a model makes of impossible sizes
-        reason = in_one_line(error, 400)
+        lacks = "there is no " if isinstance(error, KeyError) else ""
+        reason = lacks + in_one_line(error, 400)
         text = config.get_text_config(decoder=True)
         if "padding_idx" in reason.lower():  # torch's word for a token that no user has named so
             last = getattr(text, "vocab_size", 0) - 1
@@ -212,6 +213,7 @@ def build(
             ) from error
         raise InputError(f"cannot build a {config.model_type} causal model: {reason}") from error
     model.tie_weights()
+    hf.without_checkpointing(model)
     return model.train()
 
 

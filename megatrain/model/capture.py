@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from megatrain.base.changed import changed
-from megatrain.compat.torch import memory_of, pytree
+from megatrain.compat.torch import memory_of, not_compiled, pytree
 from megatrain.errors import InputError, Unsupported
 from megatrain.model.layer_template import containers
 from megatrain.model.media import NO_IDS, of_media
@@ -261,7 +261,7 @@ class Capture:
         self.runner = next(m for m in model.modules() if stack in m.children())
         for layer in stack:
             self._replace(layer)
-        self._ties = _ties(model)
+        self._ties = ties(model)
 
     def _replace(self, layer: nn.Module) -> None:
         def recorder(*args: Any, **kwargs: Any) -> Any:
@@ -341,7 +341,8 @@ class Capture:
         """
         names = {id(weights[name]): name for name in rows.tables} if rows is not None else {}
         try:
-            with changed([self], _handler=handler), Lookups(names, rows, uses):
+            # torch.compile would trace the lookups' mode.
+            with changed([self], _handler=handler), not_compiled(), Lookups(names, rows, uses):
                 return self._call(weights, inputs)
         except Reached as reached:
             return reached.args[0]
@@ -407,11 +408,19 @@ class Capture:
             yield
 
 
-def _ties(model: nn.Module) -> list[tuple[str, str]]:
-    """The name of each tied parameter, and another name that it has."""
+def ties(model: nn.Module) -> list[tuple[str, str]]:
+    """The name of each tied parameter, and another place where it is.
+
+    A place that has two names, as its module is in the model twice, is no other place: torch would
+    put the call's weight there for good.
+    """
     first = {id(p): name for name, p in model.named_parameters()}
-    parameters = model.named_parameters(remove_duplicate=False)
-    return [(first[id(p)], name) for name, p in parameters if first[id(p)] != name]
+    places = [
+        (id(p), f"{path}.{name}".lstrip("."))
+        for path, module in model.named_modules()
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    return [(first[key], name) for key, name in places if first[key] != name]
 
 
 def last_hidden(output: Any) -> Tensor:

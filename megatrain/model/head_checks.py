@@ -12,6 +12,7 @@ give the logits of some tokens, by which the head is tried.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.base.changed import changed
-from megatrain.compat.transformers import CAUSAL_LM_CLASSES
+from megatrain.compat.transformers import CAUSAL_LM_CLASSES, configs
 from megatrain.errors import Unsupported, in_one_line
 from megatrain.loss import IGNORED, targets_of
 from megatrain.model.capture import last_hidden, with_hidden
@@ -27,9 +28,9 @@ from megatrain.model.routers import RouterLoss
 from megatrain.model.spec import ModelSpec
 from megatrain.model.zeros import ZeroProducts, zero_pages
 
-_SHAPE = (2, 6)
+_SHAPE = (2, 10)
 _UNLABELLED = [(0, 2), (1, 3), (1, 5)]  # row and token; the rows have different numbers of labels
-_SPECIAL = [(0, 1), (0, 3), (0, 4), (0, 5), (1, 1), (1, 2), (1, 4)]  # of the labelled ones
+_SPECIAL = [p for p in product(range(2), range(1, 10)) if p not in _UNLABELLED]  # special tokens
 _RANDOM = 1 << 18  # of a parameter's values that are not zero: tables may be larger than memory
 _TOLERANCE = 1e-6  # of the loss, in fp32
 _TOKENS = 2  # of each row in a trial of mixed tokens
@@ -170,9 +171,13 @@ def _labels(spec: ModelSpec) -> Tensor:
     """Labels that include special tokens: a loss may leave those out, or weigh them."""
     text = spec.capture.model.config.get_text_config(decoder=True)
     count = min(text.vocab_size, spec.num_logits)
-    special = {v for k, v in vars(text).items() if k.endswith("_token_id") and type(v) is int}
+    settings = [
+        item for _, part in configs(spec.capture.model.config) for item in vars(part).items()
+    ]
+    named = [v for name, v in settings if name.endswith(("_token_id", "_token_index"))]
+    special = {v for value in named for v in (value if isinstance(value, list) else [value])}
     labels_BT = torch.arange(_SHAPE[0] * _SHAPE[1]).remainder(count).view(_SHAPE)
-    usable = sorted(token for token in special if 0 <= token < count)
+    usable = sorted(token for token in special if type(token) is int and 0 <= token < count)
     for place, token in zip(_SPECIAL, usable, strict=False):
         labels_BT[place] = token
     for place in _UNLABELLED:

@@ -5,6 +5,7 @@ of tokens: only structure is learned from it, so it needs no weights and costs n
 forward computes from what is read off the autograd graph.
 """
 
+import re
 from collections.abc import Hashable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import Cache, PreTrainedModel
 
 from megatrain.compat import peft
-from megatrain.compat.torch import has_gradient_hooks, pytree
+from megatrain.compat.torch import has_gradient_hooks, not_compiled, pytree
 from megatrain.compat.transformers import takes_grouped_products, without_atomic_sums
 from megatrain.errors import Unsupported, explained
 from megatrain.model import unsupported
@@ -32,6 +33,7 @@ from megatrain.model.capture import (
     Uses,
     identity,
     last_hidden,
+    ties,
     with_hidden,
 )
 from megatrain.model.fingerprint import INDEX_ATTRIBUTES, Reader
@@ -54,7 +56,8 @@ def spec(model: PreTrainedModel, *, trained: bool = True) -> ModelSpec:
     unsupported.refuse_behaviour(model)
     try:
         called = set[int]()
-        with register_module_forward_pre_hook(lambda module, _: called.add(id(module))):
+        note = register_module_forward_pre_hook(lambda module, _: called.add(id(module)))
+        with note, not_compiled():
             structure = _spec(model, router_loss(model) if trained else None)
         if trained and adapted(model) is not None:
             refuse_idle(model, structure.layers, called)
@@ -153,16 +156,16 @@ class _Probe:
         self.weights = {n: zero_pages(p.shape, requires_grad=True) for n, p in self.outer.items()}
 
     def _refuse_shared(self) -> None:
-        first_names: dict[int, str] = {id(p): name for name, p in self.outer.items()}
-        for layer in self.stack:
-            path = self.paths[id(layer)]
-            for name, parameter in layer.named_parameters():
-                full = f"{path}.{name}"
-                if (first_name := first_names.setdefault(id(parameter), full)) != full:
-                    raise Unsupported(
-                        f"{full} is the same parameter as {first_name}; weights that layers "
-                        "share are not supported"
-                    )
+        if len(self.paths) < len(self.stack):
+            raise Unsupported(f"a layer is in {self.stack_name} twice, which is not supported")
+        number = re.compile(rf"{re.escape(self.stack_name)}\.(\d+)\.")
+        for name, other in ties(self.model):
+            layers = [found and found[1] for found in map(number.match, (name, other))]
+            if layers[0] != layers[1]:
+                raise Unsupported(
+                    f"{other} is the same parameter as {name}; weights that layers share are not "
+                    "supported"
+                )
 
     def _signature(self, layer: nn.Module) -> Any:
         reader = Reader(layer, left_out=INDEX_ATTRIBUTES)
@@ -182,7 +185,7 @@ class _Probe:
         randomness = unsupported.OtherRandomness()
         self._find_trunk()
         watch = unsupported.Watch(self.model, "", [*self.stack])
-        with torch.enable_grad():
+        with torch.enable_grad(), randomness:
             gathered, constants = self._tables()
             rows = self._rows(gathered, constants)
             with self.capture.stop_after_trunk():

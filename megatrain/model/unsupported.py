@@ -17,6 +17,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from megatrain.compat import torch as compat
@@ -293,7 +294,7 @@ def try_kind(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwa
     def run() -> None:
         kind.example = kind.call(weights, args, kwargs)
 
-    with torch.no_grad(), ZeroProducts(zeros.values()):
+    with torch.no_grad(), randomness, ZeroProducts(zeros.values()):
         kind.random = draws(run, zeros)
         changes = watch.changes()
         kind.states = [(change.module, change.name) for change in changes]
@@ -342,11 +343,20 @@ def refuse_state(watch: Watch, again: Callable[[], Iterable[Any]]) -> None:
         raise changes[0].refusal()
 
 
-class OtherRandomness:
-    """Notices random numbers from elsewhere than torch, which a recomputation would not repeat."""
+class OtherRandomness(TorchFunctionMode):
+    """Notices random numbers that a recomputation would not repeat.
+
+    They are of Python, of numpy, or of a generator of torch that is not the default one.
+    """
 
     def __init__(self) -> None:
-        self._before = self._state()
+        super().__init__()
+        self._before, self._is_own = self._state(), False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._is_own |= kwargs.get("generator") not in (None, torch.default_generator)
+        return func(*args, **kwargs)
 
     @staticmethod
     def _state() -> tuple:
@@ -355,8 +365,9 @@ class OtherRandomness:
 
     def refuse(self) -> None:
         """Raise Unsupported if any has been drawn since the start."""
-        if self._state() != self._before:
+        if self._is_own or self._state() != self._before:
+            whose = "a generator of its own" if self._is_own else "Python's or numpy's generator"
             raise Unsupported(
-                "its forward draws random numbers from Python's or numpy's generator, which its "
-                "recomputation would not draw again; use torch's"
+                f"its forward draws random numbers from {whose}, which its recomputation would not "
+                "draw again; use torch's default one"
             )

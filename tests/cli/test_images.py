@@ -185,7 +185,7 @@ def conversations(folder):
         (talk("<image>\nthe sea, and <image>", "sunny", images=names[1:3]), [1, 2]),
         (talk([{"type": "image", "path": str(folder / names[3])}, text], "Thanks!"), [3]),
         (talk("What is it?", "You are welcome", image={"path": names[4], "bytes": None}), [4]),
-        (talk([text, part(f"data:image/png;base64,{data}")], "It is 42."), [5]),
+        (talk([text, {"type": "image", "base64": data}], "It is 42."), [5]),
         (talk("Thanks!", "You are welcome"), []),
     ]
 

@@ -260,6 +260,21 @@ def count_in_buffer(module):
     counting(module, step)
 
 
+def drawing_elsewhere(model):
+    generator = torch.Generator().manual_seed(0)
+    extended(part(model), lambda self, x: x * (1 + torch.rand(x.shape, generator=generator)))
+
+
+@torch.compile(backend="eager")
+def compiled(x):
+    return x * (1 + x.tanh())
+
+
+def tied_to_a_layer(model):
+    shape = norm(model).weight.shape
+    norm(model).weight = next(p for p in stack(model)[1].parameters() if p.shape == shape)
+
+
 def skipping(model):
     random.seed(0)
     extended(part(model), lambda self, output: output * (1 + (random.random() < 0.5)))
@@ -334,6 +349,18 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "a weight of another layer": (
         lambda m: setattr(part(m), "weight", leaf(stack(m)[0]).weight), "is the same parameter as",
     ),
+    "a layer twice": (
+        lambda m: stack(m).__setitem__(2, stack(m)[1]), "a layer is in model.layers twice",
+    ),
+    "a norm with a layer's weight": (tied_to_a_layer, "model.norm.weight is the same parameter as"),
+    "another name of the norm": (lambda m: setattr(m, "other", norm(m)), None),
+    "a compiled function in a layer": (
+        lambda m: extended(part(m), lambda self, output: compiled(output)), None,
+    ),
+    "a compiled function of the embedding": (
+        lambda m: extended(table(m), lambda self, output: compiled(output)), None,
+    ),
+    "a generator of its own": (drawing_elsewhere, "random numbers from a generator of its own"),
     "a part in fp64": (wide, "q_proj.weight is torch.float64"),
     "a configuration of its own": (own_config, None),
     "a hook after a layer": (lambda m: after(stack(m)[1]), r"model\.layers\.1 has a hook"),
@@ -399,6 +426,7 @@ NEUTRAL = {
     "gradient checkpointing",
     "gradient checkpointing of old",
     "hidden states looked at before",
+    "another name of the norm",
 }
 
 # With all that is refused; the rest is exhaustive. Each was trained to other numbers once. The
@@ -407,6 +435,7 @@ QUICK = {("llama", name) for name, (_, refusal) in CHANGES.items() if refusal}
 QUICK |= {("gpt2", "weight_norm"), ("llama", "an attribute of another type")}
 QUICK |= {("llama", "a method of another self"), ("llama", "a number by getattr")}
 QUICK |= {("llama", "a norm that counts positions"), ("llama", "gradient checkpointing")}
+QUICK |= {("llama", "another name of the norm"), ("llama", "a compiled function of the embedding")}
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from megatrain import AdamW, Engine, InputError
 from megatrain.errors import Unsupported
-from megatrain.model.build import loaded_types
+from megatrain.model.build import empty_model, loaded_types
 from megatrain.model.probe import spec
 from megatrain.model.rebuilt import emptied
 from tests.families.tiny import tiny_model, tiny_multimodal
@@ -181,6 +181,9 @@ def test_states_that_the_configuration_asks_for_are_left_out():
     with Engine(model, optimizer=AdamW(), precision="fp32", device="cpu") as engine:
         assert engine.step([{"input_ids": ids, "labels": ids}]).loss == pytest.approx(wanted, 1e-6)
         assert engine.config.output_hidden_states
+    assert spec(empty_model(LlamaConfig(**SIZES, gradient_checkpointing=True))).layers
+    with refused("cannot build a llama causal model: there is no 'glu'"):
+        empty_model(LlamaConfig(**SIZES, hidden_act="glu"))
 
 
 class Tabled(LlamaForCausalLM):
@@ -261,6 +264,16 @@ class Weighted(LlamaForCausalLM):
         return super().forward(*args, labels=shown, **kwargs)
 
 
+class Masking(LlamaForCausalLM):
+    """Leaves a token of the configuration out, as code of a folder may."""
+
+    def forward(self, *args, labels=None, **kwargs):
+        shown = None if labels is None else labels.masked_fill(labels == 77, -100)
+        return super().forward(*args, labels=shown, **kwargs)
+
+    forward.__module__ = "transformers_modules.folder"
+
+
 class Tempered(LlamaForCausalLM):
     """A forward of its own, on the usual loss."""
 
@@ -282,6 +295,10 @@ def with_head(count):
 OTHER_LOSSES = {
     "z-loss": (lambda: of(WithZLoss), "loss is not the result of its loss_function"),
     "weights": (lambda: of(Weighted), "loss is not the result of its loss_function"),
+    "without images' places": (
+        lambda: Masking(LlamaConfig(**SIZES, image_token_index=77)),
+        "loss in Masking's forward is not the mean cross entropy",
+    ),
     "the usual, partly": (with_part_of_the_usual, "defines a loss_function"),
     "a z-loss of the configuration": (
         lambda: tiny_model("bamba", changes={"z_loss_coefficient": 0.1}),
