@@ -1,5 +1,5 @@
-"""Each module names all that the package takes of one library beneath its public names.
+"""The only modules that use private parts of libraries: one module for each library.
 
-No other part names what begins with an underscore in torch or transformers, or a module of
-transformers that it does not export, so that a new version is met here alone.
+No other package uses names of torch or transformers that begin with an underscore, or modules that
+transformers does not export. So a new version of a library needs changes here alone.
 """

@@ -1,4 +1,4 @@
-"""Models in llama.cpp's GGUF files, dequantised by transformers into folders that are kept."""
+"""Models in llama.cpp's GGUF files, which transformers dequantises into cached folders."""
 
 import hashlib
 import os
@@ -26,10 +26,10 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def unpacked(path: Path) -> Path:
-    """The folder of a GGUF file's model, made once: weights, tokenizer, chat template.
+    """The folder of a GGUF file's model (weights, tokenizer, chat template), made at first use.
 
-    Weights are bfloat16, or float32 or float16 if the file's largest tensor is. The folder lies in
-    ~/.cache/megatrain/gguf; its files have the GGUF's time. Raises InputError: as `read_gguf`.
+    Weights are bfloat16, or float32 or float16 if the file's largest tensor is. The folder is in
+    ~/.cache/megatrain/gguf; its files have the GGUF's time. Raises InputError as `read_gguf` does.
     """
     path = Path(os.path.expanduser(path)).resolve()
     time = path.stat().st_mtime_ns
@@ -46,7 +46,7 @@ def unpacked(path: Path) -> Path:
 
 
 def _unpack(path: Path, folder: Path) -> None:
-    """Write the file's model, configuration and tokenizer; refuse what would lose a part of it."""
+    """Write the file's model and tokenizer. Raises InputError: transformers would lose a part."""
     config, tokenizer = read_gguf(path, AutoConfig), read_gguf(path, AutoTokenizer)
     from gguf import GGUFReader
 
@@ -58,7 +58,7 @@ def _unpack(path: Path, folder: Path) -> None:
             "--merge FIRST_PART WHOLE.gguf"
         )
     _refuse_scaled_positions(path, reader, config)
-    for token, name in _SPECIAL.items():  # some versions of transformers take others
+    for token, name in _SPECIAL.items():  # some versions of transformers set other tokens
         number = reader.fields.get(f"tokenizer.ggml.{name}_token_id")
         if number is not None:
             setattr(tokenizer, token, tokenizer.convert_ids_to_tokens(int(number.contents())))
@@ -84,7 +84,7 @@ def _unpack(path: Path, folder: Path) -> None:
 
 
 def _refuse_scaled_positions(path: Path, reader: Any, config: Any) -> None:
-    """Raises InputError if the file scales positions and its `config` does not say so."""
+    """Raise InputError if the file scales positions, and its `config` does not."""
     scaled = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
     architecture = reader.fields["general.architecture"].contents()
     scaling = reader.fields.get(f"{architecture}.rope.scaling.type")

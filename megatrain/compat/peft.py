@@ -1,4 +1,4 @@
-"""All uses of PEFT, an optional dependency: it wraps modules of a model."""
+"""All uses of PEFT, an optional dependency, which wraps modules of a model."""
 
 import copy
 import json
@@ -30,13 +30,13 @@ _OF_FILES = frozenset((
     "auto_mapping", "peft_version",
 ))  # fmt: skip
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-FILE_PREFIX = "base_model.model."  # of the parameters' names in an adapter's file
-_ROWS, _TOKENS = "SEQ_CLS", "TOKEN_CLS"  # PEFT's tasks of models that give classes or scores
-EMBEDDINGS = "FEATURE_EXTRACTION"  # of models without a head
+FILE_PREFIX = "base_model.model."  # begins all parameters' names in an adapter's file
+_ROWS, _TOKENS = "SEQ_CLS", "TOKEN_CLS"  # PEFT's tasks for models that give classes or scores
+EMBEDDINGS = "FEATURE_EXTRACTION"  # PEFT's task for models without a head
 _HEADS = {"classifier", "score"}  # names that PEFT adds to modules_to_save for these tasks
-_INITS = (True, False, "gaussian")  # others change the base's weights, or need data
-_OF_FRESH_ONES = ("gaussian", "orthogonal", "eva")  # they say nothing of an adapter with weights
-_OF_INITS = ("eva_config", "corda_config", "loftq_config", "lora_ga_config")
+_INITS = (True, False, "gaussian")  # other values change the base's weights, or need data
+_UNCHANGED_BASE = ("gaussian", "orthogonal", "eva")  # init_lora_weights that leave the base alone
+_INIT_KEYS = ("eva_config", "corda_config", "loftq_config", "lora_ga_config")
 
 
 def _library() -> Any:
@@ -54,17 +54,17 @@ def is_peft_model(model: object) -> bool:
 
 
 def has_adapter(model: object) -> bool:
-    """True if PEFT has put adapters into a model: as a PeftModel, or by transformers' own way."""
+    """True if a model has adapters: it is a PeftModel, or transformers has added them."""
     return is_peft_model(model) or isinstance(getattr(model, "peft_config", None), dict)
 
 
 def without_wrapper(model: Any) -> Any:
-    """The transformers model in one of PEFT's; any other model as it is."""
+    """The transformers model inside a PeftModel; any other model unchanged."""
     return model.get_base_model() if is_peft_model(model) else model
 
 
 def unwrapped(model: Any) -> tuple[nn.Module, Any, str]:
-    """The model inside a PeftModel (or a model with adapters), its adapter's settings and name."""
+    """The model inside a PeftModel (or with adapters), its adapter's configuration and name."""
     if isinstance(model, _library().PeftMixedModel):
         raise InputError("the model is a PeftMixedModel; make it without mixed=True")
     active = model.active_adapters if is_peft_model(model) else [*model.peft_config]
@@ -78,9 +78,9 @@ def unwrapped(model: Any) -> tuple[nn.Module, Any, str]:
             f"one is saved: save them first with PEFT, then delete_adapter({inactive[0]!r})"
         )
     inner = without_wrapper(model)
-    drawn = any(parameter.is_meta for parameter in inner.parameters())
+    has_no_weights = any(parameter.is_meta for parameter in inner.parameters())
     config = copy.copy(model.peft_config[active[0]])
-    vars(config).update({} if drawn else _of_existing(vars(config)))
+    vars(config).update({} if has_no_weights else _with_weights(vars(config)))
     check(config)
     if any(module.merged for _, module in wrappers(inner) if hasattr(module, "merged")):
         raise InputError("an adapter of the PeftModel is merged; call unmerge_adapter()")
@@ -88,17 +88,17 @@ def unwrapped(model: Any) -> tuple[nn.Module, Any, str]:
 
 
 def lora_config(keys: Mapping[str, Any]) -> Any:
-    """A LoraConfig, checked. Raises InputError: PEFT is not installed, or refuses these keys.
+    """Make a LoraConfig of `keys` and check it; unsupported keys must have their defaults.
 
-    Keys that are not supported may be there with their defaults, as `to_dict` has them.
+    Raises InputError: PEFT is not installed, or a key is not supported or has a bad value.
     """
     if (kind := str(keys.get("peft_type") or "LORA")) not in ("LORA", "PeftType.LORA"):
         raise InputError(f"the adapter's peft_type is {kind}; only LORA is supported")
     defaults, accepted = _library().LoraConfig().to_dict(), KEYS | _OF_FILES
     unknown = keys.keys() - accepted
-    if unlike := sorted(n for n in unknown if (keys[n] or None) != (defaults.get(n) or None)):
+    if changed := sorted(n for n in unknown if (keys[n] or None) != (defaults.get(n) or None)):
         raise InputError(
-            f"adapter: {unlike[0]!r} is not supported; there are {', '.join(sorted(KEYS))}"
+            f"adapter: {changed[0]!r} is not supported; there are {', '.join(sorted(KEYS))}"
         )
     with explained("adapter", of=(ImportError, TypeError, ValueError)):
         config = _library().LoraConfig(**{n: value for n, value in keys.items() if n in accepted})
@@ -107,7 +107,7 @@ def lora_config(keys: Mapping[str, Any]) -> Any:
 
 
 def check(config: Any) -> None:
-    """Raises InputError: a configuration is not LoRA's, or has an unsupported setting."""
+    """Raise InputError if a configuration is not LoRA's, or has an unsupported setting."""
     lora = _library().LoraConfig
     if type(config) is not lora:
         raise InputError(
@@ -120,17 +120,17 @@ def check(config: Any) -> None:
         )
     defaults, settings = lora().to_dict(), config.to_dict()
     for name in sorted(settings.keys() - KEYS - _OF_FILES):
-        if (settings[name] or None) != (defaults.get(name) or None):  # PEFT puts empty ones there
+        if (settings[name] or None) != (defaults.get(name) or None):  # PEFT adds empty values
             raise InputError(f"the adapter has {name} = {settings[name]!r}, which is not supported")
 
 
 def of_scores(config: Any) -> bool:
-    """True if an adapter is for a model that gives classes or scores, and includes the head."""
+    """True if an adapter is for a model that gives classes or scores; it includes the head."""
     return config.task_type in (_ROWS, _TOKENS) or bool(_HEADS & {*(config.modules_to_save or ())})
 
 
 def task_of(model: object) -> str:
-    """PEFT's task of a model, at which its Auto classes look."""
+    """PEFT's `task_type` for a model."""
     if models.embeds(model):
         return EMBEDDINGS
     return (
@@ -139,8 +139,8 @@ def task_of(model: object) -> str:
 
 
 def scoring(config: Any, model: nn.Module) -> Any:
-    """A copy of a configuration for a model with a head of scores or classes, which is trained
-    whole, as PEFT does. Raises InputError: the configuration is for another task.
+    """A copy of a configuration with the task of a model that gives scores or classes, and its head
+    in `modules_to_save`, as in PEFT. Raises InputError: the configuration is for another task.
     """
     if config.task_type not in (None, task := task_of(model)):
         raise InputError(
@@ -160,21 +160,21 @@ def as_json(config: Any) -> dict[str, Any]:
 
 
 def from_json(values: Mapping[str, Any]) -> Any:
-    """The configuration of an adapter that has weights, as `as_json` or an adapter's file has it.
+    """The configuration of an adapter with weights, from values of `as_json` or an adapter's file.
 
-    Raises InputError: this PEFT does not take it, or its weights go with a base that it changed.
+    Raises InputError: PEFT does not take the values, or the adapter's init has changed its base.
     """
-    config = lora_config(_of_existing(values))
+    config = lora_config(_with_weights(values))
     config.has_weights = True
     return config
 
 
-def _of_existing(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a configuration, without how fresh weights would be drawn."""
+def _with_weights(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration's values for an adapter that has weights: settings of its init are reset."""
     init = values.get("init_lora_weights", True)
-    if init not in _INITS and str(init).lower() not in _OF_FRESH_ONES:
+    if init not in _INITS and str(init).lower() not in _UNCHANGED_BASE:
         return dict(values)
-    return {**values, **dict.fromkeys(_OF_INITS), "init_lora_weights": init not in _INITS or init}
+    return {**values, **dict.fromkeys(_INIT_KEYS), "init_lora_weights": init not in _INITS or init}
 
 
 def write_config(config: Any, folder: Path, model: nn.Module) -> None:
@@ -187,7 +187,7 @@ def write_config(config: Any, folder: Path, model: nn.Module) -> None:
 
 
 def is_base(folder: Path, config: Any) -> bool:
-    """True if this folder is the base that an adapter names."""
+    """True if `folder` is the base that an adapter's configuration names."""
     base = config.base_model_name_or_path
     return base is not None and Path(base).expanduser().resolve() == folder.resolve()
 
@@ -202,7 +202,7 @@ def inject(model: nn.Module, config: Any, name: str) -> None:
     refusals = AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError
     try:
         with explained("adapter", of=refusals), warnings.catch_warnings():
-            # PEFT misses patterns of parameters; callers check them.
+            # PEFT overlooks patterns of parameters, and warns; callers check patterns.
             warnings.filterwarnings("ignore", ".*_pattern keys did not match", RuntimeWarning)
             _library().inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
     except re.error as error:
@@ -214,9 +214,9 @@ def inject(model: nn.Module, config: Any, name: str) -> None:
 
 
 def tidy(model: nn.Module) -> None:
-    """Remove attributes of wrappers that would make like layers differ: names and devices.
+    """Make wrappers of equal layers equal: remove attributes such as names and devices.
 
-    Also keep wrappers of parameters from registering a parametrization in each forward, which
+    Wrappers of parameters also get a class that registers no parametrization in each forward, which
     would turn the weights bound to a template into buffers.
     """
     for _, module in wrappers(model):
@@ -238,10 +238,10 @@ def _adapted_parameter() -> type:
     from peft.tuners.lora.layer import ParamWrapper
 
     class AdaptedParameter(ParamWrapper):
-        """PEFT's wrapper of a parameter; it computes the same and registers nothing.
+        """PEFT's wrapper of a parameter, with the same results, but without a parametrization.
 
-        Adapters of experts that transformers computes by grouped products act on activations, as
-        products beside the base's; all others are added to their weight.
+        If transformers computes the experts by grouped products, adapters add products of their own
+        to activations; else they are added to their weight.
         """
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -282,12 +282,12 @@ def wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def is_copy(module: nn.Module) -> bool:
-    """True if a wrapper trains a copy of its module (`modules_to_save`), no adapter."""
+    """True if a wrapper trains a copy of its module (`modules_to_save`) instead of an adapter."""
     return isinstance(module, _classes()[1])
 
 
 def inner(module: Any) -> nn.Module:
-    """The module of the base that a wrapper wraps."""
+    """The base's module inside a wrapper."""
     return module.original_module if is_copy(module) else module.get_base_layer()
 
 
@@ -305,7 +305,7 @@ def stripped(model: Model) -> Model:
             continue  # inside another wrapper of the same module
         parent, _, name = path.rpartition(".")
         setattr(base.get_submodule(parent), name, inner(module))
-    # The embedding's hook is gone with its wrapper, and the rest of its handle cannot be copied.
+    # The embedding's hook is gone with its wrapper; the handle that is left cannot be copied.
     hooks = "_require_grads_hook", "_require_grads_hooks"
     for name in ("peft_config", "_hf_peft_config_loaded", *hooks):
         vars(base).pop(name, None)
@@ -313,7 +313,7 @@ def stripped(model: Model) -> Model:
 
 
 def base_path(path: str) -> str:
-    """The path in the base of the module that the wrapper at `path`, maybe in others, wraps."""
+    """The path in the base of the module that the wrapper at `path` wraps."""
     while path.endswith(".base_layer"):
         path = path.removesuffix(".base_layer")
     return path
@@ -325,7 +325,7 @@ def parameter_of(module: Any) -> str | None:
 
 
 def base_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """Names in the base by names in the model: of the base's tensors, then of trained copies."""
+    """Names in the base, by names in the model: of the base's tensors, and of trained copies."""
     names: dict[str, str] = {}
     copies: dict[str, str] = {}  # of modules_to_save
     paths = {path for path, _ in wrappers(model)}
@@ -345,19 +345,19 @@ def base_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def file_names(model: nn.Module, active: str) -> dict[str, str]:
-    """For each tensor name in an adapter's file, the parameter's or buffer's name in the model."""
+    """The parameters' and buffers' names in the model, by their names in an adapter's file."""
     tensors = model.state_dict(keep_vars=True)
-    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    names = {id(tensor): name for name, tensor in reversed(tensors.items())}  # of ties the first
     in_file = _library().get_peft_model_state_dict(
         model, dict(tensors), active, save_embedding_layers=False
     )
-    return {f"{FILE_PREFIX}{name}": first[id(value)] for name, value in in_file.items()}
+    return {f"{FILE_PREFIX}{name}": names[id(value)] for name, value in in_file.items()}
 
 
 def drawn(module: Any, config: Any, active: str, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The initial values that PEFT gives a module's adapter, by names in the wrapper.
+    """The initial values that PEFT draws for a module's adapter, by names in the wrapper.
 
-    Args: `base`: weights of the wrapped module; may be empty tensors where they do not matter.
+    Args: `base`: weights of the wrapped module; empty tensors if the values do not matter.
     """
     copied = copy.deepcopy(inner(module)).to_empty(device="cpu").float()
     copied.load_state_dict(base, strict=False)
@@ -379,11 +379,11 @@ def drawn(module: Any, config: Any, active: str, base: Mapping[str, Tensor]) -> 
 def merged(
     module: Any, active: str, values: Mapping[str, Callable[[], Tensor]], name: str
 ) -> Tensor:
-    """A parameter of a wrapped module with its active adapter merged into it, in fp32.
+    """A parameter of a wrapped module with the active adapter merged into it, in fp32.
 
-    Args: `values`: functions that give all parameters of the wrapper, by their names in it.
+    Args: `values`: functions that return the wrapper's parameters, by their names in it.
     """
-    real = copy.deepcopy(module).float().to_empty(device="cpu")
-    real.load_state_dict({name: value() for name, value in values.items()}, strict=False)
-    real.merge(adapter_names=[active])
-    return real.get_base_layer().get_parameter(name).detach()
+    wrapper = copy.deepcopy(module).float().to_empty(device="cpu")
+    wrapper.load_state_dict({name: value() for name, value in values.items()}, strict=False)
+    wrapper.merge(adapter_names=[active])
+    return wrapper.get_base_layer().get_parameter(name).detach()

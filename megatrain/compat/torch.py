@@ -1,4 +1,4 @@
-"""All that the package takes of torch beneath its public names."""
+"""All private parts of torch that the package uses."""
 
 import importlib.util
 import os
@@ -23,7 +23,7 @@ __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "pytree"]
 
 BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-"""Attributes of a module."""
+"""Attributes of a module that hold its hooks."""
 
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data.default
@@ -35,14 +35,14 @@ current_mode = dispatch._get_current_dispatch_mode
 
 _MOST_COPIED_BYTES = 1 << 30
 
-# torch 2.13 renames these.
+# torch 2.13 renames these functions.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @torch.library.custom_op("megatrain::contiguous_copy", mutates_args=())
 def contiguous_copy(tensor: Tensor) -> Tensor:
-    """A contiguous copy. Inductor lays out that of `Tensor.contiguous` as it likes."""
+    """A contiguous copy. (Inductor may choose another layout for `Tensor.contiguous()`.)"""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -50,25 +50,25 @@ contiguous_copy.register_fake(lambda x: torch.empty(x.shape, dtype=x.dtype, devi
 contiguous_copy.register_autograd(lambda ctx, gradient: gradient)
 
 
-def scaled_product(rows: Tensor, columns: Tensor, of_rows: Tensor, of_columns: Tensor) -> Tensor:
-    """The product of float8 codes `[N, I]` and `[I, O]` with scales `[N, 1]` and `[1, O]`, in bf16.
+def scaled_product(rows: Tensor, columns: Tensor, scales_N1: Tensor, scales_1O: Tensor) -> Tensor:
+    """The product of float8 codes `[N, I]` and `[I, O]` with scales of rows and columns, in bf16.
 
-    A CPU computes it in fp32: before 2.13, torch's own has no scales of rows there.
+    A CPU computes it in fp32: before torch 2.13 its `_scaled_mm` takes no scales of rows.
     """
     if not rows.is_cuda:
-        return (rows.float() @ columns.float() * of_rows * of_columns).bfloat16()
+        return (rows.float() @ columns.float() * scales_N1 * scales_1O).bfloat16()
     sums: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-    return torch._scaled_mm(rows, columns, of_rows, of_columns, **sums)
+    return torch._scaled_mm(rows, columns, scales_N1, scales_1O, **sums)
 
 
 def host_alias(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
-    """The memory of Apple's GPU as a flat tensor of the CPU; the caller orders their accesses."""
+    """Memory of Apple's GPU as a flat CPU tensor; the caller orders accesses of GPU and CPU."""
     alias = torch.mps._host_alias_storage(storage)
     return torch.empty(0, dtype=dtype).set_(alias, 0, (alias.nbytes() // dtype.itemsize,), (1,))
 
 
 def memory_of(tensor: Tensor) -> int:
-    """A key that is equal for tensors in the same allocation, even without data."""
+    """A key that tensors of one allocation share, also on the meta device."""
     return tensor.untyped_storage()._cdata
 
 
@@ -76,25 +76,25 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 """The number of writes to a tensor."""
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 packet_of: Callable[[Any], Any] = attrgetter("_overloadpacket")
-"""Of an operation that a dispatch mode sees: name and arguments, and itself without overload."""
+"""The schema (name and arguments) of an operation in a dispatch mode, and its overload packet."""
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
-"""A module's own dictionaries, which may be changed; a child under two names comes twice."""
+"""A module's own dictionaries, which may be changed; a child with two names is in them twice."""
 
 
 def is_saved(module: nn.Module, buffer: str) -> bool:
-    """True if a module's buffer is part of its state dict."""
+    """True if a module's buffer is persistent: part of its state dict."""
     return buffer not in module._non_persistent_buffers_set
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """True if anything runs when a gradient arrives."""
+    """True if a hook runs when the parameter's gradient is computed."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def has_global_hooks() -> bool:
-    """True if a hook of every module is registered."""
+    """True if a hook for all modules is registered."""
     kinds = ("forward", "forward_pre", "backward", "backward_pre")
     return any(getattr(nn.modules.module, f"_global_{kind}_hooks") for kind in kinds)
 
@@ -103,7 +103,7 @@ def has_global_hooks() -> bool:
 def one_thread() -> Iterator[None]:
     """Compute on the calling thread alone.
 
-    Threads of an operation wait for each other, milliseconds while others (updates) take the cores.
+    An operation's threads wait for each other: for milliseconds while updates take the cores.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -119,23 +119,23 @@ def has_saved_tensor_hooks() -> bool:
 
 
 def recomputing(share: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: what a function compiles as it is called keeps `share` of its activations."""
+    """A decorator: code compiled within the function's calls saves `share` of its activations."""
     return torch._functorch.config.patch(activation_memory_budget=share)
 
 
 @cache
 def can_compile() -> bool:
-    """True if Triton can build its kernels here: it is installed, and there is a C compiler."""
+    """True if Triton can build kernels: it is installed, and there is a C compiler."""
     compiler = any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang"))))
     return compiler and importlib.util.find_spec("triton") is not None
 
 
 def let_triton_launch() -> None:
-    """Have Triton launch compiled kernels: it lets go of Python's lock meanwhile, torch does not.
+    """Let Triton launch compiled kernels, which releases Python's lock; torch's launcher does not.
 
-    A launch blocks when the GPU's queue is full, and the GPU may be waiting for a host thread that
-    needs the lock: an update, or one that an update waits for (a save's writers). That was a
-    deadlock (torch 2.11, H200; torch/csrc/inductor/static_launcher/cuda.cpp).
+    A launch blocks while the GPU's queue is full, and the GPU may be waiting for a host thread that
+    needs the lock: an update, or a save's writers for which an update waits. That was a deadlock
+    (torch 2.11, H200; torch/csrc/inductor/static_launcher/cuda.cpp).
     """
     import torch._inductor.config as inductor
 
@@ -143,16 +143,16 @@ def let_triton_launch() -> None:
 
 
 def keep_tuning_off_the_host() -> None:
-    """Have compiled kernels that overwrite over a GiB take their first configuration untimed.
+    """Let compiled kernels that overwrite more than a GiB use their first configuration, untimed.
 
-    To time a kernel's configurations, Inductor copies what the kernel overwrites to pinned host
-    memory, in sizes rounded up to a power of two. The attention logits of gpt-oss at 4,096 tokens
-    took over 16 GiB of a host that had been planned to the last byte, and the process was killed.
+    To time configurations, Inductor copies the overwritten tensors to pinned host memory, in sizes
+    rounded up to a power of two. The attention logits of gpt-oss at 4,096 tokens took over 16 GiB
+    of a host that had been planned to the last byte, and the process was killed.
     """
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    measured = CachingAutotuner.benchmark_all_configs
-    if getattr(measured, "spares_host", False):
+    benchmark = CachingAutotuner.benchmark_all_configs
+    if getattr(benchmark, "spares_host", False):
         return
 
     def benchmark_all_configs(tuner: Any, *args: Any, **kwargs: Any) -> dict[Any, float]:
@@ -160,14 +160,14 @@ def keep_tuning_off_the_host() -> None:
         overwritten = (named.get(name) for name in tuner.mutated_arg_names)
         if any(isinstance(x, Tensor) and x.nbytes > _MOST_COPIED_BYTES for x in overwritten):
             return {tuner.launchers[0]: 0.0}
-        return measured(tuner, *args, **kwargs)
+        return benchmark(tuner, *args, **kwargs)
 
     benchmark_all_configs.spares_host = True  # type: ignore[attr-defined]
     setattr(CachingAutotuner, "benchmark_all_configs", benchmark_all_configs)  # noqa: B010
 
 
 def mark_dynamic(tensor: Tensor, dim: int = 0) -> None:
-    """Have torch.compile take a tensor of any length."""
+    """Let torch.compile take a tensor of any length in a dimension."""
     import torch._dynamo  # the import takes a second
 
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
@@ -180,7 +180,7 @@ def not_compiled() -> AbstractContextManager[Any]:
 
 
 def for_many_shapes(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, compiled for up to 64 kinds of shapes; torch runs it eagerly after 8."""
+    """Allow 64 recompilations of a compiled function; after torch's 8 it would run eagerly."""
     return torch._dynamo.config.patch(recompile_limit=64)(compiled)
 
 
@@ -194,11 +194,11 @@ def flash_attention(
     scale: float | None,
     causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of `[N, H, D]` within documents, which end at `edges` (int32), on a GPU.
+    """Attention of `[N, H, D]` within documents, whose bounds are `edges` (int32), on a GPU.
 
     With `causal` a token sees the last `window` tokens, itself included, or all if `window` is 0.
-    Also returns the logarithms of the softmax's sums, `[H, N]` in fp32. Without edges each row of
-    `[B, T, H, D]` is a document, and the logarithms are `[B, H, T]`.
+    Also returns the log-sum-exp of the softmax, `[H, N]` in fp32. Without edges each row of
+    `[B, T, H, D]` is a document, and the log-sum-exp is `[B, H, T]`.
     """
     longest = query.shape[1] if edges is None else longest
     out, sums, *_ = torch.ops.aten._flash_attention_forward(
@@ -222,7 +222,7 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the queries, keys and values of causal `flash_attention`."""
     longest = query.shape[1] if edges is None else longest
-    seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout: there is none
+    seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which is 0
     return torch.ops.aten._flash_attention_backward(
         gradient, query, key, value, out, sums, edges, edges, longest, longest, 0.0, True,
         seed, seed.new_zeros(()), scale=scale, **_window(window),
@@ -230,7 +230,7 @@ def flash_attention_backward(
 
 
 def _window(window: int) -> dict[str, int | None]:
-    """The kernel's names for a window of so many tokens; 0: none."""
+    """The kernel's arguments for a window of so many tokens; 0: no window."""
     return {
         "window_size_left": window - 1 if window else None,
         "window_size_right": 0 if window else None,

@@ -1,4 +1,4 @@
-"""All that the package takes of transformers beneath its public names."""
+"""All private parts of transformers that the package uses."""
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -52,18 +52,18 @@ def encoder_calls(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def demands_types(model: nn.Module) -> bool:
-    """True if a forward in training refuses tokens without `mm_token_type_ids`, text as well."""
+    """True if the model's forward in training requires `mm_token_type_ids`, also for text."""
     return type(model).__name__ == "Molmo2ForConditionalGeneration"
 
 
 def encodes(model: nn.Module) -> bool:
-    """True if a model takes images or sounds: some call their encoders without such a method."""
+    """True if a model takes images or sounds (some have no method of `encoder_calls`)."""
     multimodal = type(model).__name__ in MULTIMODAL_CLASSES.values()
     return multimodal or bool(encoder_calls(model))
 
 
 def encoders(model: PreTrainedModel) -> list[nn.Module]:
-    """The encoders of images and sounds in a model, without what projects their features."""
+    """The encoders of images and sounds in a model, without their projectors."""
     if not encodes(model):
         return []
     modules = [model.get_encoder(modality) for modality in ("image", "audio")]
@@ -75,7 +75,7 @@ SEQUENCE_CLASSES = frozenset(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAME
 """Names of transformers' classes that score whole rows."""
 
 TOKEN_CLASSES = frozenset(auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values())
-"""Names of transformers' classes that give each token a class."""
+"""Names of transformers' classes that classify each token."""
 
 BASE_CLASSES: dict[str, str] = {
     kind: name
@@ -91,7 +91,7 @@ TEXT_CLASSES = CAUSAL_LM_CLASSES.union(
 """Names of all classes that may be trained on text."""
 
 MODULE_MARKS = frozenset({"_is_hf_initialized"})
-"""Attributes that transformers leaves on modules, without a meaning for their forward."""
+"""Attributes that transformers leaves on modules, and that no forward reads."""
 
 
 def scores_rows(model: object) -> bool:
@@ -105,7 +105,7 @@ def embeds(model: object) -> bool:
 
 
 def runs_on(model: PreTrainedModel, layers: Iterable[nn.Module]) -> bool:
-    """True if layers have states or convolutions, which know no beginning of a document."""
+    """True if layers have states or convolutions, which run on from one document into the next."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     parts = (part for layer in layers for part in layer.modules())
     convolves = (isinstance(p, nn.Conv1d) and p.kernel_size != (1,) for p in parts)
@@ -114,7 +114,7 @@ def runs_on(model: PreTrainedModel, layers: Iterable[nn.Module]) -> bool:
 
 
 def classifies(model: object) -> bool:
-    """True if a model gives scores, classes or hidden states of rows or tokens, no next token."""
+    """True if a model gives scores, classes or hidden states instead of next tokens."""
     return type(model).__name__ in CLASSIFIERS or embeds(model)
 
 
@@ -124,7 +124,7 @@ def recorded_routers(model: PreTrainedModel) -> list[tuple[type[nn.Module], int,
     for module in model.modules():
         recorders = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", ())
         for recorder in recorders if isinstance(recorders, list | tuple) else (recorders,):
-            # A class alone stands for its second result.
+            # A plain class in place of a recorder means the second output.
             kind = getattr(recorder, "target_class", recorder)
             if isinstance(kind, type):
                 place = getattr(recorder, "layer_name", None) or ""
@@ -133,7 +133,7 @@ def recorded_routers(model: PreTrainedModel) -> list[tuple[type[nn.Module], int,
 
 
 def counts_tokens(config: PreTrainedConfig) -> bool:
-    """True if a model's cache counts its tokens; one of states alone, or of Blt, does not."""
+    """True if a model's cache counts its tokens; a cache of states alone, or Blt's, does not."""
     try:
         DynamicCache(config=config).get_seq_length()
     except (ValueError, AttributeError):
@@ -142,7 +142,7 @@ def counts_tokens(config: PreTrainedConfig) -> bool:
 
 
 def configs(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
-    """A configuration and all that are inside it, with their paths: "", "text_config", ..."""
+    """Yield a configuration and all nested ones, with their paths: "", "text_config", ..."""
     yield path, config
     for key in config.sub_configs:
         if isinstance(inner := getattr(config, key, None), PreTrainedConfig):
@@ -151,7 +151,7 @@ def configs(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, Pre
 
 attention_of: Callable[[PreTrainedConfig], str | None] = attrgetter("_attn_implementation")
 experts_of: Callable[[PreTrainedConfig], str | None] = attrgetter("_experts_implementation")
-"""The implementations of attention and of experts that a configuration names."""
+"""The implementation of attention, and of experts, that a configuration names."""
 
 
 def set_attention(config: PreTrainedConfig, name: Any) -> None:
@@ -160,7 +160,7 @@ def set_attention(config: PreTrainedConfig, name: Any) -> None:
 
 
 def is_causal_alone(arguments: Mapping[str, Any]) -> bool:
-    """True if the arguments of a mask ask for order and window of unpadded rows, and no more."""
+    """True if a mask's arguments ask for causal attention (in a window) of unpadded rows alone."""
     padding = arguments.get("attention_mask")
     is_square = arguments["q_length"] == arguments["kv_length"]
     return (
@@ -171,7 +171,7 @@ def is_causal_alone(arguments: Mapping[str, Any]) -> bool:
 
 
 def takes_flash_attention(model: nn.Module) -> bool:
-    """True if a model's class declares flash attention equal to its masks."""
+    """True if a model's class declares that it supports flash attention, which takes no masks."""
     return bool(getattr(model, "_supports_flash_attn", False))
 
 
@@ -181,9 +181,9 @@ def set_experts(config: PreTrainedConfig, name: Any) -> None:
 
 
 def takes_grouped_products(experts: nn.Module, names: list[str]) -> bool:
-    """True if `experts_forward` computes with a module, and these are weights that it multiplies.
+    """True if `experts_forward` can compute a module's forward, and multiplies by these weights.
 
-    That is so for all families whose class transformers gives other implementations of experts.
+    That holds for all families for which transformers has several implementations of experts.
     """
     marks = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
     weights = {"gate_up_proj", "up_proj", "down_proj"}
@@ -191,28 +191,28 @@ def takes_grouped_products(experts: nn.Module, names: list[str]) -> bool:
 
 
 def _summed(rows: Tensor, places: Tensor) -> Tensor:
-    """For each of N tokens the sum of its K rows, given their places `[N, K]`.
+    """The sum of each of N tokens' K rows, given the rows' places `[N, K]`.
 
-    The copies are added up one after the other: of `rows[places].sum(dim=1)` torch.compile makes a
-    reduction that takes three to five times as long.
+    The rows are added one after the other: torch.compile makes a reduction of
+    `rows[places].sum(dim=1)`, which takes three to five times as long.
     """
     first, *others = places.unbind(dim=1)
     total = rows[first]
     for place in others:
         total = total.float() + rows[place]
-    # torch 2.11 compiles a Function that ends with a conversion to the same dtype without gradient.
+    # A Function that ends with a conversion to the same dtype loses its gradient in torch 2.11.
     return total if total.dtype == rows.dtype else total.to(rows.dtype)
 
 
 class Copied(torch.autograd.Function):
-    """Tokens' values taken by their places, so that the gradient is taken by places, too.
+    """Copies tokens' values to rows; the gradient sums each token's rows in a fixed order.
 
-    Indexing alone adds gradients up with atomic operations, in bf16 and in no fixed order.
+    The gradient of plain indexing adds with atomic operations, in bf16 and in no fixed order.
     """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-        """`values[tokens]`; `places`, `[N, K]`, says where each token's K copies are in it."""
+        """`values[tokens]`; `places` `[N, K]`: the rows of each token's K copies in the result."""
         ctx.save_for_backward(places)
         return values[tokens]
 
@@ -223,11 +223,11 @@ class Copied(torch.autograd.Function):
 
 
 class _Combined(torch.autograd.Function):
-    """The sum of each token's rows; the gradient is copied to them by their tokens."""
+    """Sums each token's rows; the gradient of a row is its token's."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-        """`[N, H]` of rows `[N * K, H]`, of which `tokens` names the tokens."""
+        """`[N, H]` from rows `[N * K, H]`; `tokens`: the token of each row."""
         ctx.save_for_backward(tokens)
         return _summed(rows, places)
 
@@ -244,39 +244,39 @@ def experts_forward(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """The forward of a layer's experts by grouped products, as transformers' `grouped_mm`, to which
-    adapters add products of their own. Shapes: N tokens, K experts of a token, E experts, R rank.
+    """The forward of a layer's experts by grouped products, as in transformers' `grouped_mm`, to
+    which adapters add products of their own. N tokens, K experts of a token, E experts, R rank.
 
     Args:
-        factors: for a weight's name the factors `[E, I, R]` and `[E, R, O]`, and what they are
-            scaled by.
+        factors: by a weight's name, its adapter's factors `[E, I, R]` and `[E, R, O]`, and their
+            scale.
         hidden_states: [N, H].
         top_k_index, top_k_weights: [N, K].
     """
-    chosen = top_k_index.shape[-1]
-    of_rows, order = top_k_index.reshape(-1).sort(stable=True)
-    counted = of_rows.int() if of_rows.is_cuda else of_rows.float()
+    top_k = top_k_index.shape[-1]
+    row_experts, order = top_k_index.reshape(-1).sort(stable=True)
+    counted = row_experts.int() if row_experts.is_cuda else row_experts.float()
     counts = counted.histc(experts.num_experts, 0, experts.num_experts - 1)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
-    places, tokens = places.view(-1, chosen), order // chosen
+    places, tokens = places.view(-1, top_k), order // top_k
     rows = Copied.apply(hidden_states, tokens, places)
     owners = getattr(experts, "owners", None)
     ends = counts.cumsum(0, dtype=torch.int32)
     if owners is not None:
-        rows, of_rows, ends, give_back = owners.dispatch(rows, counts)
+        rows, row_experts, ends, give_back = owners.dispatch(rows, counts)
 
     def product(name: str, rows: Tensor) -> Tensor:
-        bias = getattr(experts, f"{name}_bias")[of_rows] if experts.has_bias else None
-        weight, turned = getattr(experts, name), experts.is_transposed
-        out = moe._grouped_linear(rows, weight, ends, bias=bias, is_transposed=turned)
+        bias = getattr(experts, f"{name}_bias")[row_experts] if experts.has_bias else None
+        weight, transposed = getattr(experts, name), experts.is_transposed
+        out = moe._grouped_linear(rows, weight, ends, bias=bias, is_transposed=transposed)
         if name not in factors:
             return out
         first, second, scale = factors[name]
         if owners is not None:
             first, second = owners.own(first), owners.own(second)
-        spare = -first.shape[-1] % 8  # a GPU's kernels take rows of whole 16 bytes
-        first, second = pad(first, (0, spare)), contiguous_copy(pad(second, (0, 0, 0, spare)))
+        padding = -first.shape[-1] % 8  # GPU kernels take rows of whole 16 bytes
+        first, second = pad(first, (0, padding)), contiguous_copy(pad(second, (0, 0, 0, padding)))
         inner = moe._grouped_mm(rows, first, offs=ends)
         return torch.add(out, moe._grouped_mm(inner, second, offs=ends), alpha=scale)
 
@@ -293,7 +293,7 @@ def experts_forward(
 
 
 def without_atomic_sums(layer: nn.Module) -> None:
-    """Let a layer's grouped products run through `experts_forward`, in place."""
+    """Let a layer's experts run `experts_forward`, whose gradients use no atomic additions."""
     for part in layer.modules():
         if takes_grouped_products(part, []) and experts_of(part.config) == "grouped_mm":
             part.forward = partial(experts_forward, part, {})
@@ -309,12 +309,12 @@ def set_owners(module: nn.Module, owners: Any) -> None:
 
 
 def model_of(kind: type[PreTrainedModel], config: PreTrainedConfig, **options: Any) -> Any:
-    """A new model of a class; the options name its dtype."""
+    """Make a model of a class; the options name its dtype."""
     return kind._from_config(config, **options)
 
 
 def initialise(owner: PreTrainedModel, module: nn.Module) -> None:
-    """Initialise a module's parameters at random, by its model's rules."""
+    """Initialise a module's parameters at random, as its model's class does."""
     owner._init_weights(module)
 
 
@@ -324,22 +324,22 @@ def drop_ignorable(model: PreTrainedModel, report: Any) -> None:
 
 
 def not_saved(model: PreTrainedModel) -> set[str]:
-    """Names that the class leaves out of its checkpoints."""
+    """Names of parameters that the model's class leaves out of its checkpoints."""
     return set(model._keys_to_ignore_on_save or ())
 
 
 def in_fp32(model: PreTrainedModel, dtype: Any) -> list[str]:
-    """Patterns of names that stay in fp32 in a model of this dtype."""
+    """Patterns of the names of parameters that stay in fp32 in a model of this dtype."""
     return list(model._get_dtype_plan(dtype))
 
 
 def conversions_of(model: PreTrainedModel) -> list[Any] | None:
-    """The conversions used when the model was loaded; None: it never was."""
+    """The weight conversions used when the model was loaded; None: it was not loaded."""
     return getattr(model, "_weight_conversions", None)
 
 
 def set_conversions(model: PreTrainedModel, used: list[Any]) -> None:
-    """Note conversions where transformers looks when it saves in the checkpoint's layout."""
+    """Set the weight conversions that transformers reverses when it saves the model."""
     model._weight_conversions = used
 
 
@@ -360,24 +360,25 @@ def without_checkpointing(model: nn.Module) -> None:
 
 
 def types_tokens(processor: Any) -> bool:
-    """True if a processor tells tokens of images and sounds from those of text."""
+    """True if a processor returns `mm_token_type_ids`: which tokens are of images and sounds."""
     setting = getattr(processor, "return_mm_token_type_ids", None)
-    if setting is None:  # transformers 5.17: an option of its text
+    if setting is None:  # in transformers 5.17 it is an option for text
         defaults = getattr(processor.valid_processor_kwargs, "_defaults", {})
         setting = defaults.get("text_kwargs", {}).get("return_mm_token_type_ids")
     return bool(setting)
 
 
 def has_decoder_of_sound() -> bool:
-    """True if a package is installed with which `load_audio` decodes sounds."""
+    """True if a package is installed that `load_audio` decodes sounds with."""
     return any(importlib.util.find_spec(name) for name in ("torchcodec", "soundfile"))
 
 
 def decoder_of_films() -> str | None:
     """The name of an installed decoder with which `film_of` reads files; None: there is none."""
     packages = {"torchcodec": "torchcodec", "pyav": "av", "decord": "decord", "opencv": "cv2"}
-    names = [name for name, of in packages.items() if importlib.util.find_spec(of) is not None]
-    # torchvision 0.26 has none any more.
+    is_missing = {name: importlib.util.find_spec(p) is None for name, p in packages.items()}
+    names = [name for name in packages if not is_missing[name]]
+    # From 0.26 on torchvision has no decoder.
     has = getattr(video_utils, "is_torchvision_video_decoding_available", is_torchvision_available)
     return next(iter([*names, *["torchvision"] * has()]), None)
 
@@ -385,11 +386,11 @@ def decoder_of_films() -> str | None:
 def film_of(
     processor: Any, film: str | NDArray[Any], check: Callable[[int, Any], None]
 ) -> tuple[NDArray[Any], dict[str, Any]]:
-    """The frames `[F, H, W, 3]` that a processor takes of a film, and what it has to know of them.
+    """The frames `[F, H, W, 3]` that a processor samples from a film, and their metadata.
 
     Args:
         film: a file, or all its frames.
-        check: gets the number of frames and the film's VideoMetadata before a file is decoded.
+        check: called with the number of frames and the VideoMetadata before a file is decoded.
     """
     videos: Any = getattr(processor, "video_processor", None)
     sample: Any = None
@@ -415,9 +416,9 @@ def film_of(
 
 @contextmanager
 def unpacked() -> Iterator[None]:
-    """Within this context masks are made as for rows of one document each, also without data.
+    """Within this context masks are made for rows of one document each, also on the meta device.
 
-    transformers asks tensors for their values, unless they are fake or traced.
+    Elsewhere transformers reads the values of tensors, unless they are fake or traced.
     """
     is_fake = import_utils.is_fake_tensor
 
@@ -434,13 +435,13 @@ def unpacked() -> Iterator[None]:
 def finding_once(
     packed: list[Tensor | None], find: Callable[..., Tensor | None], *, padded: bool
 ) -> AbstractContextManager[None]:
-    """Within this context masks are made with few looks at values, which wait for the device.
+    """Within this context masks are made with few reads of values, each of which waits for a GPU.
 
     Args:
-        packed: document indices that the same forward found for the same rows; new ones are
-            appended.
-        find: computes new ones, given transformers' function and the positions.
-        padded: the attention mask hides tokens, so it cannot be left out.
+        packed: document indices that this forward has computed for these rows, in the order of its
+            calls; new ones are appended.
+        find: computes document indices, given transformers' function and the positions.
+        padded: True if the attention mask hides tokens, so that it cannot be left out.
     """
     look, looks = masking_utils.find_packed_sequence_indices, count()
 
@@ -450,12 +451,12 @@ def finding_once(
             packed.append(find(look, position_ids))
         return packed[number]
 
-    needless = masking_utils._ignore_causal_mask_sdpa
+    can_be_ignored = masking_utils._ignore_causal_mask_sdpa
 
-    def is_needless(mask: Tensor | None, *sizes: Any, **named: Any) -> bool:
-        return not (padded and mask is not None) and needless(mask, *sizes, **named)
+    def ignores(mask: Tensor | None, *sizes: Any, **named: Any) -> bool:
+        return not (padded and mask is not None) and can_be_ignored(mask, *sizes, **named)
 
-    return _finding(once, _ignore_causal_mask_sdpa=is_needless)
+    return _finding(once, _ignore_causal_mask_sdpa=ignores)
 
 
 _changing = RLock()  # one thread at a time changes transformers' functions
@@ -463,9 +464,9 @@ _changing = RLock()  # one thread at a time changes transformers' functions
 
 @contextmanager
 def _finding(find: Callable[[Tensor], Tensor | None], **patched: Any) -> Iterator[None]:
-    """In this thread masks are made with these; forwards of others make theirs as ever."""
+    """Within this context masks of this thread are made with `find` and the functions `patched`."""
     patched["find_packed_sequence_indices"] = find
-    remap = getattr(masking_utils, _REMAP, None)  # older transformers have none
+    remap = getattr(masking_utils, _REMAP, None)  # older versions of transformers lack it
     if remap is not None:
         patched[_REMAP] = lambda mask, ids: mask if _has_blocks(mask) else remap(mask, ids)
     thread = get_ident()
@@ -486,9 +487,9 @@ _REMAP = "remap_positions_for_packed_sequence"
 
 
 def _has_blocks(mask: Any) -> bool:
-    """True if a mask looks up places of a row, where images are (Gemma 3's sliding layers).
+    """True if a mask looks up images by positions in the row (Gemma 3's sliding layers).
 
-    transformers asks it for places in a document, at which another document may have an image.
+    transformers would pass it positions within a document, where the row may have other images.
     """
     if isinstance(mask, tuple):
         return any(map(_has_blocks, mask))

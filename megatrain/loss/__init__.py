@@ -1,4 +1,4 @@
-"""Losses: functions of what the head says of each token, never of all logits at once."""
+"""Losses of a step; each reads the logits of some tokens at a time, never all logits."""
 
 from megatrain.loss.base import (
     CROSS_ENTROPY,

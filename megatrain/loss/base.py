@@ -1,7 +1,7 @@
-"""The base of losses: functions of each token's logits.
+"""The base classes of losses.
 
-The head's logits `[N, V]` exist for some tokens at a time. A loss gives a value of each token. It
-also says what the sum is divided by, over all micro-batches of a step.
+The head's logits `[N, V]` exist for some tokens at a time. A loss computes a value of each token,
+and the divisor of the sum of these values over all micro-batches of a step.
 
 Legend: B rows, T tokens of a row, N tokens of a micro-batch, V vocabulary, K tokens that a loss
 chooses for each label.
@@ -26,9 +26,9 @@ Weighed = tuple[list[Tensor], list[Tensor], dict[str, Tensor]]
 
 
 def targets_of(labels_BT: Tensor, shift: int = 1, fill: float = IGNORED) -> Tensor:
-    """The target of each position `[B, T]`: the label `shift` later; `fill` at a row's end.
+    """The target of each position `[B, T]`: the label `shift` positions later; `fill` at the end.
 
-    Also shifts other values that belong to labels.
+    Other values of labels are shifted likewise.
     """
     targets_BT = torch.full_like(labels_BT, fill)
     targets_BT[:, : labels_BT.shape[1] - shift] = labels_BT[:, shift:]
@@ -41,7 +41,7 @@ def num_labelled(targets_BT: Tensor) -> int:
 
 
 def logits_of(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """The logit of each token's target `[N]`; that of token 0 without a target."""
+    """The logit of each position's target `[N]`; if it has none, the logit of token 0."""
     return logits_NV.gather(1, targets_N.clamp(min=0)[:, None])[:, 0]
 
 
@@ -54,11 +54,10 @@ class Loss(ABC):
     """A loss of a step; subclasses are frozen dataclasses, equal if they compute the same.
 
     Attributes:
-        inputs: names of tensors `[B, T]` that it takes of each micro-batch beside the labels: one
-            number for each label.
-        choices: names of tensors `[B, T, K]` that it takes likewise: ids of tokens (int64) whose
-            logits it reads, and after them numbers for each of these.
-        temperature: divides the logits before anything else, above 0.
+        inputs: names of further tensors `[B, T]` of each micro-batch: a number for each label.
+        choices: names of further tensors `[B, T, K]` of each micro-batch: first the ids (int64) of
+            tokens whose logits the loss reads, then numbers for each of these tokens.
+        temperature: above 0; divides the logits before anything else.
         scores: True if the loss reads the one number of a head that scores rows.
         embeds: True if the loss reads the hidden states of a model without a head.
     """
@@ -77,7 +76,7 @@ class Loss(ABC):
 
     @property
     def head(self) -> "ClassHead | None":
-        """The head that a language model gets for this loss; None: it keeps its own."""
+        """The head that replaces a language model's for this loss; None: the model keeps its."""
         return ClassHead() if self.scores else None
 
     @abstractmethod
@@ -86,26 +85,26 @@ class Loss(ABC):
 
         Args:
             logits_NV: in fp32, divided by the temperature.
-            targets_N: -100 for none: there the result is of no use.
+            targets_N: -100 for no target: the result there is ignored.
             extras: the tensors named in `inputs` `[N]` and `choices` `[N, K]`.
         """
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
-        """The divisor of the sum over all tokens of a step: the labelled ones.
+        """The divisor of the sum over all tokens of a step: here the number of labelled tokens.
 
         Args:
-            targets: `[B, T]` of each micro-batch, -100 for none.
+            targets: `[B, T]` of each micro-batch, -100 for no target.
             extras: the tensors named in `inputs` and `choices`, of each micro-batch.
         """
         return sum(num_labelled(target) for target in targets)
 
     def bare(self, step: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """The micro-batches without what the loss takes beside the labels."""
+        """The micro-batches without the loss's `inputs` and `choices`."""
         own = {*self.inputs, *self.choices}
         return [{n: value for n, value in micro.items() if n not in own} for micro in step]
 
     def pooled(self, values: Tensor, targets_BT: Tensor) -> Tensor:
-        """Tokens' values `[B, T, ...]` as they are, or what is made of them for rows `[B, ...]`."""
+        """The values `[B, T, ...]` of tokens, or pooled ones `[B, ...]` of rows."""
         return values
 
     def each_of(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
@@ -119,14 +118,15 @@ class Loss(ABC):
         return self.each_of(logits_NV, targets_N, *extras).sum()
 
     def tempered(self, logits: Tensor) -> Tensor:
-        """Logits as the loss reads them: divided by its temperature, in fp32; at 1 as they are."""
+        """Logits divided by the loss's temperature, in fp32; unchanged at 1."""
         return logits if self.temperature == 1 else logits.float() / self.temperature
 
 
 class ClassHead(NamedTuple):
-    """A head in place of a language model's, of rows or `of_tokens`; one label: a score.
+    """The head that replaces a language model's: it classifies rows, or tokens if `of_tokens`.
 
-    No labels: none; `pooling` says to users of the model which hidden states are a row's embedding.
+    With one label it gives a score. With no labels there is no head; `pooling` tells users of the
+    model which hidden states are a row's embedding.
     """
 
     labels: tuple[str, ...] = ("LABEL_0",)
@@ -136,7 +136,7 @@ class ClassHead(NamedTuple):
 
 
 def given_loss(loss: object) -> Loss:
-    """Check that a caller's loss of a step is one. Raises InputError: it is none."""
+    """Return the caller's `loss` if it is a Loss. Raises InputError: it is none."""
     if not isinstance(loss, Loss):
         raise InputError(f"loss is {loss!r}; it must be one of megatrain.loss, such as DPO()")
     return loss
@@ -149,7 +149,7 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CrossEntropy(Loss):
-    """The mean over all labelled tokens of the step; logits are divided by `temperature`.
+    """Cross entropy, the mean over all labelled tokens of the step, of logits over `temperature`.
 
     Raises InputError: the temperature is not above 0.
     """
@@ -168,10 +168,10 @@ CROSS_ENTROPY = CrossEntropy()
 
 @dataclass(frozen=True)
 class TokenWeights(Loss):
-    """The weighted mean of cross entropy: `token_weights` `[B, T]` has one for each label.
+    """The weighted mean of cross entropy; `token_weights` `[B, T]` has a weight for each label.
 
-    The sum is divided by the weights of all labelled tokens of the step. Logits are divided by
-    `temperature` first.
+    The sum is divided by the sum of the weights of all labelled tokens of the step. Logits are
+    divided by `temperature` first.
 
     Raises InputError: the temperature is not above 0.
     """
@@ -197,7 +197,7 @@ class TokenWeights(Loss):
 
 @dataclass(frozen=True)
 class Sloped(Loss):
-    """A loss with these `slopes` `[B, T, ...]` by the values that another gives labelled tokens."""
+    """The loss whose gradient by each token's value of the loss `of` is `slopes` `[B, T, ...]`."""
 
     of: Loss
     inputs: ClassVar[tuple[str, ...]] = ("slopes",)
@@ -212,10 +212,10 @@ class Sloped(Loss):
 
 @dataclass(frozen=True)
 class MultiLabel(Loss):
-    """Binary cross entropy of each class, as transformers' `multi_label_classification`.
+    """The mean over classes of binary cross entropy, as in transformers' multi-label problems.
 
-    A micro-batch has, `[B, T, K]`: `classes`, the numbers of all K classes, int64; `truths`, 1
-    where the label has the class, else 0, floating-point.
+    A micro-batch has, `[B, T, K]`: `classes`, the numbers of all K classes, int64; `truths`, 1.0 if
+    the label has the class, else 0.0.
     """
 
     choices: ClassVar[tuple[str, ...]] = ("classes", "truths")
@@ -230,7 +230,7 @@ class MultiLabel(Loss):
 class LabelSmoothing(Loss):
     """`(1 - share) * cross entropy + share * its mean over all tokens of the vocabulary`.
 
-    As torch's `cross_entropy(label_smoothing=share)` (Szegedy et al., 2016, section 7).
+    It is torch's `cross_entropy(label_smoothing=share)` (Szegedy et al., 2016, section 7).
 
     Raises InputError: `share` is not at least 0 and below 1.
     """
@@ -249,7 +249,7 @@ class LabelSmoothing(Loss):
 
 @dataclass(frozen=True)
 class Score(Loss):
-    """Cross entropy and 1 for a label that is the likeliest token, `[N, 2]`; without gradients."""
+    """Cross entropy, and 1 if the label is the likeliest token, `[N, 2]`; without gradients."""
 
     def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         right_N = logits_of(logits_NV, targets_N) >= logits_NV.amax(1)
@@ -262,10 +262,10 @@ class Score(Loss):
 
 @dataclass(frozen=True)
 class TopTokens(Loss):
-    """The `top_k` likeliest tokens in a label's place: their log-probabilities, and their ids.
+    """Log-probabilities and ids of the `top_k` likeliest tokens for each label.
 
-    Each token has `[2, K]` in place of a loss, in fp32, which holds ids below 2 ** 24 exactly; 0
-    where it has no target. Without gradients.
+    For each position this is `[2, K]`, in fp32, which holds ids below 2 ** 24 exactly; 0 without a
+    target. There are no gradients.
 
     Raises InputError: `top_k` is not at least 1, or `temperature` not above 0.
     """
@@ -285,14 +285,14 @@ class TopTokens(Loss):
 
 
 class JointLoss(Loss):
-    """A loss whose derivative at one token depends on others; it reads labels' log-probabilities.
+    """A loss of all labels' log-probabilities, whose gradient at one depends on the others.
 
-    The head is visited twice: for the log-probabilities of all micro-batches, and for the gradients
-    of each, times the slope of the loss by it (`Sloped`).
+    The head visits the micro-batches twice: for all log-probabilities, then for the gradient of
+    each, multiplied by the loss's slope by it (`Sloped`).
 
     Attributes:
-        reads: the method of Engine that gives the values of the first visit.
-        depends_on_step: which rows are together decides its value: it is evaluated as in steps.
+        reads: the method of Engine that returns the values of the first visit.
+        depends_on_step: True if it depends on the rows of a step: evaluate in groups like steps.
     """
 
     reads: ClassVar[str] = "logprobs"
@@ -303,26 +303,23 @@ class JointLoss(Loss):
         """A step's loss (scalar), before the division, by torch's differentiable functions.
 
         Args:
-            log_prob_N: of all its targets, micro-batch after micro-batch; 0 without a target.
-            targets_N: -100 for none.
-            extras: as for `tokens`; undefined where a token has no target.
+            log_prob_N: log-probabilities of all targets of the step; 0 without a target.
+            targets_N: all targets; -100 for no target.
+            extras: as for `tokens`; undefined without a target.
         """
 
     def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
-        """The log-probabilities: all that the first visit computes."""
+        """The log-probabilities, which the first visit computes."""
         return log_probs_of(logits_NV, targets_N)
 
     def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
-        """Measures to log with the loss: scalars by name; NaN if undefined."""
+        """Measures to log beside the loss: scalars by name; NaN if undefined."""
         return {}
 
     def loss_and_measures(
         self, log_probs: Sequence[Tensor], micro_batches: Sequence[Mapping[str, Tensor]]
     ) -> dict[str, float]:
-        """Loss and measures of micro-batches whose labels have `log_probs`, in the labels' places.
-
-        Raises InputError: as of a step.
-        """
+        """Loss and measures, given `log_probs` at the labels' own positions. Raises InputError."""
         labels = [micro["labels"] for micro in micro_batches]
         extras = [[micro[name] for name in self.inputs] for micro in micro_batches]
         losses, _, measured = self.weigh(log_probs, labels, extras, self.normaliser(labels, extras))
@@ -331,15 +328,16 @@ class JointLoss(Loss):
     def weigh(
         self, log_probs: Tensors, targets: Tensors, extras: Sequence[Tensors], normaliser: float
     ) -> Weighed:
-        """Each micro-batch's share of the step's loss, its slopes by labels, and the measures.
+        """Each micro-batch's share of the step's loss, its slopes, and the step's measures.
 
         Args:
-            log_probs: `[B, T]` of each micro-batch, 0 where there is no target; or further numbers.
-            targets: `[B, T]` of each, -100 for none.
-            extras: the tensors named in `inputs` and `choices`, of each.
+            log_probs: `[B, T]` of each micro-batch, 0 without a target (or what `reads` returns).
+            targets: `[B, T]` of each micro-batch, -100 for no target.
+            extras: the tensors named in `inputs` and `choices`, of each micro-batch.
 
         Returns:
-            Scalars, all but the first 0 unless the loss is not finite; and slopes by `log_probs`.
+            Shares: the first one is the loss, the others are 0 (or not finite, as it is); slopes:
+            gradients of the loss by `log_probs`; measures.
         """
         flat = [
             torch.cat([e.flatten(0, t.ndim - 1) for e, t in zip(part, targets, strict=True)])
@@ -365,33 +363,33 @@ def as_numbers(measured: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: number for name, number in numbers.items() if number == number}
 
 
-_NOT_KEPT = -1e8  # log-probabilities below stand for none
-_MOST = -1e-7  # of the log of all kept probabilities together: something is left for the others
+_NOT_KEPT = -1e8  # a lower log-probability stands for "no token"
+_MOST = -1e-7  # the largest log of the kept tokens' probability: the tail keeps a little
 
 
 @dataclass(frozen=True)
 class Distillation(Loss):
     """A divergence from the teacher's likeliest tokens, mixed with cross entropy.
 
-    Of each label `(1 - share) * divergence + share * cross entropy`, over the K tokens that were
-    kept of the teacher, whose probabilities are not scaled up for the tokens left out. p is the
-    teacher's, q the model's, of the whole vocabulary; `share` is `cross_entropy`.
+    The loss of a label is `(1 - cross_entropy) * divergence + cross_entropy * its cross entropy`.
+    The divergence is over the teacher's K likeliest tokens, whose probabilities p (the teacher's)
+    and q (the model's) are of the whole vocabulary, so they do not add up to 1.
 
-    `beta` chooses the divergence, as of TRL's `generalized_jsd_loss` (Agarwal et al., 2023,
-    https://arxiv.org/abs/2306.13649, equation 1): at 0 forward KL, the sum of
-    `p * (log p - log q)` (Hinton et al., 2015, https://arxiv.org/abs/1503.02531, at temperature 1),
-    at 1 reverse KL, between them `beta * KL(p, m) + (1 - beta) * KL(q, m)` with
-    `m = beta * p + (1 - beta) * q`. With `add_tail` all other tokens together count as one more,
-    so that both are whole distributions: without, forward KL of few tokens may be negative.
-    All logits are divided by `temperature` first, the teacher's before they are given; as in TRL,
-    the loss is not multiplied by its square.
+    `beta` chooses the divergence, as in TRL's `generalized_jsd_loss` (Agarwal et al., 2023,
+    https://arxiv.org/abs/2306.13649, equation 1): 0 is forward KL, the sum of
+    `p * (log p - log q)` (Hinton et al., 2015, https://arxiv.org/abs/1503.02531, at temperature 1);
+    1 is reverse KL; between them it is `beta * KL(p, m) + (1 - beta) * KL(q, m)` with
+    `m = beta * p + (1 - beta) * q`. With `add_tail` all other tokens together count as one more
+    token, so both are whole distributions; without it forward KL may be negative. The model's
+    logits are divided by `temperature` here, the teacher's by the caller. As in TRL, the loss is
+    not multiplied by `temperature ** 2`.
 
     A micro-batch has for each label, `[B, T, K]`:
-        teacher_ids: the tokens that the teacher finds likeliest in the label's place, int64.
-        teacher_log_probs: their log-probabilities, floating-point; -1e9 where fewer were kept.
+        teacher_ids: the teacher's likeliest tokens for the label, int64.
+        teacher_log_probs: their log-probabilities, floating-point; -1e9 stands for no token.
 
     Raises InputError: `cross_entropy` or `beta` is not from 0 to 1, `temperature` not above 0, or
-        not 1 beside a share of cross entropy, which is of the logits as they are.
+        not 1 although `cross_entropy`, which takes undivided logits, is above 0.
     """
 
     cross_entropy: float = 0.0
@@ -412,7 +410,7 @@ class Distillation(Loss):
     def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         lse_N = logits_NV.logsumexp(1)
         log_prob_N = logits_of(logits_NV, targets_N) - lse_N
-        # In fp64: the slopes of reverse KL are differences of what is nearly the same.
+        # fp64, since the gradients of reverse KL are differences of nearly equal numbers.
         model_NK = logits_NV.gather(1, extras[0]).double() - lse_N.double()[:, None]
         teacher_NK = extras[1].double()
         if self.beta or self.add_tail:
@@ -433,7 +431,7 @@ class Distillation(Loss):
         return self.beta * _kl(teacher_NK, mixed_NK) + (1 - self.beta) * _kl(model_NK, mixed_NK)
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
-        """The labelled tokens. Raises InputError: a log-probability is above 0."""
+        """The number of labelled tokens. Raises InputError: a log-probability is above 0."""
         highest = max(float(log_probs.max()) for _, log_probs in extras)
         if highest > 0:
             raise InputError(f"teacher_log_probs holds {highest}; log-probabilities are at most 0")

@@ -1,4 +1,4 @@
-"""Losses of embeddings: of one vector for each row, the mean of its labelled hidden states.
+"""Losses of embeddings: a row's embedding is the mean of its labelled tokens' hidden states.
 
 Legend: B rows of a micro-batch, R of a step, T tokens of a row, N of a micro-batch, D width,
 P pairs of a step.
@@ -27,7 +27,7 @@ class Embedding(Loss):
     embeds: ClassVar[bool] = True
 
     def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
-        return logits_NV  # a model without a head gives hidden states in their place
+        return logits_NV  # these are hidden states: the model has no head
 
     def pooled(self, values_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         return values_BTD.sum(1) / _counts(targets_BT)
@@ -35,21 +35,21 @@ class Embedding(Loss):
 
 @dataclass(frozen=True)
 class Contrastive(Embedding, JointLoss):
-    """The mean over anchors of the cross entropy of telling their positive from all other texts.
+    """InfoNCE: the mean over anchors of a cross entropy whose right class is the positive text.
 
-    Logits of an anchor are its cosine similarities, times `scale`, with the positives and hard
-    negatives of all anchors of the step (InfoNCE: van den Oord et al., 2018,
+    The logits of an anchor are its cosine similarities, times `scale`, with the positives and hard
+    negatives of all anchors of the step (van den Oord et al., 2018,
     https://arxiv.org/abs/1807.03748, equation 4; sentence-transformers'
     `MultipleNegativesRankingLoss`, symmetric `MultipleNegativesSymmetricRankingLoss`). With
-    `symmetric` half of the loss tells a positive's anchor from all other anchors.
+    `symmetric` half of the loss is the same with positives and anchors exchanged.
 
     The model has no head (`AutoModel`). Labels are 0 at the tokens whose hidden states are
-    averaged, -100 elsewhere. A micro-batch has, as floating-point numbers `[B, T]` of which those
-    at a row's first label count:
+    averaged, -100 elsewhere. A micro-batch has these floating-point numbers `[B, T]`, read at each
+    row's first label:
         pair: the number of the row's anchor in the step; its texts may be in any micro-batches.
         text: 0 in the anchor, 1 in its positive, 2 and more in its hard negatives.
 
-    `pooling` and `negatives` (hard negatives of each anchor) say how runs make rows of their data.
+    Runs make rows of their data by `pooling` and `negatives` (hard negatives of each anchor).
 
     Raises InputError: `scale` is not above 0, `negatives` below 0, or `pooling` unknown.
     """
@@ -79,7 +79,7 @@ class Contrastive(Embedding, JointLoss):
     def similarities(
         self, rows_RD: Tensor, targets_R: Tensor, pair_R: Tensor, text_R: Tensor
     ) -> Tensor:
-        """Each anchor's logits `[P, R - P]`: positives, first negatives, ..., in order of pairs."""
+        """Anchors' logits `[P, R - P]`: positives, first negatives, ... in the order of pairs."""
         used = targets_R != IGNORED
         pair, text = pair_R[used].long(), text_R[used].long()
         order = (text * (int(pair.max()) + 1) + pair).argsort()
@@ -96,7 +96,7 @@ class Contrastive(Embedding, JointLoss):
         return (loss + F.cross_entropy(scores[:, : len(scores)].T, right, reduction="sum")) / 2
 
     def measures(self, rows_RD: Tensor, targets_R: Tensor, *extras: Tensor) -> dict[str, Tensor]:
-        """The share of anchors to which their positive is nearer than every other text."""
+        """The share of anchors whose positive is nearer than all other texts."""
         scores = self.similarities(rows_RD, targets_R, *extras)
         as_near = (scores >= scores.diagonal()[:, None]).sum(1)
         return {"accuracy": (as_near == 1).double().mean()}
@@ -104,19 +104,19 @@ class Contrastive(Embedding, JointLoss):
     def weigh(
         self, log_probs: Tensors, targets: Tensors, extras: Sequence[Tensors], normaliser: float
     ) -> Weighed:
-        rows, of_rows = _of_rows(targets, extras)
-        losses, slopes, measured = super().weigh(log_probs, rows, of_rows, normaliser)
-        of_tokens = [
+        row_targets, row_extras = _first_labels(targets, extras)
+        losses, slopes, measured = super().weigh(log_probs, row_targets, row_extras, normaliser)
+        token_slopes = [
             (slopes_BD / _counts(target))[:, None].expand(*target.shape, -1)
             for slopes_BD, target in zip(slopes, targets, strict=True)
         ]
-        return losses, of_tokens, measured
+        return losses, token_slopes, measured
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
-        """The number of anchors. Raises InputError: a text of one is missing, or is there twice."""
-        rows, of_rows = _of_rows(targets, extras)
-        used = torch.cat(list(rows)) != IGNORED
-        pair, text = (torch.cat(part)[used] for part in zip(*of_rows, strict=True))
+        """The number of anchors. Raises InputError: a pair lacks a text, or has a text twice."""
+        row_targets, row_extras = _first_labels(targets, extras)
+        used = torch.cat(list(row_targets)) != IGNORED
+        pair, text = (torch.cat(part)[used] for part in zip(*row_extras, strict=True))
         check_numbers("pair", pair)
         check_numbers("text", text)
         texts = [*zip(pair.tolist(), text.tolist(), strict=True)]
@@ -127,12 +127,12 @@ class Contrastive(Embedding, JointLoss):
 
 
 def _counts(targets_BT: Tensor) -> Tensor:
-    """The labelled tokens of each row `[B, 1]`, 1 where there are none."""
+    """The number of labelled tokens of each row `[B, 1]`, at least 1."""
     return (targets_BT != IGNORED).sum(1, keepdim=True).clamp(min=1)
 
 
-def _of_rows(targets: Tensors, extras: Sequence[Tensors]) -> tuple[Tensors, list[Tensors]]:
-    """Targets and numbers of each row `[B]`: those of its first label."""
+def _first_labels(targets: Tensors, extras: Sequence[Tensors]) -> tuple[Tensors, list[Tensors]]:
+    """Targets and loss inputs of each row `[B]`, taken at its first label."""
     firsts = [(target != IGNORED).int().argmax(1, keepdim=True) for target in targets]
     parts = zip(targets, extras, firsts, strict=True)
     rows = [[x.gather(1, first)[:, 0] for x in (target, *e)] for target, e, first in parts]

@@ -1,4 +1,4 @@
-"""Losses of a policy: replies that the model has made itself, of which each has a reward."""
+"""Losses of a policy: of replies that the model has generated, each with a reward."""
 
 import math
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from megatrain.loss.preferences import check_numbers, check_rows, check_type, la
 PolicyVariant = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 Level = Literal["token", "sequence"]
 Scale = Literal["group", "batch", "none"]
-_SMALL = 1e-4  # beside a standard deviation, as in TRL
+_SMALL = 1e-4  # added to standard deviations, as in TRL
 
 
 class _Labels(NamedTuple):
     """The labels of a step `[L]`, in any order.
 
-    `row`: the number of each label's reply, below `replies`; `length`: labels of that reply;
-    `inputs`: the loss's inputs by name.
+    `row`: the number of each label's reply, below `replies`; `length`: the number of labels of that
+    reply; `inputs`: the loss's inputs by name.
     """
 
     log_prob: Tensor
@@ -42,7 +42,7 @@ class _Labels(NamedTuple):
 
 
 def _deviation(samples: Tensor) -> Tensor:
-    """Each row's standard deviation `[R, 1]`, without its NaNs; NaN for less than two values."""
+    """Each row's standard deviation `[R, 1]`, NaNs left out; NaN for fewer than two numbers."""
     is_number = ~samples.isnan()
     squares = torch.where(is_number, samples - samples.nanmean(1, keepdim=True), 0).square()
     return (squares.sum(1, keepdim=True) / (is_number.sum(1, keepdim=True) - 1)).sqrt()
@@ -53,31 +53,31 @@ class GRPO(JointLoss):
     """Group-relative policy optimisation: `-min(ratio * advantage, clipped ratio * advantage)`.
 
     Shao et al., 2024, https://arxiv.org/abs/2402.03300, equation 3, with TRL's names and defaults.
-    Every row is a reply. A ratio is of a label's probability to the old one, clipped to
-    `1 - epsilon` and `1 + epsilon_high`; `delta` bounds the ratio itself. With
+    Every row is a reply. The ratio is a label's probability over its old one, clipped to
+    `1 - epsilon` and `1 + epsilon_high`; `delta` bounds the unclipped ratio. With
     `importance_sampling_level` "sequence" it is the geometric mean over the reply. An advantage is
-    the reward less the mean of its group, over the standard deviation of the group, of the batch,
-    or none (`scale_rewards`). `beta` weighs the divergence from a reference model,
-    `exp(d) - d - 1` of each label; with `use_bias_correction_kl` times the ratio, whose slope makes
-    its gradient that of the divergence itself (DeepSeek-AI, 2025, arXiv 2512.02556, section 3.1).
+    the reward minus the mean of its group, divided by the standard deviation of the group, of the
+    batch, or by 1 (`scale_rewards`). `beta` weights the divergence from a reference model, which is
+    `exp(d) - d - 1` for each label, times the ratio with `use_bias_correction_kl`: so its gradient
+    is that of the true divergence (DeepSeek-AI, 2025, arXiv 2512.02556, section 3.1).
 
-    `loss_type`: grpo takes the mean of each reply, then of replies; bnpo and dapo that of all
-    labels of the step; dr_grpo the sum over replies times `max_completion_length`; cispo is dapo
-    with `-clipped ratio * advantage * log-probability`, the ratio clipped to `epsilon_high` and
-    without gradient.
+    `loss_type`: grpo is the mean over replies of each reply's mean; bnpo and dapo are the mean over
+    all labels of the step; dr_grpo is the sum, divided by replies times `max_completion_length`;
+    cispo is dapo with `-clipped ratio * advantage * log-probability`, the ratio clipped to
+    `epsilon_high` and without gradient.
 
     A micro-batch has for each label, as floating-point numbers `[B, T]`:
         example: the number of its reply in the step.
         advantage: how much better the reply is than others to its prompt.
         old_logp: the label's log-probability in the model that made the reply.
-        reference_logp: that in a reference model; only with `beta`.
+        reference_logp: its log-probability in a reference model; only with `beta`.
 
     Attributes:
         num_iterations: steps that learn from the same replies.
-        max_completion_length: tokens of a reply at most.
+        max_completion_length: the most tokens of a reply.
         mask_truncated_completions: learn nothing from replies that did not end by themselves.
-        temperature: that replies are drawn at. All log-probabilities, `old_logp` and
-            `reference_logp` too, are of logits divided by it.
+        temperature: of sampling. All log-probabilities, `old_logp` and `reference_logp` too, are of
+            logits divided by it.
 
     Raises InputError: a setting is out of range or unknown.
     """
@@ -128,7 +128,7 @@ class GRPO(JointLoss):
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def advantages(self, rewards_R: Tensor) -> Tensor:
-        """The advantage of each reply `[R]` among those to its prompt; 0 for NaN rewards."""
+        """The advantage of each reply `[R]` over the replies to its prompt; 0 for NaN rewards."""
         if len(rewards_R) % self.num_generations:
             raise InputError(
                 f"{len(rewards_R)} rewards are no whole groups of {self.num_generations} replies"
@@ -155,26 +155,26 @@ class GRPO(JointLoss):
 
     def _divergence(self, labels: _Labels, ratio: Tensor) -> Tensor:
         difference = labels.inputs["reference_logp"] - labels.log_prob
-        of_labels = difference.exp() - difference - 1
-        return of_labels * ratio if self.use_bias_correction_kl else of_labels
+        divergence = difference.exp() - difference - 1
+        return divergence * ratio if self.use_bias_correction_kl else divergence
 
     def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         labels = self._labels(log_prob_N, targets_N, *extras)
         advantage, ratio = labels.inputs["advantage"], self._ratio(labels)
         if self.loss_type == "cispo":
-            of_labels = -ratio.detach().clamp(max=self.high) * advantage * labels.log_prob
+            losses = -ratio.detach().clamp(max=self.high) * advantage * labels.log_prob
         else:
             clipped = ratio.clamp(1 - self.epsilon, 1 + self.high)
             bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
-            of_labels = -torch.min(bounded * advantage, clipped * advantage)
+            losses = -torch.min(bounded * advantage, clipped * advantage)
         if self.beta:
-            of_labels = of_labels + self.beta * self._divergence(labels, ratio)
+            losses = losses + self.beta * self._divergence(labels, ratio)
         if self.loss_type == "grpo":
-            of_labels = of_labels / labels.length
-        return of_labels.double().sum()
+            losses = losses / labels.length
+        return losses.double().sum()
 
     def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
-        """The divergence, and shares of clipped ratios by TRL's names, over labels or replies."""
+        """The divergence and the shares of clipped ratios, by TRL's names."""
         labels = self._labels(log_prob_N, targets_N, *extras)
         ratio, by_reply = self._ratio(labels), self.importance_sampling_level == "sequence"
         measured = {"kl": self._divergence(labels, ratio).double().mean()} if self.beta else {}

@@ -1,4 +1,4 @@
-"""Losses of pairs of replies, one of which is the better."""
+"""Losses of pairs of replies: a chosen one and a rejected one."""
 
 import math
 from abc import abstractmethod
@@ -13,14 +13,14 @@ from torch import Tensor
 from megatrain.errors import InputError
 from megatrain.loss.base import IGNORED, JointLoss, Loss, Tensors
 
-MOST_NUMBERS = 1 << 24  # that fp32 tells apart
+MOST_NUMBERS = 1 << 24  # fp32 holds all whole numbers below exactly
 
 
 class Replies(NamedTuple):
-    """Sums over the labels of each reply `[R]`; in fp64, so that a GPU's order of sums is not seen.
+    """Sums over the labels of each reply `[R]`, in fp64, which hides a GPU's order of summation.
 
     Attributes:
-        log_prob: of the model; reference: of a reference model, 0 without one.
+        log_prob: log-probability in the model; `reference`: in a reference model, else 0.
         length: number of labels.
     """
 
@@ -35,32 +35,32 @@ class Replies(NamedTuple):
 
 
 def check_numbers(name: str, numbers: Tensor) -> None:
-    """Raises InputError: numbers of pairs or rows must be whole and small enough."""
+    """Raise InputError if numbers of pairs or rows are not whole, or too large."""
     if not ((numbers == numbers.round()) & (numbers >= 0) & (numbers < MOST_NUMBERS)).all():
         raise InputError(f"{name} must hold whole numbers from 0 to below {MOST_NUMBERS:,}")
 
 
 def check_type(loss: str, value: str, known: Any, name: str = "loss_type") -> None:
-    """Raises InputError: the value of `name` is none of the literals `known`."""
+    """Raise InputError if the value of `name` is none of the literals `known`."""
     if value not in get_args(known):
         names = ", ".join(get_args(known))
         raise InputError(f"{loss}'s {name} is {value!r}; it must be one of {names}")
 
 
 def labels_of(name: int, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> Tensor:
-    """The loss's input at index `name`, for all labels of a step."""
+    """The loss's input at index `name`, at all labels of a step."""
     pairs = zip(targets, extras, strict=True)
     return torch.cat([inputs[name][target != IGNORED] for target, inputs in pairs])
 
 
 def check_rows(name: str, numbers: Tensor, targets: Tensors, kinds: Tensor | int = 0) -> None:
-    """Raises InputError: labels with one reply's number and kind are in several rows of a step."""
+    """Raise InputError if labels of one reply (a number and a kind) are in several rows."""
     count = sum(len(target) for target in targets)
     rows = torch.arange(count).split([len(target) for target in targets])
     spread = [row[:, None].expand(target.shape) for row, target in zip(rows, targets, strict=True)]
-    row_of_label = labels_of(0, targets, [[of_one] for of_one in spread])
+    row_of_label = labels_of(0, targets, [[numbers_BT] for numbers_BT in spread])
     reply = 2 * numbers.long() + kinds
-    by_row = (reply * count + row_of_label).unique() // count  # one for each reply and row
+    by_row = (reply * count + row_of_label).unique() // count  # a reply once for each of its rows
     if len(twice := by_row[1:][by_row[1:] == by_row[:-1]]):
         raise InputError(
             f"{name} {int(twice[0]) // 2} has a reply in several rows of this step; replies need "
@@ -70,7 +70,7 @@ def check_rows(name: str, numbers: Tensor, targets: Tensors, kinds: Tensor | int
 
 @dataclass(frozen=True)
 class PairLoss(JointLoss):
-    """A loss of pairs, the mean over all of a step.
+    """A loss of pairs of replies: the mean over all pairs of a step.
 
     A micro-batch has for each label, as floating-point numbers `[B, T]`:
         pair: the number of its pair in the step, whose two replies may be in any micro-batches.
@@ -94,7 +94,7 @@ class PairLoss(JointLoss):
         log_prob, chosen = log_prob_N[used], values["chosen"]
         reference = values.get("reference_logp", torch.zeros_like(chosen))
         numbers, pair = values["pair"].unique(return_inverse=True)
-        reply = pair + len(numbers) * (chosen != 1)  # first all chosen ones
+        reply = pair + len(numbers) * (chosen != 1)  # numbers the chosen replies first
         zeros = torch.zeros(2 * len(numbers), dtype=torch.float64, device=reply.device)
         of_labels = log_prob, reference, torch.ones_like(chosen)
         sums = torch.stack([zeros.index_add(0, reply, of_one.double()) for of_one in of_labels])
@@ -117,7 +117,7 @@ class PairLoss(JointLoss):
         }
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
-        """The number of pairs. Raises InputError: a label has none, a reply is missing or twice."""
+        """The number of pairs. Raises InputError: a bad number, or a reply is missing or twice."""
         pair, chosen = (labels_of(number, targets, extras) for number in (0, 1))
         check_numbers("pair", pair)
         if not ((chosen == 0) | (chosen == 1)).all():
@@ -140,9 +140,9 @@ DpoVariant = Literal["sigmoid", "sigmoid_norm", "robust", "ipo", "hinge"]
 class DPO(PairLoss):
     """The mean over pairs of `-log sigmoid(beta * (gain of the chosen - gain of the rejected))`.
 
-    A gain is the sum, over the labels of a reply, of how much likelier each is than in a reference
-    model (Rafailov et al., 2023, https://arxiv.org/abs/2305.18290, equation 7). With smoothing that
-    share of the pairs counts the other way round, as if it were labelled wrongly.
+    A reply's gain is the sum of its labels' log-probabilities minus those in a reference model
+    (Rafailov et al., 2023, https://arxiv.org/abs/2305.18290, equation 7). `label_smoothing` is the
+    share of pairs that are taken as labelled the wrong way round.
 
     `loss_type`, by TRL's names: `sigmoid_norm` takes the mean of a reply's labels in place of their
     sum; `robust` makes the smoothed loss unbiased (Chowdhury et al., 2024,
@@ -152,11 +152,11 @@ class DPO(PairLoss):
 
     A micro-batch has for each label, as floating-point numbers `[B, T]`, `pair` and `chosen` (see
     `PairLoss`) and
-        reference_logp: its log-probability in the reference model; of a reply whose sum alone is
-            known, that at one label and 0 at the others.
+        reference_logp: its log-probability in the reference model. If only a reply's sum is known,
+            one label has the sum, and the others have 0.
 
-    Raises InputError: `beta` is not above 0, `label_smoothing` not at least 0 and below 0.5 (0 with
-        ipo and hinge), or the type unknown.
+    Raises InputError: `beta` is not above 0, `label_smoothing` not from 0 to below 0.5 (0 with ipo
+        and hinge), or `loss_type` unknown.
     """
 
     beta: float = 0.1
@@ -197,7 +197,7 @@ class DPO(PairLoss):
 
 @dataclass(frozen=True)
 class TokenScore(Loss):
-    """The score of each labelled token: the one logit that the head of such a model makes."""
+    """The score of each labelled token: the one logit of a head that scores rows."""
 
     scores: ClassVar[bool] = True
 
@@ -210,15 +210,15 @@ class Reward(PairLoss):
     """The mean over pairs of `-log sigmoid(score of the chosen - score of the rejected - margin)`.
 
     Bradley and Terry, 1952; with margins Touvron et al., 2023, https://arxiv.org/abs/2307.09288,
-    equation 2. With `center_rewards_coefficient` as many times the mean of the squared sums of both
-    scores is added, which keeps them around 0 (Eisenstein et al., 2023,
-    https://arxiv.org/abs/2312.09244, appendix B). As TRL's `RewardTrainer` has them.
+    equation 2. `center_rewards_coefficient` weights the mean of `(sum of both scores) ** 2`, which
+    keeps scores around 0 (Eisenstein et al., 2023, https://arxiv.org/abs/2312.09244, appendix B).
+    TRL's `RewardTrainer` computes the same.
 
     The model has a sequence head with one label (`AutoModelForSequenceClassification`). Labels are
     0 at the token of each reply that is scored, the last one that is no padding, and -100
     elsewhere. A micro-batch has for each label, as floating-point numbers `[B, T]`, `pair` and
     `chosen` (see `PairLoss`), and with `margin`
-        margin: by how much the chosen reply is the better one, the same at both.
+        margin: by how much the chosen reply is better; both replies have the same number.
 
     Raises InputError: the coefficient is not above 0.
     """
@@ -242,7 +242,7 @@ class Reward(PairLoss):
         replies = self.replies(log_prob_N, targets_N, *extras)
         if not self.margin:
             return self.pairs(*replies).sum()
-        # `replies` sums what it is given as log-probabilities: scores above, here margins.
+        # Here `replies` sums margins, and above scores, in place of log-probabilities.
         margins = self.replies(extras[self.inputs.index("margin")], targets_N, *extras)[0].log_prob
         return self.pairs(replies[0]._replace(reference=margins), replies[1]).sum()
 
@@ -262,7 +262,7 @@ class Reward(PairLoss):
         return {name: value for name, value in measures.items() if name.startswith("rewards/")}
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
-        """The number of pairs. Raises InputError: as `PairLoss`, or two labels of a reply."""
+        """The number of pairs. Raises InputError as PairLoss, or if a reply has two labels."""
         pair, chosen = (labels_of(number, targets, extras) for number in (0, 1))
         replies = torch.stack([pair, chosen], 1)
         if len(replies.unique(dim=0)) < len(replies):
