@@ -376,8 +376,7 @@ def has_decoder_of_sound() -> bool:
 def decoder_of_films() -> str | None:
     """The name of an installed decoder with which `film_of` reads files; None: there is none."""
     packages = {"torchcodec": "torchcodec", "pyav": "av", "decord": "decord", "opencv": "cv2"}
-    is_missing = {name: importlib.util.find_spec(p) is None for name, p in packages.items()}
-    names = [name for name in packages if not is_missing[name]]
+    names = [name for name, package in packages.items() if importlib.util.find_spec(package)]
     # From 0.26 on torchvision has no decoder.
     has = getattr(video_utils, "is_torchvision_video_decoding_available", is_torchvision_available)
     return next(iter([*names, *["torchvision"] * has()]), None)
