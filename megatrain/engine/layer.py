@@ -127,6 +127,8 @@ class Layer(StreamedModule):
             weights = self.weights(turn.slot)
             with torch.no_grad():
                 produced = self.program.layer(self.visit, weights, turn.micro, turn.values)
+        if leaving is not None:
+            leaving.end()
         passed_on = {ref: value for ref, value in turn.values.items() if ref in self.live_out}
         return {**passed_on, **produced}
 

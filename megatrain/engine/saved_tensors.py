@@ -9,10 +9,11 @@ torch.utils.checkpoint: to compute attention again for a row of 512 k tokens is 
 Besides queries, keys and values its backward needs the output and the log-sum-exp alone.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ _WEIGHTS = "weights"
 class _View:
     """A saved tensor, described as a view of memory that the backward has again."""
 
-    source: Any  # _WEIGHTS; a Ref: an input; a number: one of `OffloadPlan.memory`
+    source: Any  # _WEIGHTS; a Ref: an input; a `_Leaving`
     start: int  # bytes
     dtype: torch.dtype
     size: torch.Size
@@ -48,29 +49,50 @@ class _View:
         last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
         return self.start + (last + 1) * self.dtype.itemsize
 
-    def on(self, memory: Tensor) -> Tensor:
-        """This view of `memory`."""
+    def of(self, memories: Mapping[Any, Tensor]) -> Tensor:
+        """This view of its source, one of `memories`."""
+        leaves = isinstance(self.source, _Leaving)
+        memory = memories[self.source.data if leaves else self.source]
         start = memory.storage_offset() * memory.itemsize + self.start
         piece = torch.empty(0, dtype=self.dtype, device=memory.device)
         offset = start // self.dtype.itemsize
         return piece.set_(memory.untyped_storage(), offset, self.size, self.stride)
 
 
+@dataclass(eq=False)
+class _Leaving:
+    """An allocation that a graph has saved: its bytes, then its place in `OffloadPlan.memory`."""
+
+    data: Tensor | int
+
+
 class OffloadPlan:
-    """Collects the allocations to send to the host, each once, however many views are saved."""
+    """Collects the allocations to send to the host, each once, however many views are saved.
+
+    Views alone hold them, so what a dropped graph had saved (DoRA's norms) is freed.
+
+    Attributes:
+        memory: what leaves, once the forward has ended.
+    """
 
     def __init__(self) -> None:
-        self.memory: list[Tensor] = []
-        self._numbers: dict[int, int] = {}
+        self.memory: list[Any] = []
+        self._saved: WeakValueDictionary[int, _Leaving] = WeakValueDictionary()
 
     def view(self, tensor: Tensor) -> _View:
-        """Add the tensor's allocation to `memory`; return the tensor as a view of it."""
-        memory = memory_of(tensor)
-        if memory not in self._numbers:
-            self._numbers[memory] = len(self.memory)
+        """The tensor as a view of an allocation that leaves."""
+        leaving = self._saved.get(memory_of(tensor))
+        if leaving is None:
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            self.memory.append(flat.set_(tensor.untyped_storage()))
-        return _view(tensor, self._numbers[memory], 0)
+            leaving = _Leaving(flat.set_(tensor.untyped_storage()))
+            self._saved[memory_of(tensor)] = leaving
+        return _view(tensor, leaving, 0)
+
+    def end(self) -> None:
+        """Hand what a view still holds over to `memory`."""
+        for leaving in [*self._saved.values()]:
+            self.memory.append(leaving.data)
+            leaving.data = len(self.memory) - 1
 
 
 def _view(tensor: Tensor, source: Any, begin: int) -> _View:
@@ -123,7 +145,7 @@ class SavedTensors:
         return self._leaving.view(tensor)
 
     def _unpack(self, packed: Any) -> Tensor:
-        return packed if isinstance(packed, Tensor) else packed.on(self._memory[packed.source])
+        return packed if isinstance(packed, Tensor) else packed.of(self._memory)
 
 
 @dataclass
@@ -412,9 +434,10 @@ class ReplayAttention(TorchDispatchMode):
     """Returns the kept results of attention, in their order, instead of computing them again."""
 
     def __init__(self, results: list[Any], returned: list[Tensor]) -> None:
-        """Args: `returned`: the allocations of an `OffloadPlan`, back from the host."""
+        """Args: `returned`: the memory of an `OffloadPlan`, back from the host."""
         super().__init__()
-        kept = pytree.tree_map_only(_View, lambda view: view.on(returned[view.source]), results)
+        memories = dict(enumerate(returned))
+        kept = pytree.tree_map_only(_View, lambda view: view.of(memories), results)
         self._results = iter(kept)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

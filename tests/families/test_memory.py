@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from megatrain import Engine, InputError, Placement
 from megatrain.compat.transformers import encoders
@@ -154,6 +155,14 @@ def test_no_step_takes_more_than_is_foretold(family, seed):
         assert (family, seed) not in _USUAL, error
         assert isinstance(error, InputError) or family in _UNFORESEEABLE, error
         pytest.skip(str(error))
+    assert taken.device <= _SHARE * foretold.device, (taken, foretold)
+    assert taken.host <= _SHARE * foretold.host, (taken, foretold)
+
+
+def test_what_a_layer_saves_for_graphs_that_it_drops_does_not_wait_on_the_host():
+    """DoRA's norms are computed with gradients, and cut off from them."""
+    config = LoraConfig(r=4, target_modules="all-linear", use_dora=True)
+    foretold, taken = foretold_and_taken(get_peft_model(tiny_model("llama"), config), 23)
     assert taken.device <= _SHARE * foretold.device, (taken, foretold)
     assert taken.host <= _SHARE * foretold.host, (taken, foretold)
 
