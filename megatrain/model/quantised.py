@@ -14,6 +14,7 @@ https://github.com/pytorch/ao (prototype/safetensors).
 Legend: E experts, O outputs, I inputs, G groups of inputs that share a scale.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -103,6 +104,14 @@ def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8
         "float8 of torchao (Float8WeightOnlyConfig) are taken as they are, and mxfp4, fp8, GPTQ, "
         f"AWQ and compressed-tensors (float8, int8, int4) unpacked; {_REMEDY}"
     )
+
+
+def stays_whole(config: Mapping[str, Any], module: str) -> bool:
+    """True if a model comes with this module unpacked among others (transformers' own rule)."""
+    settings = quantisation(config)
+    keys = settings.get("llm_int8_skip_modules") or settings.get("modules_to_not_convert") or ()
+    end = r"(?:(?<=\.)|(?=\.|$))"
+    return any(re.match(f"(?:{key}){end}", module) or module.endswith(key) for key in keys)
 
 
 @dataclass(frozen=True, kw_only=True)

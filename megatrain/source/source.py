@@ -33,7 +33,7 @@ from megatrain.model.adapters import adapted, note_adapter, plain, with_new_adap
 from megatrain.model.companions import Companions, companions, sentence_files, set_generation
 from megatrain.model.float8 import ROUTERS, require_torchao
 from megatrain.model.probe import spec
-from megatrain.model.quantised import kept_format, quantisation, quantised_base
+from megatrain.model.quantised import kept_format, quantisation, quantised_base, stays_whole
 from megatrain.model.rebuilt import difference, emptied
 from megatrain.model.routers import NOT_ASKED, ask_for
 from megatrain.model.safetensors_io import read_header
@@ -377,8 +377,13 @@ def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict
         and packing.takes(weight.shape)
         and (frozen or not weight.requires_grad)
     ]
-    if packed := {n: packing for n in names if adapters is None or n in adapters.held}:
-        return packed
+    held = {n: n for n in names} if adapters is None else adapters.held
+    packed = {n: held[n].rpartition(".")[0] for n in names if n in held}
+    if packed:  # a model that does not come so is packed here, as a whole
+        method = quantisation(config).get("quant_method")
+        comes_so = base == "folder" or method in ("bitsandbytes", "torchao")
+        whole = {n for n, module in packed.items() if comes_so and stays_whole(config, module)}
+        return {name: packing for name in packed if name not in whole}
     remedy = "give an adapter" if adapters is None else "leave base out (a Conv1D is not linear)"
     raise InputError(f"base is {base!r}, but no linear module of the layers is frozen; {remedy}")
 

@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,20 @@ def test_training_resuming_and_merging_have_the_values_of_the_folder(
     assert open_checkpoint(tmp_path / "saved").settings.left_out
     planned = NamedModel("a run", named_config(str(folder)), LORA).spec().packed
     assert planned.keys() == {entry.name for entry in entries if entry.needs_unpacking}
+
+
+@pytest.mark.parametrize(("base", "key"), [("nf4", "llm_int8_skip_modules"), ("folder", "fp8")])
+def test_a_plan_without_weights_leaves_what_the_configuration_skips(base, key):
+    """As `transformers` matches names: from their begin, to their end, or as patterns."""
+    config = llama(hidden_size=128, intermediate_size=128, num_key_value_heads=2).config
+    skips = ["lm_head", r"model.layers.\d+.mlp.up_proj", "model.layers.1.mlp", "v_proj"]
+    how = {"quant_method": "fp8", "modules_to_not_convert": skips}
+    config.quantization_config = how if key == "fp8" else {**HOW[base], key: skips}
+    packed = NamedModel("a hub id", config, LORA, base).spec().packed
+    kept = {tuple(name.split(".")[2:5:2]) for name in packed}
+    attention, rest = ("q_proj", "k_proj", "o_proj"), ("gate_proj", "down_proj")
+    wanted = {*product("01", attention), *product("0", rest)}
+    assert {(layer, name) for layer, name in kept if layer in "01"} == wanted
 
 
 def test_such_a_folder_is_run_as_it_is(tmp_path):
