@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -22,13 +23,15 @@ PASSING = 15
 logging.addLevelName(PASSING, "PASSING")
 
 _ERASE = "\r\x1b[2K"
+_MARK = re.compile(r"- |\d+\. |\S.{0,10}?  +| +")  # of a list, or a label: before a line's text
 _SECONDS = 0.2  # between two log lines of a `Share`
 _shown: list[str] = []  # the line of `passing` that is on the terminal, if any
 
 
 def say(console: "Console", text: str) -> None:
     """Print text without markup; lines are wrapped at words on a terminal, not in a file."""
-    console.print(text, markup=False, soft_wrap=not console.is_terminal)
+    text = _filled(text, console.width) if console.is_terminal else text
+    console.print(text, markup=False, soft_wrap=True)
 
 
 def described_rewards(record: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -102,12 +105,21 @@ def wrapped(text: str) -> str:
     """A text for stderr: wrapped at words for a terminal, unchanged for a file or a pipe."""
     if not sys.stderr.isatty():
         return text
-    width = _columns()
-    lines = (
-        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
-        for line in text.split("\n")
-    )
-    return "\n".join(lines)
+    return _filled(text, _columns())
+
+
+def _filled(text: str, width: int) -> str:
+    """Lines wrapped at words; what follows a line begins below its text, not below its mark."""
+
+    def fill(line: str) -> str:
+        mark = _MARK.match(line)
+        indent = " " * (mark.end() if mark else 0)
+        filler = textwrap.TextWrapper(
+            width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+        return filler.fill(line)
+
+    return "\n".join(map(fill, text.split("\n")))
 
 
 def passing(text: str) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from megatrain.base.units import GIB, MIB, parse_bytes, size
 from megatrain.errors import InputError, RunFailed
 from megatrain.telemetry import host, timeline
-from megatrain.telemetry.console import PASSING, Share, StderrHandler, TrainingProgress
+from megatrain.telemetry.console import PASSING, Share, StderrHandler, TrainingProgress, say
 from megatrain.telemetry.host import environment
 from megatrain.telemetry.metrics import MetricsWriter, read_metrics
 from megatrain.telemetry.timeline import Span, breakdown, critical_path, read_trace
@@ -60,6 +60,22 @@ def test_progress_is_plain_lines_where_there_is_no_terminal():
     for part in ("MFU 40.5%", "device 3.0 GiB", "host 14.0 GiB", "ETA "):
         assert part in lines[0]
     assert "\x1b" not in out.getvalue()
+
+
+def test_what_follows_a_line_begins_below_its_text():
+    """A label, a mark of a list and spaces before a text stay alone in their columns."""
+    out = io.StringIO()
+    texts = (
+        "device   two of three GiB",
+        "- a thing to do\n  and its remedy",
+        "no mark of any kind",
+    )
+    for text in texts:
+        say(Console(file=out, force_terminal=True, width=17), text)
+    assert out.getvalue().splitlines() == [
+        *("device   two of", "         three", "         GiB"),
+        *("- a thing to do", "  and its remedy", "no mark of any", "kind"),
+    ]
 
 
 class Stderr(io.StringIO):
