@@ -24,7 +24,7 @@ from megatrain.errors import InputError
 from megatrain.integrations import heeded, objectives, trainer_model
 from megatrain.integrations.heeded import REFUSED_OPTIONS, refuse
 from megatrain.model.adapters import adapted
-from megatrain.model.routers import ask_for
+from megatrain.model.routers import set_router_losses
 from megatrain.model.sizes import most_tokens
 from megatrain.optim import AdamW
 
@@ -142,7 +142,7 @@ class StreamedTrainer(_Trainer):
             weight = getattr(self, "router_aux_loss_coef", 0.0)
             if hasattr(self, "_metrics") and (weight or len(self._routers) == len(_ROUTERS)):
                 # TRL's trainers have their own setting for the routers' loss.
-                ask_for(without_wrapper(model), {"router_aux_loss_coef": weight})
+                set_router_losses(without_wrapper(model), {"router_aux_loss_coef": weight})
             engine = Engine(
                 model,
                 loss=self._objective.loss,

@@ -1,7 +1,7 @@
-"""Models with adapters: a transformers model whose modules PEFT has wrapped.
+"""Models with adapters: transformers models whose modules PEFT has wrapped.
 
-Code that follows a forward takes such a model unchanged. Folders of the base are read and
-written by the base's names, which `Adapted` maps.
+To the engine such a model is like any other. Folders of the base are read and written by the base's
+names of parameters, which `Adapted` maps to those of the model.
 """
 
 import copy
@@ -26,12 +26,12 @@ Values = Mapping[str, Callable[[], Tensor]]
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model with an adapter, taken apart.
+    """The adapter of a model, and the base without it.
 
     Attributes:
-        base: the model without it and without weights.
-        held: for names of parameters and buffers in the model, their names in the base.
-        copies: the same for copies of modules that are trained in place of the base's.
+        base: the model without the adapter and without weights.
+        held: names in the model -> names in the base, of the base's parameters and buffers.
+        copies: the same for copies that are trained in place of the base's (modules_to_save).
     """
 
     base: PreTrainedModel
@@ -42,12 +42,12 @@ class Adapted:
 
     @property
     def names(self) -> dict[str, str]:
-        """For each name in the base, the name in the model."""
-        return {name: mine for mine, name in self.held.items()}
+        """Names in the base -> names in the model."""
+        return {base_name: name for name, base_name in self.held.items()}
 
     @property
     def replaced(self) -> set[str]:
-        """Names in the base of unused tensors: the adapter computes with a copy."""
+        """Names in the base of tensors that are unused, as the adapter has a copy of them."""
         return {*self.copies.values()}
 
     def as_json(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ _adapted: WeakKeyDictionary[nn.Module, Adapted] = WeakKeyDictionary()
 
 
 def adapted(model: nn.Module) -> Adapted | None:
-    """The adapter in a model; None: there is none."""
+    """The adapter of a model; None: the model has none."""
     return _adapted.get(model)
 
 
@@ -81,9 +81,9 @@ def require_held(model: PreTrainedModel) -> None:
 
 
 def refuse_idle(model: nn.Module, layers: Iterable[Any], called: set[int]) -> None:
-    """Raises Unsupported: layers only read the weights of all modules that have an adapter.
+    """Raises Unsupported: layers read the weights of adapted modules without calling the modules.
 
-    Args: `called`: the ids of the modules that layers have called.
+    Args: `called`: the ids of all modules that layers have called.
     """
     wrapped = ((e.name, *each) for e in layers for each in peft.wrappers(e.kind.module))
     idle = tuple(f"{layer}.{path}." for layer, path, m in wrapped if id(m) not in called)
@@ -105,7 +105,7 @@ def _check_added_tokens(adapters: Adapted) -> None:
             config.base_model_name_or_path, revision=config.revision, local_files_only=True
         )
     except OSError:
-        return  # it is no longer there, or never was
+        return  # the base's configuration cannot be read
     old_size = saved.get("text_config", saved).get("vocab_size")
     size = base.config.get_text_config(decoder=True).vocab_size
     if old_size in (None, size):
@@ -122,13 +122,13 @@ def _check_added_tokens(adapters: Adapted) -> None:
 
 
 def plain(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its adapters and weights; a model without adapters comes back as it is."""
+    """The base of a model with an adapter; any other model as it is."""
     adapters = adapted(model)
     return model if adapters is None else adapters.base
 
 
 def with_adapter(base: PreTrainedModel, config: Any, name: str = "default") -> PreTrainedModel:
-    """A copy of a model without weights, with an adapter, which has no weights either."""
+    """A copy of a model without weights, with an adapter without weights."""
     model = peft.with_its_config(base)
     config = copy.deepcopy(config)  # PEFT fills in this model's values
     peft.inject(model, config, name)
@@ -137,7 +137,7 @@ def with_adapter(base: PreTrainedModel, config: Any, name: str = "default") -> P
 
 
 def _of_text(config: Any, model: PreTrainedModel) -> Any:
-    """The configuration with all excluded but a multimodal model's language model."""
+    """The configuration, adapting modules of a multimodal model's language model alone."""
     config, decoder, excluded = copy.copy(config), model.get_decoder(), config.exclude_modules
     path = next(name for name, module in model.named_modules() if module is decoder)
     if excluded and not isinstance(excluded, str):
@@ -149,9 +149,9 @@ def _of_text(config: Any, model: PreTrainedModel) -> Any:
 
 
 def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
-    """`with_adapter`; the configuration of a new adapter, without weights, is checked further.
+    """`with_adapter`, with more checks of the configuration if the adapter has no weights yet.
 
-    Raises InputError: also for names that match nothing in the model, which PEFT ignores.
+    Raises InputError: names match nothing in the model, which PEFT ignores.
     """
     if getattr(config, "has_weights", False):
         return with_adapter(base, config)
@@ -159,7 +159,7 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
 
     modules, word = [f".{name}" for name, _ in base.named_modules()], str(config.target_modules)
     if re.fullmatch(r"[\w-]+", word) and f".{word}" not in (*modules, ".None", ".all-linear"):
-        raise InputError(  # PEFT takes a word for a pattern of whole names
+        raise InputError(  # to PEFT a word is a pattern of whole names
             f"adapter: target_modules is {word!r}, and no module's whole name is that; take "
             f"all-linear, or a list: [{word}]"
         )
@@ -195,22 +195,22 @@ def _unmatched(problem: str, names: Iterable[str]) -> InputError:
 
 
 def _listed(value: Any) -> list[Any]:
-    """A key's names or numbers as a list; the key may be one number or a regular expression."""
+    """A key's names or numbers as a list; empty for a regular expression."""
     if isinstance(value, str) or value is None:
         return []
     return [value] if isinstance(value, int) else sorted(value)
 
 
 def note_adapter(model: PreTrainedModel, config: Any, name: str) -> None:
-    """Register the model inside a PeftModel, which has no weights, as one with an adapter."""
+    """Register the model of a PeftModel, which has no weights here, as one with an adapter."""
     peft.tidy(model)
     _adapted[model] = Adapted(peft.stripped(model), *peft.base_names(model), config, name)
 
 
 def restored(base: PreTrainedModel, saved: Mapping[str, Any]) -> PreTrainedModel:
-    """The model with the adapter that `as_json` described.
+    """The model with the adapter of `Adapted.as_json`.
 
-    Raises InputError: this version of PEFT does not know it.
+    Raises InputError: this version of PEFT does not support the adapter.
     """
     problem = "the checkpoint's adapter cannot be made again"
     with explained(problem, of=(AttributeError, LookupError, TypeError, ValueError)):
@@ -221,11 +221,11 @@ def restored(base: PreTrainedModel, saved: Mapping[str, Any]) -> PreTrainedModel
 def draw_adapters(
     model: PreTrainedModel, read: Values, write: Callable[[str, Tensor], None], seed: int
 ) -> None:
-    """Hand an adapter's initial values to `write`; the base's weights are in place.
+    """Pass an adapter's initial values to `write`.
 
     Args:
-        read: functions that give the base's parameters and buffers, by their names in the model.
-        seed: of random values; torch's default generator is seeded anew for each module.
+        read: functions that return the base's parameters and buffers, by their names in the model.
+        seed: of random values; torch's default generator is seeded for each module.
     """
     adapters = _adapted[model]
     first = {
@@ -246,9 +246,9 @@ def draw_adapters(
 
 
 def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callable[[], Tensor]]:
-    """The base's parameters, the adapter merged into them, by their names in the base.
+    """Functions that return the base's parameters with the adapter merged, by names in the base.
 
-    Raises InputError: a parameter that an adapter changes is tied to another use, or is not there.
+    Raises InputError: a parameter to merge into is tied to another module, or does not exist.
     """
     adapters = _adapted[model]
     out = {adapters.held[name]: value for name, value in values.items() if name in adapters.held}
@@ -257,7 +257,7 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
     uses = Counter(id(p) for _, p in names)
     for path, module in peft.wrappers(model):
         is_copy, inner = peft.is_copy(module), peft.inner(module)
-        # Of a copy also buffers.
+        # A copy has buffers as well.
         tensors = inner.state_dict(keep_vars=True) if is_copy else dict(inner.named_parameters())
         only, base_path = peft.parameter_of(module), peft.base_path(path)
         if not is_copy and module.lora_bias[adapters.name] and "bias" not in tensors:
@@ -274,8 +274,8 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
                     "adapter instead"
                 )
             if is_copy:
-                mine = f"{path}.modules_to_save.{adapters.name}.{name}"
-                out[f"{base_path}.{name}"] = values[mine]
+                copy_name = f"{path}.modules_to_save.{adapters.name}.{name}"
+                out[f"{base_path}.{name}"] = values[copy_name]
             else:
                 own_values = {n: values[first[id(p)]] for n, p in module.named_parameters()}
                 out[f"{base_path}.{name}"] = partial(

@@ -1,20 +1,19 @@
 """Attention in transformers' models without masks `[B, 1, T, T]`, in memory linear in the row.
 
-These forms stand beside transformers' own "sdpa" and "eager". **Documents** of packed rows, and
-images of a batch: where they end is told as transformers tells it to flash attention, by arguments
-that a model hands on to its layers (`cu_seq_lens_q`). On a GPU the variable-length kernel takes
-them, elsewhere each call makes the mask that "sdpa" would be given. **Windows**: torch's flash
-kernel takes one as a number, and computes nothing beyond it.
+These implementations are registered beside transformers' "sdpa" and "eager". **Documents** of
+packed rows, and images of a batch: their edges are passed as transformers passes them to flash
+attention, by arguments that a model passes to its layers (`cu_seq_lens_q`). On a GPU the
+variable-length kernel takes them, elsewhere each call makes the mask that "sdpa" would get.
+**Windows**: torch's flash kernel takes a window as a number, and computes nothing beyond it.
 
 A **sink** (gpt-oss) is a logit of a head that takes a share of each token's softmax and has no
-value. The eager form makes logits `[B, H, T, T]` several times over. Here a kernel for plain
-attention gives the result `out` and the logarithm `l` of each token's sum; with
-`m = logaddexp(l, sink)` the result with the sink is `out * exp(l - m)`, and the same kernel's
-backward, given that and `m`, gives the gradients: it needs the two only for probabilities
-`exp(logit - m)` and for `sum(gradient * out)`. Soft caps are beyond that kernel
-(model/attention_chunks.py).
+value. The eager implementation makes several copies of logits `[B, H, T, T]`. Here a kernel for
+plain attention returns the result `out` and the logarithm `l` of each token's sum; with
+`m = logaddexp(l, sink)` the result with the sink is `out * exp(l - m)`. From this and `m` the
+kernel's backward computes the gradients: it needs them only for probabilities `exp(logit - m)` and
+for `sum(gradient * out)`. That kernel does not support soft caps (model/attention_chunks.py).
 
-Where the layers' own mask says more than order, window and documents (padding), it is kept.
+A mask of the layers that hides more than order, window and documents do (padding) is kept.
 Legend: B rows, T tokens of a row, H heads, D width of a head.
 """
 
@@ -53,26 +52,26 @@ from megatrain.placement import Precision
 Value = TypeVar("Value")
 
 OURS = "megatrain_"
-"""Prefix of the names of implementations that stand for the one by masks."""
+"""Prefix of the names of our implementations."""
 
 BY_LENGTHS, BY_MASKS, BY_IMAGES = f"{OURS}documents", "sdpa", f"{OURS}flash"
-"""Names of implementations; encoders tell lengths to those with "flash" in their names."""
+"""Names of implementations; encoders pass lengths to those with "flash" in their names."""
 
 BY_SINKS, BY_EAGER, BY_WINDOWS = f"{OURS}sinks", f"{OURS}eager", f"{OURS}windows"
-"""For layers with sinks or soft caps in the place of "eager", also of rows that are told documents
-alone; for layers with windows in the place of "sdpa"."""
+"""In place of "eager" for layers with sinks or soft caps, and (BY_EAGER) for these in packed rows;
+in place of "sdpa" for layers with windows."""
 
 MOST_WIDTH = 256
-"""Of a head, in torch's flash kernels."""
+"""The largest width of a head in torch's flash kernels."""
 
-TOLD: ContextVar[bool] = ContextVar("TOLD", default=False)
-"""True while a forward runs that attends by lengths, and makes no masks of positions."""
+HAS_LENGTHS: ContextVar[bool] = ContextVar("HAS_LENGTHS", default=False)
+"""True while a forward runs whose layers get documents' lengths, and need no masks of positions."""
 
 
 def chosen_attention(name: str | None) -> str | None:
-    """transformers' name of the attention in whose place ours trains; other names stay.
+    """transformers' name of the attention that one of ours replaces; any other name as it is.
 
-    Checkpoints have this name, because no other program knows ours.
+    Checkpoints have transformers' name, as no other program knows ours.
     """
     if name is None or not name.startswith(OURS):
         return name
@@ -80,7 +79,7 @@ def chosen_attention(name: str | None) -> str | None:
 
 
 def attend(modules: list[nn.Module], name: str) -> None:
-    """Have modules attend by another implementation of ours, or by masks, in place."""
+    """Set another implementation of ours, or masks, in the configurations of modules."""
     parts = [m for root in modules for m in root.modules()]
     with_sinks = any(map(has_sinks, parts))
     configs = (getattr(m, "config", None) for m in parts)
@@ -93,21 +92,21 @@ def attend(modules: list[nn.Module], name: str) -> None:
 
 
 def attend_by_images(model: nn.Module) -> None:
-    """Have encoders that else attend to each image alone attend to all in one call, in place.
+    """Let encoders that attend to each image in a call of its own attend to all images in one.
 
-    Their attention gets a configuration of its own: no other may name what code looks for a kernel.
+    Their attention gets its own copy of the configuration: other code must not find the new name.
     """
-    ours: dict[int, PreTrainedConfig] = {}
+    copies: dict[int, PreTrainedConfig] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
         takes_edges = "cu_seqlens" in inspect.signature(type(module).forward).parameters
         if takes_edges and config is not None and attention_of(config) == BY_MASKS:
-            module.config = ours.setdefault(id(config), copy.deepcopy(config))
+            module.config = copies.setdefault(id(config), copy.deepcopy(config))
             set_attention(module.config, BY_IMAGES)
 
 
 def has_sinks(module: nn.Module) -> bool:
-    """True for attention with a learnt logit of each head."""
+    """True if a module is attention with a learnt logit (sink) for each head."""
     return isinstance(getattr(module, "sinks", None), Tensor)
 
 
@@ -121,16 +120,16 @@ def set_to(value: Value, variable: ContextVar[Value]) -> Iterator[None]:
         variable.reset(token)
 
 
-def are_told(arguments: Mapping[str, Any]) -> bool:
-    """True if layers are told documents by lengths, in place of a mask of these arguments."""
-    # An extra mask, beside order, window and documents, comes with use_vmap.
-    return TOLD.get() and not arguments.get("use_vmap")
+def lengths_suffice(arguments: Mapping[str, Any]) -> bool:
+    """True if documents' lengths replace the mask that these arguments ask for."""
+    # A mask of more than order, window and documents comes with use_vmap.
+    return HAS_LENGTHS.get() and not arguments.get("use_vmap")
 
 
 def attend_by_kernel(spec: ModelSpec, precision: Precision) -> None:
-    """Have a model's layers attend so on a GPU, in place, if they have sinks, caps or windows.
+    """Set our attention in a model for a GPU, if its layers have sinks, caps or windows.
 
-    torch's kernel computes in bf16: in fp32 layers stay as they are, but for those with caps.
+    torch's kernel computes in bf16: in fp32 only layers with caps change.
     """
     model, half = spec.capture.model, precision != "fp32"
     if not takes_flash_attention(model):
@@ -147,7 +146,7 @@ def attend_by_kernel(spec: ModelSpec, precision: Precision) -> None:
 
 
 def takes_lengths(model: PreTrainedModel, *, fp32: bool) -> bool:
-    """True if a kernel can replace the masks of a model; on a GPU in `fp32` none of torch can."""
+    """True if documents' lengths can replace a model's masks; on a GPU no kernel is for `fp32`."""
     name, with_sinks = attention_of(model.config), [m for m in model.modules() if has_sinks(m)]
     has_kernel = not fp32 and (name == BY_SINKS or chosen_attention(name) == BY_MASKS)
     if name in ("eager", BY_EAGER):
@@ -160,20 +159,20 @@ def _has_cap(module: nn.Module) -> bool:
 
 
 def _eager(module: nn.Module) -> Callable[..., tuple[Tensor, Any]] | None:
-    """The eager attention beside the code of a module's forward."""
+    """The eager attention in the file of a module's forward; None: there is none."""
     return inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """True if a module's attention has a width of kernels, no dropout, and an eager form."""
+    """True if a module's attention has a width of our kernels, no dropout, and an eager form."""
     width = getattr(module, "head_dim", None)
     fits = (isinstance(width, int) and width % 8 == 0 and width <= MOST_WIDTH) or _has_cap(module)
     plain = not getattr(module, "attention_dropout", 0.0)
     return fits and plain and _eager(module) is not None
 
 
-def _mask_if_untold(make: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
-    return None if are_told(kwargs) else make(*args, **kwargs)
+def _mask_if_needed(make: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
+    return None if lengths_suffice(kwargs) else make(*args, **kwargs)
 
 
 def _attention_in_documents(
@@ -188,9 +187,9 @@ def _attention_in_documents(
     within_images: bool = False,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over `[B, H, T, D]`; fewer heads of keys and values are shared.
+    """Attention over `[B, H, T, D]`; keys and values may have fewer heads.
 
-    Args: `within_images`: over patches `[1, H, N, D]`, of which those of an image see each other.
+    Args: `within_images`: over patches `[1, H, N, D]`, which attend to all of the same image.
     """
     edges, window = cu_seq_lens_q, None if within_images else options.get("sliding_window")
     if edges is not None and (within_images or attention_mask is None):
@@ -211,7 +210,7 @@ attention_within_images = partial(_attention_in_documents, within_images=True)
 
 
 def has_kernel(query: Tensor, value: Tensor, options: Mapping[str, Any]) -> bool:
-    """True if torch's flash kernel attends so, with keys as wide as queries `[B, H, T, D]`."""
+    """True if torch's flash kernel supports this attention; keys are as wide as queries."""
     plain = not options.get("dropout") and options.get("position_bias") is None
     width, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
     fits = width % 8 == 0 and value.shape[-1] <= width <= MOST_WIDTH
@@ -219,7 +218,7 @@ def has_kernel(query: Tensor, value: Tensor, options: Mapping[str, Any]) -> bool
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
-    """`[B, T, H, D of values]`; further arguments as of `flash_attention`."""
+    """Attention by documents `[B, T, H, D of values]`; `how`: arguments of `flash_attention`."""
     rows, heads, tokens, width = query.shape
     short = width - value.shape[-1]
     padded = F.pad(value, (0, short)) if short else value
@@ -229,18 +228,18 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
 
 
 def document_starts(position_ids: Tensor) -> Tensor:
-    """True for tokens `[B, T]` that begin a document: their positions do not count on."""
-    goes_on = position_ids.diff(dim=-1) == 1
-    return F.pad(~goes_on, (1, 0), value=True)
+    """True for tokens `[B, T]` that begin a document: whose position is not the next one."""
+    continues = position_ids.diff(dim=-1) == 1
+    return F.pad(~continues, (1, 0), value=True)
 
 
 def row_edges(rows: int, tokens: int, device: torch.device) -> Tensor:
-    """`document_edges` of rows that are one document each."""
+    """The edges of documents, if each row is one (`document_edges` of model/documents.py)."""
     return torch.arange(rows + 1, device=device, dtype=torch.int32) * tokens
 
 
 def document_mask(edges: Tensor, rows: int, tokens: int, window: int | None) -> Tensor:
-    """`[B, 1, T, T]` bools: the tokens that each token sees."""
+    """A mask `[B, 1, T, T]`: True for the tokens to which each token attends."""
     places = torch.arange(rows * tokens, device=edges.device, dtype=edges.dtype)
     document_BT = torch.searchsorted(edges, places, right=True).view(rows, 1, tokens)
     place_T = places[:tokens]
@@ -261,7 +260,7 @@ def _attention_with_sinks(
     max_length_q: int = 0,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Attention over `[B, H, T, D]`; fewer heads of keys and values are shared."""
+    """Attention over `[B, H, T, D]` with sinks or caps; keys and values may have fewer heads."""
     lengths = None
     if attention_mask is not None and attention_mask.dtype == torch.int32:
         lengths = attention_mask.flatten()
@@ -281,9 +280,9 @@ def _attention_with_sinks(
 
 
 def _lengths_or_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """`eager_mask`'s mask; None where only order, window and documents hide tokens. For rows with
-    padding at their end their lengths `[B, 1, 1, 1]`, int32, if each token sees one that counts."""
-    if are_told(kwargs) or is_causal_alone(kwargs):
+    """`eager_mask`'s mask; None: only order, window and documents hide tokens. For rows padded at
+    their end, lengths `[B, 1, 1, 1]` int32, if each token attends to one that counts."""
+    if lengths_suffice(kwargs) or is_causal_alone(kwargs):
         return None
     padding = kwargs.get("attention_mask")
     if padding is not None and is_causal_alone({**kwargs, "attention_mask": None}):
@@ -303,7 +302,7 @@ def _attention_in_windows(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """As `sdpa_attention_forward`; where the mask is a window, a kernel that skips the rest."""
+    """`sdpa_attention_forward`; or if the mask is a window, a kernel that skips the rest."""
     if attention_mask is None or attention_mask.numel():
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     window = attention_mask.shape[2]
@@ -323,20 +322,20 @@ def _window_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     `_attention_in_windows` reads the window's width from its shape.
     """
     window, config = kwargs.get("local_size"), kwargs.get("config")
-    slides = window == getattr(config, "sliding_window", None)  # else local_size is a chunk's
+    slides = window == getattr(config, "sliding_window", None)  # not a chunk's local_size
     if window and slides and window < kwargs["kv_length"] and is_causal_alone(kwargs):
         return torch.empty(1, 1, window, 0, dtype=torch.bool, device=kwargs["device"])
     return sdpa_mask(*args, **kwargs)
 
 
 AttentionInterface.register(BY_LENGTHS, _attention_in_documents)
-AttentionMaskInterface.register(BY_LENGTHS, partial(_mask_if_untold, sdpa_mask))
+AttentionMaskInterface.register(BY_LENGTHS, partial(_mask_if_needed, sdpa_mask))
 AttentionInterface.register(BY_IMAGES, attention_within_images)
 AttentionMaskInterface.register(BY_IMAGES, sdpa_mask)
 AttentionInterface.register(BY_SINKS, _attention_with_sinks)
 AttentionMaskInterface.register(BY_SINKS, _lengths_or_mask)
 AttentionInterface.register(BY_EAGER, _attention_with_sinks)
-AttentionMaskInterface.register(BY_EAGER, partial(_mask_if_untold, eager_mask))
+AttentionMaskInterface.register(BY_EAGER, partial(_mask_if_needed, eager_mask))
 AttentionInterface.register(BY_WINDOWS, _attention_in_windows)
 AttentionMaskInterface.register(BY_WINDOWS, _window_mask)
 
@@ -357,12 +356,12 @@ def causal_attention(
     """Causal attention of `[B, T, H, D]`: the result, and the logarithms of the sums in fp32.
 
     Args:
-        sinks: a logit `[H]`, which the sums count; None: there are none.
+        sinks: a logit of each head `[H]`, which the sums include; None: no sinks.
         edges: ends of documents in the rows laid end to end, int32; None: each row is one.
         longest: tokens of the longest document.
-        window: tokens that a token sees, itself included; 0: all before it.
+        window: tokens to which a token attends, itself included; 0: all before it.
         cap: of logits, `cap * tanh(logit / cap)`; 0: none.
-        lengths: tokens of each row that others see, int32; None: all.
+        lengths: tokens of each row that are no padding, int32; None: all.
     """
     if query.is_cuda and not cap and lengths is None and query.dtype != torch.float32:
         q, k, v = (_laid_out(x, edges) for x in (query, key, value))
@@ -427,7 +426,7 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Any, *
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    """Keep for the backward what it reads of the forward's arguments and results."""
+    """Save the arguments and results that the backward needs."""
     *saved, ctx.longest, ctx.window, ctx.scale, ctx.cap, lengths = inputs
     ctx.save_for_backward(*saved, *output, lengths)
 
@@ -436,7 +435,7 @@ def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     *saved, lengths = ctx.saved_tensors
     how = ctx.longest, ctx.window, ctx.scale, ctx.cap, lengths
     gradients = _backward(gradient.contiguous(), *saved, *how)
-    of_leaves = [*gradients, None][:4]  # the last is of sinks
+    of_leaves = [*gradients, None][:4]  # the last gradient is of sinks, if there are any
     return *of_leaves, *[None] * 6
 
 

@@ -1,10 +1,10 @@
-"""Causal attention by products, for some queries at a time: its memory grows with the row.
+"""Causal attention by matrix products, a chunk of queries at a time: memory is linear in the row.
 
-For all that torch's flash kernel does not compute: soft caps (Gemma 2: `cap * tanh(logit / cap)`),
-and attention on a CPU. A chunk's queries are those of all heads that share keys. Its logits exist
-twice in the forward, four times in the backward; on a GPU what lies between the products is one
-kernel, which torch.compile makes. Wide heads lose little so beside a flash kernel: their products
-take longer than their logits to memory and back.
+It is for cases that torch's flash kernel does not support: soft caps (Gemma 2: `cap * tanh(logit /
+cap)`), and CPUs. A chunk's queries are those of all heads that share keys. Its logits exist twice
+in the forward, four times in the backward; on a GPU torch.compile makes one kernel of all between
+the products. With wide heads this is little slower than a flash kernel: products take longer than
+their logits take to memory and back.
 
 Legend: B rows, T tokens of a row, K heads of keys, G heads of queries that share one, D width.
 R rows, N heads (of R rows), C queries and S keys of a chunk.
@@ -19,20 +19,20 @@ from torch import Tensor
 
 from megatrain.compat.torch import can_compile, for_many_shapes, let_triton_launch, mark_dynamic
 
-MOST_LOGITS = 1 << 27  # at once, unless a single head of a chunk has more
+MOST_LOGITS = 1 << 27  # that exist at once, unless a single head of a chunk has more
 QUERIES = 1024  # of a chunk, in all heads that share keys
-_ROWS = 4  # at once, at most
-_ALIGNED = 128  # kernels are quicker where keys begin and end at multiples
-_LARGEST = 70.0  # logit whose exponential, and sums of them, are finite in fp32
+_ROWS = 4  # computed together, at most
+_ALIGNED = 128  # kernels are quicker if keys begin and end at multiples of this
+_LARGEST = 70.0  # exponentials of logits up to this, and their sums, are finite in fp32
 
 
 class Seen(NamedTuple):
-    """What each token sees, and how logits are made.
+    """The tokens to which each token attends, and the factors of logits.
 
     Attributes:
-        first_BT, last_BT: places in its row of the first and last token that a token sees, which
-            is not after itself.
-        reach: no token sees as many before itself.
+        first_BT, last_BT: places in the row of the first and the last token to which a token
+            attends; the last is never after the token.
+        reach: a token attends to fewer tokens before itself.
         cap: of logits; 0: none.
     """
 
@@ -43,11 +43,11 @@ class Seen(NamedTuple):
     cap: float
 
 
-@torch.no_grad()  # or kernels would be compiled twice
+@torch.no_grad()  # with gradients kernels would be compiled twice
 def attend_in_chunks(
     query: Tensor, key: Tensor, value: Tensor, seen: Seen
 ) -> tuple[Tensor, Tensor]:
-    """`[B, T, H, D]` of the same, and the logarithms of the softmax's sums `[B, T, H]` in fp32."""
+    """The result `[B, T, H, D]`, and the logarithms of the softmax's sums `[B, T, H]` in fp32."""
     q_BTKGD, k_BTKGD, v_BTKGD = (_grouped(x, key) for x in (query, key, value))
     out = torch.empty(q_BTKGD.shape, dtype=query.dtype, device=query.device)
     sums_BTKG = query.new_empty(q_BTKGD.shape[:-1], dtype=torch.float32)
@@ -77,7 +77,7 @@ def gradients_in_chunks(
     sums_BTH: Tensor,
     seen: Seen,
 ) -> list[Tensor]:
-    """Gradients of queries, keys and values, by the result's, the result and its sums."""
+    """Gradients of queries, keys and values; `sums_BTH` are of `attend_in_chunks`."""
     of_heads = (query, key, value, gradient, out)
     q_BTKGD, k_BTKGD, v_BTKGD, g_BTKGD, o_BTKGD = (_grouped(x, key) for x in of_heads)
     sums_BTKG = sums_BTH.unflatten(2, q_BTKGD.shape[2:4])
@@ -108,7 +108,7 @@ def cost_of_chunks(
 ) -> tuple[int, int, int]:
     """The logits that a call computes, its chunks, and the bytes that it takes beside its results.
 
-    It takes as many of few rows as of many: forecasts want costs that are affine in rows.
+    The bytes are the same for few rows and many: forecasts need costs that are affine in rows.
 
     Args: `query`, `key`: `[B, T, H, D]`; `reach`: as of `Seen`.
     """
@@ -134,7 +134,7 @@ def _at_once(tokens: int, heads: int) -> tuple[int, int]:
 
 
 def _pieces(k_BTKGD: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Rows, all tokens and heads of keys that are computed together."""
+    """Slices of rows, tokens and heads of keys that are computed together."""
     rows, tokens, heads = k_BTKGD.shape[:3]
     num_rows, num_heads = _at_once(tokens, heads)
     for row in range(0, rows, num_rows):
@@ -143,7 +143,7 @@ def _pieces(k_BTKGD: Tensor) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def _spans(tokens: int, groups: int, reach: int) -> Iterator[tuple[slice, slice]]:
-    """The queries of chunks, and the keys that these see: most first, whose memory serves all."""
+    """Each chunk's queries and keys; the chunk with most keys first, whose memory serves all."""
     size = max(1, QUERIES // groups)
     for first in reversed(range(0, tokens, size)):
         last = min(first + size, tokens)
@@ -152,8 +152,7 @@ def _spans(tokens: int, groups: int, reach: int) -> Iterator[tuple[slice, slice]
 
 
 def _shown(q_RCKGD: Tensor, seen: Seen, at: tuple, keys: slice, *of_logits: Tensor) -> list[Tensor]:
-    """Logits `[N, C G, S]` as `[R, K, C, G, S / A, A]`; the first and last place of each query, and
-    those of the keys."""
+    """Logits `[N, C G, S]` as `[R, K, C, G, S / A, A]`; first, last place of queries; places."""
     rows, num, heads, groups, _ = q_RCKGD.shape
     places = torch.arange(keys.start, keys.stop, device=q_RCKGD.device, dtype=torch.int32)
     aligned = _ALIGNED if len(places) % _ALIGNED == 0 else 1
@@ -168,7 +167,7 @@ def _shown(q_RCKGD: Tensor, seen: Seen, at: tuple, keys: slice, *of_logits: Tens
 def _capped(
     scale: float, cap: float, products: Tensor, first_RC: Tensor, last_RC: Tensor, places: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Logits in fp32, and which of them count."""
+    """Logits in fp32, and True for those of tokens to which queries attend."""
     logits = products.float() * scale
     if cap:
         logits = cap * (logits / cap).tanh()
@@ -177,7 +176,7 @@ def _capped(
 
 
 def _weights(scale: float, cap: float, products: Tensor, *places: Tensor) -> tuple[Tensor, ...]:
-    """Exponentials of logits, their sums, and the sums' logarithms with what was taken off."""
+    """Exponentials of logits less the largest, their sums, and logarithms of the full sums."""
     logits, counts = _capped(scale, cap, products, *places)
     largest = torch.zeros_like(logits[..., 0, 0])
     if not 0 < cap <= _LARGEST:
@@ -190,7 +189,7 @@ def _weights(scale: float, cap: float, products: Tensor, *places: Tensor) -> tup
 def _slopes(
     scale: float, cap: float, products: Tensor, of_shares: Tensor, *further: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The softmax's shares, and the gradients of products without `scale`."""
+    """The softmax's probabilities, and the gradients of the products."""
     *places, sums, product = further
     logits, counts = _capped(scale, cap, products, *places)
     shares = (logits - sums[..., None, None]).exp().where(counts, 0)
@@ -202,6 +201,7 @@ def _slopes(
 
 @cache
 def _fused(function: Callable[..., Any], on_gpu: bool) -> Any:
+    """The function, compiled on a GPU."""
     if not (on_gpu and can_compile()):
         return function
     let_triton_launch()

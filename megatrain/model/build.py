@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model without its weights: structure, buffers, forward."""
+"""Builds transformers' models without their weights: structure, buffers and forward."""
 
 import copy
 import importlib.util
@@ -36,27 +36,28 @@ from megatrain.model.adapters import adapted
 
 MAX_COUNT = 10_000  # of layers and of experts; known models have up to some hundreds
 _COUNTED = re.compile(r"(layers?|experts)$")
-_LARGE = 1 << 28  # values; no buffer of a known model has nearly as many
+_LARGE = 1 << 28  # values: far more than any buffer of a known model has
 _BY_ANOTHER_NAME = {"kimi_k2": "deepseek_v3"}
 
 _loaded: WeakKeyDictionary[nn.Module, dict[torch.dtype, dict[str, torch.dtype]]]
-_loaded = WeakKeyDictionary()  # opening an engine loads the same one three times
+_loaded = WeakKeyDictionary()  # by model: opening an engine asks three times
 
 
 def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The model configuration in a folder.
 
-    Raises InputError: there is none, or it is not one that transformers knows.
+    Raises InputError: there is none, or transformers does not know it.
     """
     if (path := folder / "config.json").exists():
-        _refuse_nan(read_json(path), path)  # bounded in size and nesting, each key once
+        _refuse_nan(read_json(path), path)  # `read_json` refuses sizes, nesting and double keys
     with explained(f"cannot read the model configuration in {folder}"):  # errors of many types
         return read_config(folder, trust_remote_code=trust_remote_code)
 
 
 def read_config(place: Path | str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """transformers' configuration of a folder, file or hub id; also if it has another's by a name
-    that only code on the hub knows, which is then not needed. Raises: as `AutoConfig`.
+    """transformers' configuration of a folder, file or hub id. Raises as `AutoConfig`.
+
+    A model_type that only code on the hub knows is replaced by that of the same configuration.
     """
     if is_gguf(place):
         return read_gguf(Path(place), AutoConfig)
@@ -68,7 +69,7 @@ def read_config(place: Path | str, *, trust_remote_code: bool = False) -> PreTra
 
 
 def _refuse_nan(value: Any, path: Path, name: str = "") -> None:
-    """Raises InputError: a number is none. Infinite ones are bounds in some families."""
+    """Raises InputError: a number is NaN. Infinite ones are limits in some families."""
     if isinstance(value, float) and math.isnan(value):
         raise InputError(f"{path}: {name} is NaN; correct it, or download the file again")
     of_list = enumerate(value) if isinstance(value, list) else ()
@@ -84,14 +85,14 @@ def empty_model(
 ) -> PreTrainedModel:
     """The causal-LM class of `config` with meta parameters and real buffers, in training mode.
 
-    It is made in float32, whatever `config.dtype`: stored buffers are read into it unrounded.
+    It is built in float32, whatever `config.dtype`: stored buffers are then read without rounding.
 
-    Raises InputError: transformers has no causal language model for this configuration, or it asks
-    for code from the hub, which only `attn_implementation` may.
+    Raises InputError: transformers has no causal language model for this configuration, or the
+    configuration asks for code from the hub, which only `attn_implementation` may.
     """
     for part in (config, config.get_text_config(decoder=True)):
         for name, value in vars(part).items():
-            # All layers and experts are built before their size is known.
+            # Modules of all layers and experts would be built before memory is checked.
             if _COUNTED.search(name) and isinstance(value, int) and value > MAX_COUNT:
                 raise InputError(
                     f"{name} is above {MAX_COUNT:,} in the model's configuration, and so many "
@@ -102,7 +103,7 @@ def empty_model(
     if attn_implementation is not None:
         chosen["attn_implementation"] = attn_implementation
     config = copy.deepcopy(config)
-    for _, part in hf.configs(config):  # transformers 5.17 would take sdpa, which has no caps
+    for _, part in hf.configs(config):  # transformers 5.17 chooses sdpa, which ignores soft caps
         if getattr(part, "attn_logit_softcapping", None) and hf.attention_of(part) is None:
             hf.set_attention(part, "eager")
     return build(config, model_class(config, trust_remote_code=trust_remote_code), **chosen)
@@ -111,9 +112,9 @@ def empty_model(
 def model_class(
     config: PreTrainedConfig, *, trust_remote_code: bool = False
 ) -> Callable[..., PreTrainedModel]:
-    """The function that makes the model of `config`: of the class it names, or a causal LM.
+    """The function that builds the model of `config`: the class that it names, or a causal LM.
 
-    Raises InputError: it names a class of another kind, or there is no such language model.
+    Raises InputError: it names a class of another kind, or transformers has no causal LM for it.
     """
     names = config.architectures or []
     if not names and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -142,12 +143,13 @@ def model_class(
 
 
 def with_head(config: PreTrainedConfig, head: ClassHead) -> PreTrainedConfig:
-    """That of the same model with such a head, or without one.
+    """The configuration of the same model with this head, or without any.
 
-    Rows end before padding, so one that names no token for it takes the end of texts.
+    A score is that of the last token before padding: without a padding token, the end of texts
+    becomes it.
 
-    Raises InputError: transformers has no such head for it, the model has another one already, or
-    nothing tells where rows end.
+    Raises InputError: transformers has no such head for the model, the model has another head, or
+    no token ends texts.
     """
     labels, example = head.labels, "Gemma 3"
     kind, by_type = "token classification", hf.auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
@@ -194,14 +196,14 @@ def with_head(config: PreTrainedConfig, head: ClassHead) -> PreTrainedConfig:
 def build(
     config: PreTrainedConfig, make: Callable[..., PreTrainedModel], **options: Any
 ) -> PreTrainedModel:
-    """Make the model of `config`: meta parameters and real buffers, in training mode.
+    """The model of `config`, built by `make`: meta parameters and real buffers, in training mode.
 
-    Raises InputError: its class fails on this configuration.
+    Raises InputError: the model's class fails on this configuration.
     """
     try:
         with weightless():
             model = make(copy.deepcopy(config), **options)
-    except Exception as error:  # whatever a model makes of impossible sizes
+    except Exception as error:  # impossible sizes raise errors of any type
         lacks = "there is no " if isinstance(error, KeyError) else ""
         reason = lacks + in_one_line(error, 400)
         text = config.get_text_config(decoder=True)
@@ -218,15 +220,15 @@ def build(
 
 
 def _refuse_code_of_others(config: PreTrainedConfig, *, chosen: bool) -> None:
-    """A file may not choose what transformers would download to run it."""
-    # Where the package `kernels` is installed, it brings what is missing of these from the hub.
-    brought = {"deepgemm", "sonicmoe"} if importlib.util.find_spec("kernels") else set()
-    flash = bool(brought) and importlib.util.find_spec("flash_attn") is None
+    """Raises InputError: a configuration makes transformers download code, and run it."""
+    # The package `kernels`, if installed, downloads these from the hub, unless they are there.
+    downloaded = {"deepgemm", "sonicmoe"} if importlib.util.find_spec("kernels") else set()
+    flash = bool(downloaded) and importlib.util.find_spec("flash_attn") is None
     attention = () if chosen else ("attn_implementation",)
     for _, part in hf.configs(config):
         for name in (*attention, "experts_implementation"):
             value = getattr(part, f"_{name}", None)
-            is_fetched = "/" in str(value) or str(value) in brought
+            is_fetched = "/" in str(value) or str(value) in downloaded
             if is_fetched or (flash and str(value).startswith("flash_attention")):
                 trust = f"give {name}={value!r} yourself if you trust it, or "
                 hint = trust if name in attention else ""
@@ -241,10 +243,10 @@ def loaded_types(
 ) -> dict[str, torch.dtype]:
     """The dtype of each parameter and buffer that `from_pretrained(folder, dtype=dtype)` makes.
 
-    Mostly `dtype`; classes make some in fp32 (rotary tables, decay rates) and have transformers
-    load others in fp32 (`_keep_in_fp32_modules_strict`: routers and their biases).
+    Most have `dtype`; classes create some in fp32 (rotary tables, decay rates), and transformers
+    loads others in fp32 (`_keep_in_fp32_modules_strict`: routers and their biases).
 
-    Args: `built`: a model of this configuration in `dtype`, if there is one already.
+    Args: `built`: a model of this configuration in `dtype`, if it is built already.
     """
     by_dtype = _loaded.setdefault(model, {})
     if dtype in by_dtype:
@@ -273,20 +275,20 @@ def loaded_types(
 
 @contextmanager
 def weightless() -> Iterator[None]:
-    """Parameters of modules made within have no memory; buffers are real."""
+    """Within this context new modules have parameters without memory; buffers are real."""
     with init_empty_weights(include_buffers=False), _NothingLarge():
         yield
 
 
-# On the meta device torch computes shapes of these in Python, milliseconds for each parameter.
-_DRAWS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")  # or transformers' own
+# Initialisers, of torch or transformers, that take milliseconds for each meta parameter.
+_DRAWS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")
 
 
 class _NothingLarge(TorchFunctionMode):
     """Puts large new tensors on the meta device, even before they become parameters.
 
-    A layer's experts can be one tensor that is larger than this machine's memory. Nothing is drawn
-    for parameters that have no memory.
+    A layer's experts can be one tensor that is larger than this machine's memory. Initialisers of
+    meta parameters are skipped.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

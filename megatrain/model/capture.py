@@ -1,8 +1,8 @@
-"""The model's own forward, with every layer replaced by a recorder.
+"""Runs a model's own forward, with every layer replaced by a recorder.
 
-One run embeds, makes masks and rotary tables, and calls each recorder with exactly the arguments
-its layer would get. So no family needs code of its own: prologue, layer arguments, what runs
-between layers and the epilogue are all read off transformers' forward.
+A run embeds, makes masks and rotary tables, and calls each recorder with the arguments of its
+layer. No family of models needs code of its own: prologue, layer arguments, operations between
+layers and epilogue are those of transformers' forward.
 """
 
 import copy
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PROLOGUE = -1  # the "visit" of all that runs before the first layer
-MEDIA = -2  # that of the encoders of images and sounds
-ADDED = -3  # of what a forward adds to activations between two layers, where it has images
+MEDIA = -2  # the "visit" of the encoders of images and sounds
+ADDED = -3  # the "visit" of tensors that a forward with images adds between two layers
 
 
 @dataclass(frozen=True, order=True)
 class Ref:
-    """An activation by its origin: output leaf `leaf` of visit `visit` (PROLOGUE: of none)."""
+    """An activation by its origin: output leaf `leaf` of layer `visit`, or of the prologue."""
 
     visit: int
     leaf: int
 
 
-FEATURES = Ref(MEDIA, 0)  # what encoders make of a micro-batch, in one row
+FEATURES = Ref(MEDIA, 0)  # all features of a micro-batch's media, end to end
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A layer's argument: an activation, and what the forward adds to it before the layer."""
+    """A layer's argument: the sum of an activation and of what the forward adds to it."""
 
     activation: Ref
     added: Ref
@@ -53,7 +53,7 @@ class Sum:
 
 @dataclass
 class Call:
-    """One layer call: flat argument leaves; activations are Refs or Sums, all else is passed on."""
+    """A layer's call: leaves of its arguments; activations are Refs or Sums, others are values."""
 
     leaves: list[Any]
     spec: Any
@@ -82,21 +82,21 @@ class Call:
 
 
 def identity(tensor: Tensor) -> Hashable:
-    """Equal for a tensor and its trivial views, such as `h[:, 0:]`; not for a detached one."""
+    """A key that a tensor and its trivial views (`h[:, 0:]`) share, but a detached one does not."""
     return *_memory(tensor), tensor.shape, tensor.stride(), tensor.requires_grad
 
 
 def _memory(tensor: Tensor) -> tuple:
-    """The address of a tensor's first value; meta tensors have a stand-in for it."""
+    """A key of the place of a tensor's first value, also for meta tensors."""
     return memory_of(tensor), tensor.storage_offset()
 
 
 class Reached(Exception):
-    """Raised with a result by a recorder or the trunk to end a run; not an error."""
+    """Raised with a result, by a recorder or after the trunk, to end a run; not an error."""
 
 
 def stop(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """Ends a run at its first layer, with True: a handler of `Capture.forward`."""
+    """A handler of `Capture.forward` that ends a run at its first layer, with True."""
     raise Reached(True)
 
 
@@ -117,7 +117,7 @@ class Rows:
     unique: Tensor
 
     def position(self, token: int) -> int | None:
-        """The index of a token's row; None if the step does not hold it."""
+        """The index of a token's row; None: the step does not have the token."""
         index = int(torch.searchsorted(self.unique, token))
         is_there = index < len(self.unique) and int(self.unique[index]) == token
         return index if is_there else None
@@ -127,7 +127,7 @@ class Rows:
 
         Raises InputError: some are not among the step's tokens.
         """
-        # Nearly always these are the batch's own ids; comparing others waits for the device.
+        # Nearly always these are the batch's own ids; to compare others waits for the device.
         of_batch = _memory(ids) == _memory(self.ids) and ids.numel() == self.ids.numel()
         if of_batch and ids.is_contiguous():
             return self.index.view(ids.shape)
@@ -148,11 +148,10 @@ class Uses:
 
     Attributes:
         lookups: `(table, ids)` of every embedding lookup.
-        constants: `(id of table, row)` of every single row taken.
+        constants: `(id of table, row)` of every `table[row]`.
         touched: ids of the input tensors of all operations.
-        read: ids of those from which an operation computed others, except lookups of rows.
-        derived: by id, the tensors put there and all that was computed from them, with or without
-            gradients.
+        read: ids of inputs from which an operation but a lookup of rows computed tensors.
+        derived: by id, tensors that were put there, and all that are computed from them.
     """
 
     lookups: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -162,7 +161,7 @@ class Uses:
     derived: dict[int, Tensor] = field(default_factory=dict)
 
     def note(self, arguments: Iterable[Any], result: Any, *, of_rows: bool) -> None:
-        """Note an operation; `of_rows`: it looks up rows, and reads no others."""
+        """Note an operation; `of_rows`: it looks up rows."""
         ids = {
             id(leaf)
             for x in arguments
@@ -222,7 +221,7 @@ class Lookups(TorchFunctionMode):
 
 
 def _refuse_settings(*args: Any, **kwargs: Any) -> None:
-    """Refuse a call of `F.embedding`, as a table's module makes it, with settings not followed."""
+    """Raises Unsupported: a call of `F.embedding` has settings that are not supported."""
     arguments = inspect.signature(F.embedding).bind(*args, **kwargs).arguments
     for name, usual in {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}.items():
         if arguments.get(name, usual) != usual:
@@ -234,11 +233,11 @@ class Capture:
 
     Attributes:
         model: the model; layer parameters on the meta device, buffers real.
-        trunk: the outermost submodule that contains the stack and is called as a whole; what runs
-            after it is the language-model head.
-        scores_rows: True if its head gives numbers for each row, not logits for each token.
-        classifies: True if its head gives classes or scores, and no next token; or it has none.
-        embeds: True if it has no head: its output is the trunk's.
+        trunk: the outermost submodule that contains the stack and is called as a whole; the
+            language-model head runs after it.
+        scores_rows: True if the head returns numbers for each row, not logits for each token.
+        classifies: True if the head returns classes or scores, not next tokens; or there is none.
+        embeds: True if there is no head: the model's output is the trunk's.
         takes_any: True if the forward passes unknown keyword arguments to its layers.
         encodes: True if the model has encoders of images or sounds.
         runner: the module whose forward calls the layers.
@@ -275,7 +274,7 @@ class Capture:
         layer.forward = recorder
 
     def template(self, layer: nn.Module) -> nn.Module:
-        """A copy of a layer, with the forward of its class."""
+        """A copy of a layer, with its class's forward."""
         del layer.forward
         try:
             return copy.deepcopy(layer)
@@ -283,7 +282,7 @@ class Capture:
             self._replace(layer)
 
     def restore(self) -> None:
-        """Give the layers the forwards of their classes back."""
+        """Give the layers their classes' forwards again."""
         for layer in self._stack:
             del layer.forward
 
@@ -321,7 +320,7 @@ class Capture:
             kwargs["return_dict"] = True
         if "output_router_logits" in self._signature:
             kwargs["output_router_logits"] = False  # routers' loss is computed separately
-        unread_outputs = ("output_hidden_states", "output_attentions")  # a loss does not read these
+        unread_outputs = ("output_hidden_states", "output_attentions")  # no loss needs these
         switched_on = [name for name in unread_outputs if getattr(self.model.config, name, False)]
         return kwargs | {name: False for name in switched_on if self.takes(name) or self.takes_any}
 
@@ -350,7 +349,7 @@ class Capture:
     def head(self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Logits `[B, T, V]` from a trunk output, by the model's own code after the trunk.
 
-        For a model that scores rows, the scores of each token as if it ended a row.
+        For a model that scores rows, scores of each token, as if each were the last of a row.
         """
         if not self.scores_rows:
             result = self._after_trunk(weights, output, inputs)
@@ -369,9 +368,9 @@ class Capture:
         inputs: Mapping[str, Any],
         labels: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The loss of labels `[B, T]` by the model's own forward, and the logits; see `head`.
+        """The loss of labels `[B, T]` and the logits by the model's own forward; see `head`.
 
-        Without labels the forward's own output alone. Either is None where it does not give it.
+        Either is None if the forward does not return it.
         """
         if "labels" not in self._signature and not self.takes_any:
             return None, None
@@ -389,16 +388,16 @@ class Capture:
             del self.trunk.forward
 
     def _call(self, weights: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Any:
-        """The model's own forward; ties are passed, or each call would search for them anew.
+        """The model's own forward. Ties are passed, as each call would search for them otherwise:
 
-        That takes a millisecond for 24 layers, more than a head's chunk of 2048 tokens.
+        a millisecond for 24 layers, more than a head's chunk of 2048 tokens takes.
         """
         tied = {alias: weights[name] for name, alias in self._ties if name in weights}
         return functional_call(self.model, {**weights, **tied}, (), dict(inputs), tie_weights=False)
 
     @contextmanager
     def stop_after_trunk(self) -> Iterator[None]:
-        """Within this context, a run ends with the trunk's output."""
+        """Within this context a run ends with the trunk's output."""
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
             if self._ends:  # Ctrl-C may break off the hook's removal
@@ -409,10 +408,10 @@ class Capture:
 
 
 def ties(model: nn.Module) -> list[tuple[str, str]]:
-    """The name of each tied parameter, and another place where it is.
+    """The first name of each tied parameter, with the name of each other attribute that has it.
 
-    A place that has two names, as its module is in the model twice, is no other place: torch would
-    put the call's weight there for good.
+    A module that is in the model under two names has one such attribute, not two: torch would leave
+    a call's weight in it for good.
     """
     first = {id(p): name for name, p in model.named_parameters()}
     places = [

@@ -1,7 +1,7 @@
-"""Files that go along with a model's weights: tokenizer, templates, code, licence.
+"""Files that are copied with a model's weights: tokenizer, templates, code, licence.
 
-These files stay valid when the weights have been trained. Other formats of the weights, their
-indices, a trainer's leftovers and READMEs, which describe the source, do not.
+These files stay valid when the weights are trained. Other formats of the weights, indices, files of
+a trainer, and READMEs, which describe the source, do not.
 """
 
 import json
@@ -20,9 +20,9 @@ Companions = Mapping[str, bytes]  # by path inside the folder
 
 GENERATION = "generation_config.json"
 
-_MOST_BYTES = 256 * MIB  # of all; the largest tokenizers that are known have 34 MB
+_MOST_BYTES = 256 * MIB  # of all files; the largest known tokenizers have 34 MB
 _TEMPLATES = "additional_chat_templates"
-# sentence-transformers': what a text passes, and how the hidden states of its tokens are pooled.
+# sentence-transformers' files: the modules of a model, and how it pools tokens' hidden states.
 _MODULES, _POOLING = "modules.json", "1_Pooling/config.json"
 _TEXTS = "sentence_bert_config.json"
 
@@ -46,18 +46,18 @@ log = logging.getLogger(__name__)
 
 
 def companions(folder: Path) -> dict[str, bytes]:
-    """The files of a model's folder that go along with its weights.
+    """The files of a model's folder that are copied with its weights.
 
-    Python files are among them only where a configuration names them (`auto_map`).
+    Python files are among them only if a configuration names code (`auto_map`).
 
-    Raises InputError: one cannot be read.
+    Raises InputError: a file cannot be read.
     """
     paths = [*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*"), *folder.glob(_POOLING)]
     named = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
     chosen = {
         name: path
         for name, path in named.items()
-        if name.isprintable() and "\\" not in name  # or no checkpoint could hold it
+        if name.isprintable() and "\\" not in name  # names that checkpoints can hold
         if _GO_ALONG.fullmatch(name) and not _STAY.fullmatch(name)
     }
     code = {name: chosen.pop(name) for name in list(chosen) if name.endswith(".py")}
@@ -67,7 +67,7 @@ def companions(folder: Path) -> dict[str, bytes]:
 
 
 def sentence_files(beside: Companions, width: int, pooling: str) -> dict[str, bytes]:
-    """The files by which sentence-transformers embeds a text as trained; none if it has them."""
+    """The files with which sentence-transformers pools as in training; none if they are there."""
     kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     mode = "mean_tokens" if pooling == "mean" else "lasttoken"
     with explained(f"{_TEXTS}: malformed"):
@@ -124,7 +124,7 @@ def write_companions(folder: Path, files: Companions) -> None:
 
 
 def set_generation(model: PreTrainedModel, files: Companions) -> None:
-    """Give a model the generation settings among its companions, if there are any."""
+    """Set a model's generation_config from its companions, if they have one."""
     if (data := files.get(GENERATION)) is None or not model.can_generate():
         return
     try:
@@ -134,7 +134,7 @@ def set_generation(model: PreTrainedModel, files: Companions) -> None:
 
 
 def add_ends(folder: Path, ends: Sequence[int]) -> None:
-    """Let the generation settings in a model's folder stop at these tokens, too."""
+    """Add these tokens to those that end texts in the generation settings of a model's folder."""
     path = folder / GENERATION
     settings = read_json(path) if ends and path.is_file() else {}
     ends_now = settings.get("eos_token_id")

@@ -1,11 +1,11 @@
-"""Packed rows: documents one after the other in a row, told apart by positions that start anew.
+"""Packed rows: several documents in one row, whose positions restart with each document.
 
-transformers hides one document from the next by the attention mask that it makes of the positions.
-Where attention can be told the documents' lengths instead, no mask is made (model/attention.py).
-Not every model has such a mask: states, convolutions and some attention run on across documents,
-and some only in rows longer than a window, or in micro-batches of several rows. So it is tried on
-rows like those that come: if what comes out for a document changes with the document before it,
-packing is refused.
+transformers makes an attention mask of the positions, which hides one document from the next. If
+attention can use the documents' lengths instead, no mask is made (model/attention.py). In some
+models documents are not separate: states, convolutions and some attention continue across them,
+in some only in rows longer than a window, or in micro-batches of several rows. So rows like those
+of the data are tried: if a document's losses change with the document before it, packing is
+refused.
 
 Legend: B rows, T tokens of a row.
 """
@@ -41,20 +41,19 @@ from megatrain.parallel.distributed import ALONE, Ranks
 
 _log = logging.getLogger(__name__)
 
-# As shares of the losses' spread: where documents are apart the difference is 0, or some
-# 1e-6 where experts take tokens in another order; in all families that mix documents it was above
-# 1e-2.
+# Changes of losses, as shares of their spread. If documents are separate a change is 0, or 1e-6 as
+# experts take tokens in another order; in all families that mix documents it was above 1e-2.
 TOLERANCE = 1e-4
-NOISES = 10  # times the noise of such other orders, which is measured
-# A document that changes more than this with its neighbour is mixed with it.
+NOISES = 10  # a change may be so many times the measured noise of such other orders
+# A change of a document before the changed tokens is noise, if it is no more than this.
 MOST_NOISE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
-# A document whose losses change less than this with its own beginning says nothing about others.
+# If a document changes less than this with its own beginning, a trial shows nothing.
 LEAST_CONTEXT = 1e-3
 
-_WITH_MASKS = ("sdpa", "eager", BY_EAGER, BY_LENGTHS, BY_WINDOWS)  # the others read lengths
-_COMPARED = 4096  # tokens of a row that is tried with masks, too
-_SHORT = 5  # tokens of the short documents that are tried; fewer give no context
-_LEAST_LONGEST = 4096  # tokens; blocks of shorter documents that have no token cost next to nothing
+_WITH_MASKS = ("sdpa", "eager", BY_EAGER, BY_LENGTHS, BY_WINDOWS)  # others never make masks
+_COMPARED = 4096  # tokens of a row that is also tried with masks
+_SHORT = 5  # tokens of the short documents that are tried; fewer have no context
+_LEAST_LONGEST = 4096  # tokens; a kernel's empty blocks up to here cost next to nothing
 _MIXED = (
     "{} does not keep the documents of a packed row (position_ids that start anew) apart; train it "
     "without packing (data.packing: false)"
@@ -65,26 +64,26 @@ RowKind = tuple[bool, int, frozenset[str], bool]
 
 
 def is_packed(micro: Micro) -> bool:
-    """True if documents are kept apart: positions `[B, T]` start anew, and there is no mask.
+    """True if rows have separate documents: positions `[B, T]` restart, and there is no mask.
 
-    Where an attention mask is given, even one of ones, transformers heeds that alone.
+    With any attention mask, even one of ones, transformers ignores the positions.
     """
     return "attention_mask" not in micro and starts_anew(micro)
 
 
 def starts_anew(micro: Micro) -> bool:
-    """True if positions `[B, T]` start anew within a row."""
+    """True if positions `[B, T]` restart within a row."""
     return "position_ids" in micro and bool(document_starts(micro["position_ids"])[:, 1:].any())
 
 
 def document_edges(position_ids: Tensor) -> Tensor:
-    """Places in all rows `[B, T]`, end to end, where documents begin, and the end of the last."""
+    """The places where documents begin, in all rows `[B, T]` end to end, and the last one's end."""
     starts = document_starts(position_ids).flatten().nonzero()[:, 0]
     return F.pad(starts, (0, 1), value=position_ids.numel())
 
 
 def unpacked(micro: Micro) -> dict[str, Tensor]:
-    """Documents of packed rows `[B, T]` as padded rows of their own `[N, L]`; media as it is."""
+    """The documents of packed rows `[B, T]` as padded rows `[N, L]`, one each; all media."""
     lengths = document_edges(micro["position_ids"]).diff().tolist()
 
     def rows(values: Tensor, padding: int) -> Tensor:
@@ -99,10 +98,10 @@ def unpacked(micro: Micro) -> dict[str, Tensor]:
 
 
 def packed_positions(model: nn.Module, micro: Micro) -> Tensor:
-    """The positions of packed rows that a model's forward takes: `[B, T]`, or `[4, B, T]`.
+    """The positions of packed rows for a model's forward: `[B, T]`, or `[4, B, T]`.
 
     Models that place images in time, height and width (M-RoPE) take the positions of text, which
-    say where documents begin, and three more: what `get_rope_index` gives for each document alone.
+    restart with documents, and three more: `get_rope_index` of each document alone.
 
     Raises InputError: the model has no positions for these documents.
     """
@@ -122,10 +121,10 @@ def packed_positions(model: nn.Module, micro: Micro) -> Tensor:
 
 
 def length_arguments(position_ids: Tensor, device: torch.device) -> dict[str, Any]:
-    """Arguments of a model's forward: where documents of rows `[B, T]` begin, the longest's length.
+    """Arguments of a forward: the edges of documents of rows `[B, T]`, and the longest's length.
 
-    Layers are compiled once for any number of documents, but anew for each length of the longest.
-    So that length is rounded up to a power of two, `_LEAST_LONGEST` at least.
+    Layers are compiled once for any number of documents, but again for each length of the longest:
+    the length is rounded up to a power of two, `_LEAST_LONGEST` at least.
     """
     edges = document_edges(position_ids).to(torch.int32)
     longest = max(1 << (int(edges.diff().max()) - 1).bit_length(), _LEAST_LONGEST)
@@ -141,7 +140,7 @@ def length_arguments(position_ids: Tensor, device: torch.device) -> dict[str, An
 
 
 class DocumentCheck:
-    """Lets packed rows pass to a model only if it keeps their documents apart."""
+    """Tries if a model keeps the documents of packed rows separate."""
 
     def __init__(
         self,
@@ -149,8 +148,8 @@ class DocumentCheck:
         tried: Callable[[list[Micro]], tuple[Any, list[Tensor]]],
         check_masks: Callable[[Sequence[Micro]], None],
     ) -> None:
-        """Args: `tried` computes calls and losses `[B, T]` of micro-batches;
-        `check_masks` raises DoesNotFit if the attention in use needs masks that do not fit.
+        """Args: `tried`: computes calls and losses `[B, T]` of micro-batches;
+        `check_masks`: raises DoesNotFit if the present attention needs masks that do not fit.
         """
         config = program.spec.capture.model.config
         self._model_type, self._dtype, self._tried = config.model_type, program.dtype, tried
@@ -163,13 +162,13 @@ class DocumentCheck:
     def check(self, micro_batches: Sequence[Micro], ranks: Ranks = ALONE) -> None:
         """Try packed rows of a kind that is new to some rank, on all ranks.
 
-        Rows are of one kind if their lengths lie between the same two whole numbers of the config
-        (windows, kernel sizes...) or powers of two; single rows and several are two kinds, and
-        rows with other media are others.
+        Rows are of one kind if their lengths lie between the same two integers of the configuration
+        (windows, kernel sizes...) or powers of two, if they are single or several, and if they have
+        the same kinds of media.
 
         Raises:
-            InputError: the model's documents see each other.
-            DoesNotFit: they need masks, for which there is no memory.
+            InputError: the model does not keep documents separate.
+            DoesNotFit: there is no memory for the masks.
         """
         untried = self._untried(micro_batches, ranks)
         new = {self._kind(micro): micro for micro in reversed(untried)}
@@ -178,11 +177,11 @@ class DocumentCheck:
             self._apart.clear()  # those trials attended by lengths
             untried = self._untried(micro_batches, ranks)
 
-        def room() -> int:
+        def checked() -> int:
             self._check_masks(micro_batches)
             return len(micro_batches)
 
-        at_once = max(ranks.agree(room))
+        at_once = max(ranks.agree(checked))
         for micro in untried:
             kind = self._kind(micro)
             if kind not in self._apart and self._keeps_apart(micro, at_once):
@@ -216,7 +215,7 @@ class DocumentCheck:
         return [with_media(inputs, self._placeholders)]
 
     def _settle(self, micro: Micro) -> bool:
-        """Attend by the documents' lengths from now on; False: by masks, as the losses differ."""
+        """Attend by documents' lengths from now on, if losses are those of masks; True if so."""
         [*_, last] = self._trials(micro)
         trial = last.micro_batches[0]
         if not any(map(of_media, trial)):
@@ -241,8 +240,8 @@ class DocumentCheck:
         return losses_BT.cpu()
 
     def _keeps_apart(self, micro: Micro, at_once: int) -> bool:
-        """False if earlier tokens hardly change a token's loss: then the trial proves nothing."""
-        for seed in range(2):  # rounding may change the choice of experts, hardly twice
+        """True if documents are separate; False: the trial shows nothing. Raises InputError."""
+        for seed in range(2):  # rounding may change the choice of experts once, hardly twice
             compared = self._trials(micro, seed)
             rows = [row for comparison in compared for row in comparison.micro_batches]
             groups = [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
@@ -260,7 +259,7 @@ class DocumentCheck:
         raise InputError(_MIXED.format(self._model_type))
 
     def _is_as_alone(self, micro: Micro, losses_BT: Tensor) -> bool:
-        """True if documents with media have the losses that they have in rows of their own."""
+        """True if documents with media have the same losses as in rows of their own."""
         alone = unpacked(micro)
         _, [alone_NL] = self._tried([alone])
         alone_N = alone_NL.cpu()[alone["attention_mask"].bool()]
@@ -269,9 +268,9 @@ class DocumentCheck:
 
 
 def check_documents(spec: ModelSpec) -> None:
-    """Refuse a model whose states, convolutions or masks let a document see the one before it.
+    """Raises InputError: states, convolutions or masks of a model mix documents.
 
-    This needs no data. `DocumentCheck` still tries models that pass, in their steps.
+    This needs no data. `DocumentCheck` still tries the other models in their steps.
     """
     model = spec.capture.model
     if runs_on(model, (layer.module for layer in spec.layers)):
@@ -279,16 +278,16 @@ def check_documents(spec: ModelSpec) -> None:
     program = ModelProgram(spec, torch.device("cpu"), torch.float32)
     if program.may_attend_by_lengths or not spec.capture.accepts("position_ids"):
         return
-    first, size = 6, 13  # tokens; numbers that are no usual width of a head
+    first, size = 6, 13  # tokens of a document and of a row: no usual widths of heads
     ids = torch.zeros(1, size, dtype=torch.long)
     positions = torch.cat([torch.arange(first), torch.arange(size - first)])[None]
     rows = Rows(ids, ids, {}, ids[0, :1])
     inputs = {"input_ids": ids, "position_ids": positions}
     positions = packed_positions(model, inputs)
     micro = MicroBatch(inputs | {"position_ids": positions}, ids, rows)
-    program.prologue({}, micro)  # with zeros for weights
+    program.prologue({}, micro)  # its weights are zeros
     leaves = [leaf for call in micro.calls for leaf in call.leaves if isinstance(leaf, Tensor)]
-    # Masks are bool, or added to logits.
+    # A mask is bool, or is added to logits.
     masks = [leaf for leaf in leaves if leaf.ndim > 2 and leaf.shape[-2:] == (size, size)]
     across = [mask[..., first:, :first] for mask in masks]
     if any(bool((part if part.dtype == torch.bool else part > -1).any()) for part in across):
@@ -297,12 +296,12 @@ def check_documents(spec: ModelSpec) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of documents of these lengths, once with some tokens changed.
+    """Rows of documents, and the same rows with some tokens changed.
 
     Attributes:
         lengths: of the documents in each row, or in all rows end to end.
-        changed_T: which tokens of these are changed.
-        micro_batches: the rows as they are, and with these tokens changed.
+        changed_T: True for the tokens of these documents that are changed.
+        micro_batches: the rows, and the rows with tokens changed.
     """
 
     lengths: list[int]
@@ -310,10 +309,10 @@ class Comparison:
     micro_batches: list[Micro]
 
     def differences(self, one_BT: Tensor, other_BT: Tensor) -> tuple[float, float, float]:
-        """Root mean square change of a document's losses, divided by the losses' spread.
+        """Root mean square changes of losses, divided by the losses' spread.
 
-        Of the most changed document before the changed tokens, of the most changed one after
-        them, and of the tokens that follow them in their own document.
+        Those of the most changed document before the changed tokens, of the most changed one after
+        them, and of the other tokens of their own document.
         """
         change_BT = ((one_BT - other_BT) / spread_of(one_BT)).reshape(-1, len(self.changed_T))
         parts = (x.split(self.lengths, -1) for x in (change_BT, ~self.changed_T))
@@ -332,7 +331,7 @@ class Comparison:
 
 
 def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
-    """The documents of a row as they are, and short ones between long ones in a row as long."""
+    """Comparisons of documents with a row's lengths, and of short documents between long ones."""
     shape = min(micro["position_ids"].shape[0], 2), micro["position_ids"].shape[1]
     pool, tokens = at_least_two(torch.unique(micro["input_ids"])), shape[1]
     compared: list[Comparison] = []
@@ -369,9 +368,9 @@ def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
 
 
 def with_media(micro: Micro, placeholders: Tensor) -> Comparison:
-    """Documents as they are, and with half of the learnt tokens of every second one changed.
+    """The documents, and the same with half of the learnt tokens of every second one changed.
 
-    Args: `placeholders`: ids of tokens that stand for media, which stay.
+    Args: `placeholders`: ids of tokens that stand for media: they are not changed.
     """
     places_BT, ids_BT = micro["position_ids"], micro["input_ids"]
     labels_BT = micro["labels"].masked_fill(document_starts(places_BT), IGNORED)
@@ -390,7 +389,7 @@ def with_media(micro: Micro, placeholders: Tensor) -> Comparison:
 
 
 def _lengths(micro: Micro) -> list[int]:
-    """Lengths of the documents in the row with most documents, one of at least two tokens."""
+    """Lengths of documents in the row with most documents, not all of one token."""
     begins_BT = document_starts(micro["position_ids"])[:, 1:]
     count_B = begins_BT.sum(1).where(~begins_BT.all(1), -1)
     begins_T = begins_BT[int(count_B.argmax())].nonzero()[:, 0] + 1
@@ -399,12 +398,12 @@ def _lengths(micro: Micro) -> list[int]:
 
 
 def at_least_two(pool: Tensor) -> Tensor:
-    """The tokens of `pool`; if there is only one, some other token is added."""
+    """The tokens of `pool`, and another token if there is only one."""
     return pool if len(pool) > 1 else torch.cat([pool, pool - 1 if int(pool) else pool + 1])
 
 
 def spread_of(losses: Tensor) -> float:
-    """The standard deviation of the losses that are not 0, which tokens without a label have."""
+    """The standard deviation of losses, without the 0 of tokens without a label."""
     counted = losses[losses != 0]
     return (float(counted.std(correction=0)) if len(counted) > 1 else 0.0) or 1.0
 
@@ -415,7 +414,7 @@ def change_of(losses: Tensor, others: Tensor) -> float:
 
 
 def limits_of(config: PreTrainedConfig) -> list[int]:
-    """Row lengths at which a model may act differently: its config's whole numbers, powers of 2."""
+    """Row lengths at which a model may change: integers of its configuration, and powers of 2."""
     limits = {1 << exponent for exponent in range(1, 31)}
     text = config.to_json_string(use_diff=False)
     json.loads(text, parse_int=lambda number: limits.add(int(number)))
@@ -425,15 +424,12 @@ def limits_of(config: PreTrainedConfig) -> list[int]:
 def check_masks(
     micro_batches: Sequence[Micro], config: Any, itemsize: int, free_bytes: int
 ) -> None:
-    """Refuse rows whose mask `[B, 1, T, T]` is larger than the device.
+    """Raises DoesNotFit: a mask `[B, 1, T, T]` is larger than the free memory.
 
-    A row of one document without padding needs none: attention is plainly causal, and its
-    memory grows with T.
+    A row of one document without padding needs no mask: attention is plainly causal, and its memory
+    is linear in T.
 
-    Args:
-        itemsize: bytes of a number in the compute dtype; torch turns a mask of bools into numbers.
-
-    Raises DoesNotFit: the message says why the mask is needed.
+    Args: `itemsize`: of the compute dtype, to which torch converts a mask of bools.
     """
     if attention_of(config) not in _WITH_MASKS:
         return
@@ -442,7 +438,7 @@ def check_masks(
         needed = rows * tokens**2 * (1 + itemsize)
         if needed <= free_bytes:
             continue
-        # As transformers decides it (masking_utils, `_ignore_causal_mask_sdpa`).
+        # The conditions of transformers (masking_utils, `_ignore_causal_mask_sdpa`).
         window = getattr(config, "sliding_window", None)
         reason = None
         if "attention_mask" in micro and not bool(micro["attention_mask"].all()):

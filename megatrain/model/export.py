@@ -1,4 +1,4 @@
-"""Weights out: a Hugging Face folder, written shard by shard and put in place at once."""
+"""Writes a model as a Hugging Face folder, shard by shard, which appears when it is complete."""
 
 import copy
 import errno
@@ -35,7 +35,9 @@ from megatrain.model.safetensors_io import (
 )
 
 Tensors = dict[str, Tensor]
-Piece = tuple[Tensors, Callable[[], Tensors]]  # tensors that are made together: like these, how
+Piece = tuple[
+    Tensors, Callable[[], Tensors]
+]  # meta tensors, and a function that makes their values
 
 _SHARD_BYTES = 5 * GIB
 SHARD_FILE = "model-{:05d}-of-{:05d}.safetensors"
@@ -59,26 +61,26 @@ def write_weights(
 ) -> None:
     """Write config.json, generation_config.json and safetensors shards, as `save_pretrained` does.
 
-    Tied weights are written once and in the layout that the model has on the hub. One tensor is
-    held at a time (one layer's experts where they are split up), besides what `tensors` hold.
+    Tied weights are written once, in the layout that the model has on the hub. One tensor is in
+    memory at a time (or one layer's experts, if they are split), beside those of `tensors`.
 
     Args:
-        folder: made, or replaced as a whole (`whole_folder`); other files in it are kept.
-        model: tells the configuration, names and shapes; its parameters are not read.
-        tensors: for each distinct parameter, by its first name, a function that gives its values
-            on the CPU. Persistent buffers may be among them; others are taken from the model.
-        dtype: of the model in the files. Parameters that its class keeps in float32 whatever
-            the model's dtype stay so, and buffers keep their own.
+        folder: created, or replaced as a whole (`whole_folder`); other files in it are kept.
+        model: has the configuration, names and shapes; its parameters are not read.
+        tensors: for each distinct parameter, by its first name, a function that returns its values
+            on the CPU. Persistent buffers may be among them; others are the model's.
+        dtype: of the model in the files. Parameters that the class always keeps in float32 are
+            written so, and buffers in their own dtype.
         as_came: dtypes of tensors that are not written in `dtype`, by first name.
-        beside: more files, from the model's source. Its generation_config.json replaces the
-            model's; any other file is written only if the folder lacks it.
+        beside: more files, from the model's source. A generation_config.json replaces the model's;
+            any other file is written only if the folder lacks it.
         carried: more tensors, which are written unchanged under their names.
         max_shard_bytes: a larger tensor gets a shard of its own.
 
     Raises:
         InputError: `folder` is a file.
         RunFailed: not enough disk space, or the disk cannot be written; nothing is left behind.
-        ValueError: `tensors` lacks a name, or has one that the model does not know.
+        ValueError: `tensors` lacks a name, or has one that the model does not have.
     """
     saved, usual_types = _saved_names(model, tensors), loaded_types(model, dtype)
     metas: Tensors = {}  # shape and file dtype of all that is written
@@ -114,30 +116,30 @@ def write_adapter(
     dtype: torch.dtype,
     beside: Companions | None = None,
 ) -> None:
-    """Write the active adapter of a model as PEFT does, which `PeftModel.from_pretrained` loads.
+    """Write the active adapter of a model as PEFT does, for `PeftModel.from_pretrained`.
 
-    Args and errors: as of `write_weights`; files of `beside` named in `REPLACED` are skipped.
+    Args and errors: as of `write_weights`; files of `beside` that match `REPLACED` are skipped.
     """
     adapter = adapted(model)
     assert adapter is not None
     names, state = peft.file_names(model, adapter.name), model.state_dict()
     parameters, described = dict(model.named_parameters()), dict[str, Tensor]()
-    for name, mine in names.items():
-        stored = dtype if mine in parameters else tensors[mine]().dtype  # buffers keep their own
-        described[name] = torch.empty_like(state[mine], dtype=stored, device="meta")
+    for name, model_name in names.items():  # buffers keep their own dtype
+        stored = dtype if model_name in parameters else tensors[model_name]().dtype
+        described[name] = torch.empty_like(state[model_name], dtype=stored, device="meta")
     beside = {n: data for n, data in (beside or {}).items() if not REPLACED.fullmatch(n)}
     with _exported(folder, described, beside) as new:
-        values = (_cast(n, tensors[mine](), described[n].dtype) for n, mine in names.items())
+        values = (_cast(n, tensors[name](), described[n].dtype) for n, name in names.items())
         write_shard(new / peft.WEIGHTS_FILE, described, values)
         peft.write_config(adapter.config, new, model)
-        if model.can_generate():  # a merged model has the ends that its run has added there
+        if model.can_generate():  # it has the end tokens that the run has added
             model.generation_config.to_json_file(new / GENERATION)
 
 
 def packed_weights_of(reference: Path) -> dict[str, Packed]:
     """The packed weights of a folder in mxfp4 or float8, by name, for `pack_like`.
 
-    Raises InputError: it is packed otherwise, or not at all.
+    Raises InputError: it is packed in another format, or not at all.
     """
     weights = gathered(reference, stored_tensors(reference))
     packed = {name: weight for name, weight in weights.items() if isinstance(weight, Packed)}
@@ -151,54 +153,55 @@ def packed_weights_of(reference: Path) -> dict[str, Packed]:
 
 
 def pack_like(folder: Path, reference: Path, packed: Mapping[str, Packed]) -> None:
-    """Pack a model's weights in their folder as another folder stores those of the same names.
+    """Pack the weights in a model's folder in the formats of another folder's, by name.
 
-    A weight that does not differ from the reference's keeps its bytes. The shards lie twice on
-    the disk for a while.
+    A weight that is equal to the reference's keeps its bytes. The disk has the shards twice for a
+    while.
 
-    Args: `packed`: the weights of `reference`, whose `quantization_config` goes along.
+    Args: `packed`: the weights of `reference`, whose `quantization_config` is copied.
 
     Raises InputError: the reference is of another model.
     """
-    mine = stored_tensors(folder)
+    exported = stored_tensors(folder)
     for name, weight in packed.items():
-        if name not in mine or mine[name].shape != weight.shape:
-            size = [*mine[name].shape] if name in mine else "not there"
+        if name not in exported or exported[name].shape != weight.shape:
+            size = [*exported[name].shape] if name in exported else "not there"
             raise InputError(
                 f"--like {reference}: {name!r} is {[*weight.shape]} and in the exported model "
                 f"{size}; give the folder from which the run began"
             )
     pieces: list[Piece] = []
-    for name, tensor in mine.items():
+    for name, tensor in exported.items():
         likes = {part.name: part.blank() for part in packed[name].parts} if name in packed else {}
         pieces.append((likes or {name: tensor.blank()}, partial(_as_in, packed, tensor)))
     described = _described(pieces)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         _write_shards(Path(name), described, _made(pieces), _SHARD_BYTES)
-        for file in {tensor.file for tensor in mine.values()}:
+        for file in {tensor.file for tensor in exported.values()}:
             file.unlink()
         (folder / INDEX_FILE).unlink(missing_ok=True)
         for file in Path(name).iterdir():
             file.rename(folder / file.name)
-    config, of_reference = (read_json(each / "config.json") for each in (folder, reference))
+    config, of_reference = (read_json(path / "config.json") for path in (folder, reference))
     config["quantization_config"] = quantisation(of_reference)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _described(pieces: list[Piece]) -> Tensors:
-    """All that pieces write, which are put in order: wide elements first, so shards are aligned."""
+    """The tensors of all pieces, which are sorted: wide elements first, so shards are aligned."""
     pieces.sort(key=lambda piece: -next(iter(piece[0].values())).dtype.itemsize)
     return {name: like for likes, _ in pieces for name, like in likes.items()}
 
 
 def _as_in(packed: Mapping[str, Packed], tensor: Stored) -> Tensors:
+    """A tensor's packed parts by name, or the tensor."""
     values = tensor.read()
     return packed[tensor.name].packed(values) if tensor.name in packed else {tensor.name: values}
 
 
 @contextmanager
 def _exported(folder: Path, described: Tensors, beside: Companions) -> Iterator[Path]:
-    """Yield a new folder, which replaces `folder` after the body, with its other files."""
+    """Yield a new folder, which then replaces `folder` and gets its other files."""
     folder = Path(folder).resolve()
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; give a folder to export to")
@@ -229,7 +232,7 @@ def _exported(folder: Path, described: Tensors, beside: Companions) -> Iterator[
 
 
 def _saved_names(model: PreTrainedModel, tensors: Values) -> dict[str, str]:
-    """The names that are written, each with the first name of the same tensor."""
+    """The names to write, each with the first name of the same tensor."""
     persistent = model.state_dict().keys()
     parameters = list(model.named_parameters(remove_duplicate=False))
     buffers = [buffer for buffer in model.named_buffers() if buffer[0] in persistent]
@@ -240,7 +243,7 @@ def _saved_names(model: PreTrainedModel, tensors: Values) -> dict[str, str]:
     firsts = {names[0] for names in aliases.values()}
     if needed - tensors.keys() or tensors.keys() - firsts:
         raise ValueError(f"names do not match: {sorted(needed ^ (tensors.keys() - firsts))[:3]}")
-    # The name that transformers expects is the one that others are tied to.
+    # transformers expects the name to which others are tied.
     tied = model.all_tied_weights_keys
     ignored = hf.not_saved(model)
     saved = {
@@ -261,19 +264,20 @@ def saved_config(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedConfig
 
 
 def write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """config.json and generation_config.json of a model that is stored in `dtype`."""
-    # Written without transformers' strict check: a published configuration that has become
-    # questionable is no reason to lose a trained model.
+    """Write config.json and generation_config.json of a model that is stored in `dtype`."""
+    # transformers' strict check is left out: a questionable published configuration is no reason
+    # to lose a trained model.
     saved_config(model, dtype).to_json_file(folder / "config.json", use_diff=True)
     if model.can_generate():
         model.generation_config.to_json_file(folder / GENERATION)
 
 
 def _made(pieces: Sequence[Piece]) -> Iterator[Tensor]:
+    """The values of pieces, one tensor after the other."""
     for likes, make in pieces:
         tensors = make()
         for name in likes:
-            yield tensors.pop(name)  # which then is the caller's alone
+            yield tensors.pop(name)  # only the caller keeps it alive
 
 
 def _write_shards(
@@ -307,13 +311,13 @@ def _split(described: Tensors, max_shard_bytes: int) -> list[Tensors]:
 
 
 def _pieces(model: PreTrainedModel, metas: Tensors, value: Callable[[str], Tensor]) -> list[Piece]:
-    """A model's tensors in the layout that it has on the hub, in the order of `metas`."""
+    """A model's tensors in the hub's layout, in the order of `metas`; `value` returns values."""
 
     def renamed(name: str, source: str) -> Tensors:
         return {name: _cast(source, value(source), metas[source].dtype)}
 
     def converted(get: Callable[[str], Tensor], group: Sequence[str]) -> Tensors:
-        # Parameters that are merged share a dtype; the widest loses nothing.
+        # Parameters of one tensor need one dtype: the widest loses nothing.
         dtype = max((metas[name].dtype for name in group), key=lambda dtype: dtype.itemsize)
         values = {name: _cast(name, get(name), dtype) for name in group}
         made = hf.loading.revert_weight_conversion(model, values)
@@ -338,7 +342,7 @@ def _pieces(model: PreTrainedModel, metas: Tensors, value: Callable[[str], Tenso
 
 
 def _cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Raises InputError: float16, whose largest number is 65504, has no room for the values."""
+    """Values in `dtype`. Raises InputError: they exceed float16's largest number, 65504."""
     cast = values.to(dtype)
     if dtype == torch.float16 and not cast.is_meta and (cast.isinf() & values.isfinite()).any():
         raise InputError(
@@ -348,9 +352,9 @@ def _cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _groups(model: PreTrainedModel, names: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
-    """Groups of names; one converter takes each group together."""
+    """Groups of names whose tensors one of transformers' converters takes together."""
     conversions = hf.conversions_of(model)
-    if conversions is None:  # as transformers does for a model that was never loaded
+    if conversions is None:  # the model was never loaded: as in transformers
         conversions = hf.get_model_conversion_mapping(model, add_legacy=False)
     converters = [
         conversion.reverse_transform()

@@ -1,7 +1,7 @@
-"""Describes all of a module except its weights by values that can be compared.
+"""Describes all of a module but its weights by values that can be compared.
 
-Two layers whose signatures are equal compute the same function of their weights and buffers. What
-cannot be proven equal differs: an object of an unknown kind is equal to itself alone.
+Two layers with equal signatures compute the same function of their weights and buffers. Objects
+that cannot be proven equal differ: one of an unknown type is equal to itself alone.
 """
 
 import enum
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from megatrain.compat.torch import buffers_of, children_of, parameters_of, version_of
 
-# transformers numbers its layers for the key-value cache, which training does not use. The number
-# is no part of a kind unless the layer's forward reads it (`probe` tries it without).
+# transformers numbers its layers for the key-value cache, which training does not use. Kinds of
+# layers ignore the number unless the layer's forward reads it, which `probe` tries.
 INDEX_ATTRIBUTES = ("layer_idx", "layer_id")
 
 _VALUES = (int, str, bool, bytes, type(None))
@@ -27,8 +27,8 @@ _ATOMS: tuple[type, ...] = (type, ModuleType, CodeType, BuiltinFunctionType, enu
 _ATOMS += (torch.dtype, torch.device, logging.Logger)
 _CONTAINERS = (list, tuple, torch.Size, dict, OrderedDict, set, frozenset)
 _LIBRARIES = ("torch", "transformers", "peft", "megatrain")  # keep no state in functions' globals
-_SMALL = 1 << 16  # values of a tensor that is compared by them
-_HEAP_TYPE = 1 << 9  # of a class made by Python code (Py_TPFLAGS_HEAPTYPE)
+_SMALL = 1 << 16  # tensors of no more values are compared by value
+_HEAP_TYPE = 1 << 9  # the flag of a class made by Python code (Py_TPFLAGS_HEAPTYPE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,25 +45,25 @@ class Is:
 
 
 class Reader:
-    """Makes values of objects, whatever they hold.
+    """Describes objects, and all that they hold, by values that can be compared.
 
     Attributes:
-        strays: weights that objects hold without being registered in a module of `root`.
-        reads_dictionaries: functions read attributes by way of `__dict__`.
+        strays: weights in objects that no module of `root` has registered.
+        reads_dictionaries: True if a function reads attributes by way of `__dict__`.
     """
 
     def __init__(
         self, root: nn.Module, *, left_out: Collection[str] = (), by_identity: bool = False
     ) -> None:
-        """Make a reader of a module.
+        """A reader of the module `root`.
 
         Args:
             left_out: names of modules' attributes to ignore.
-            by_identity: also an equal object in another's place counts as a difference.
+            by_identity: True: another object in the place of an equal one is a difference.
         """
         from megatrain.compat.transformers import MODULE_MARKS
 
-        self._left_out = {*vars(nn.Module()), *MODULE_MARKS, *left_out}  # of every module, and more
+        self._left_out = {*vars(nn.Module()), *MODULE_MARKS, *left_out}
         self._by_identity = by_identity
         self._own = {id(parameter) for parameter in root.parameters()}
         self._seen: dict[int, tuple[int, Any]] = {}
@@ -71,12 +71,12 @@ class Reader:
         self.reads_dictionaries = False
 
     def of(self, value: Any) -> Any:
-        """The value to compare for an object."""
+        """The value that describes an object."""
         kind = type(value)
         if kind in _VALUES:
             return kind, value
         if kind in (float, complex):
-            return kind, repr(value)  # zeros have signs
+            return kind, repr(value)  # -0.0 is not 0.0 here
         if isinstance(value, _ATOMS):
             return Is(value)
         if isinstance(value, nn.Parameter):
@@ -107,7 +107,7 @@ class Reader:
             return tuple(map(self.of, (value.func, value.args, value.keywords, vars(value))))
         builtin = {base for base in type(value).__mro__ if not base.__flags__ & _HEAP_TYPE}
         if not builtin <= {object, *_CONTAINERS}:
-            return Is(value)  # it may hold state that Python code cannot see
+            return Is(value)  # an extension's object may have state that Python cannot see
         slots = (vars(base).get("__slots__", ()) for base in type(value).__mro__)
         names = [n for names in slots for n in ((names,) if isinstance(names, str) else names)]
         attributes = {name: getattr(value, name) for name in names if hasattr(value, name)}
@@ -143,7 +143,7 @@ class Reader:
         for parameter in parameters_of(module).values():
             if parameter is not None and id(parameter) not in self._own:
                 self.strays.append(parameter)
-        # A template gets weights and buffers anew; only which of them are shared counts.
+        # A template gets other weights and buffers: values do not count, sharing them does.
         weights: list[Any] = []
         for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
             if tensor is None or self._met(tensor):
@@ -154,7 +154,7 @@ class Reader:
         return tuple(self.attributes(module)), tuple(weights), children
 
     def attributes(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
-        """A module's plain attributes by name, and attributes that a user's class keeps."""
+        """A module's plain attributes by name, and those that a user's class has."""
         self._met(module)
         own = vars(module)
         for name in sorted(own.keys() - self._left_out):
@@ -172,7 +172,7 @@ class Reader:
 
 
 def value_of(tensor: Tensor) -> Any:
-    """A tensor's type, shape and values; for a large one its identity."""
+    """A tensor's dtype, shape and values; the identity of a large one."""
     plain = type(tensor) is Tensor and tensor.layout == torch.strided
     if not tensor.is_meta and not (plain and tensor.numel() <= _SMALL):
         return Is(tensor)

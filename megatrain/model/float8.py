@@ -1,15 +1,15 @@
-"""Products of layers in float8, of all parameters by torchao's recipe, of a frozen base by codes.
+"""Products in float8: of all parameters by torchao's recipe, of a frozen base by stored codes.
 
 **All parameters**: weights, inputs and gradients of `nn.Linear` are cast for each product (e4m3,
 gradients e5m2), with one scale for a whole tensor, from its largest value at that moment; results,
 weights and their gradients stay bf16 (https://github.com/pytorch/ao/tree/main/torchao/float8).
 
-**A frozen base under an adapter**: weights come as e4m3 codes with a scale for each row (output),
-and the same codes turned: the GPU reads both operands along the sum. Inputs are quantised by rows
-(tokens): `y = (q(x) codes^T) s_x s_w`. Their gradient sums over outputs, whose scales go into it
-before it is quantised, by rows, too: `dx = (q(dy s_w) codes) s_dy`. It is e4m3: with a scale for
-each token it needs no range of e5m2, and has one bit more. Operands and fast sums are those of
-torchao's `rowwise`; DeepSeek-V3 takes e4m3 for all (https://arxiv.org/abs/2412.19437, 3.3.2).
+**A frozen base under an adapter**: weights are e4m3 codes with a scale for each row (output), and
+the same codes transposed: the GPU reads both operands along the sum. Inputs are quantised by rows
+(tokens): `y = (q(x) codes^T) s_x s_w`. Their gradient sums over outputs: it is multiplied by the
+outputs' scales, then quantised by rows: `dx = (q(dy s_w) codes) s_dy`. It is e4m3, which has one
+bit more than e5m2, whose range scales of tokens make needless. Operands and fast sums are torchao's
+`rowwise`; DeepSeek-V3 takes e4m3 for all (https://arxiv.org/abs/2412.19437, 3.3.2).
 
 Heads, embeddings, routers, adapters and experts that are no `nn.Linear` are computed in bf16.
 """
@@ -30,16 +30,16 @@ from megatrain.model.spec import ModelSpec
 from megatrain.tile.formats import fp8_rows
 
 _MULTIPLE = 16  # of both sizes of a weight, for the GPU's float8 products
-_CAPABILITY = (8, 9)  # Ada and Hopper: the first GPUs that have them
-ROUTERS = frozenset(("gate", "router"))  # a small error of theirs would choose other experts
+_CAPABILITY = (8, 9)  # Ada and Hopper: the first GPUs with float8 products
+ROUTERS = frozenset(("gate", "router"))  # modules whose rounding would choose other experts
 
 
 class FrozenProduct(torch.autograd.Function):
-    """`x [..., I]` times a frozen weight `[O, I]`, given as its `operands`; in bf16."""
+    """`x [..., I]` times a frozen weight `[O, I]` of codes and scales; in bf16."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, turned: Tensor) -> Tensor:
-        """`[..., O]`. Only the weight's operands are saved: no gradient of it exists."""
+        """`[..., O]`. Only the weight is saved: it has no gradient."""
         ctx.save_for_backward(scales, turned)
         return _product(x, codes, scales)
 
@@ -52,13 +52,13 @@ class FrozenProduct(torch.autograd.Function):
 
 def _product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """`x [..., I]`, quantised by rows, times codes `[O, I]` with scales `[1, O]`."""
-    quantised, of_rows = fp8_rows(x.reshape(-1, x.shape[-1]))
-    y = scaled_product(quantised.contiguous(), codes.t(), of_rows[:, None], scales)
+    quantised, row_scales = fp8_rows(x.reshape(-1, x.shape[-1]))
+    y = scaled_product(quantised.contiguous(), codes.t(), row_scales[:, None], scales)
     return y.view(*x.shape[:-1], -1)
 
 
 class FrozenLinear(nn.Linear):
-    """A linear module that multiplies by operands where it gets them, else by its weight."""
+    """A linear module that multiplies by float8 codes if it has them, else by its weight."""
 
     codes: Tensor | None
     scales: Tensor
@@ -85,7 +85,7 @@ def multiplied(spec: ModelSpec) -> set[str]:
 
 
 def multiply(module: nn.Module, names: Iterable[str]) -> None:
-    """Let linear modules of a layer's template, by their weights' names, compute by operands."""
+    """Turn linear modules of a layer's template, by their weights' names, into `FrozenLinear`."""
     for name in names:
         linear = module.get_submodule(name.removesuffix(".weight"))
         linear.__class__ = FrozenLinear
@@ -94,9 +94,9 @@ def multiply(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def convert(module: nn.Module, device: torch.device, wide: Collection[str] = ()) -> list[nn.Module]:
-    """Let the linear modules of a layer's template compute as torchao's recipe; returns them.
+    """Convert linear modules of a layer's template by torchao's recipe; returns them.
 
-    Without a GPU the casts are real and products are computed in the type of the inputs.
+    Without a GPU values are cast, and products are computed in the dtype of the inputs.
 
     Args: `wide`: names of parameters that stay in fp32.
     """
@@ -122,7 +122,7 @@ def require_float8(device: torch.device) -> None:
 
 
 def require_torchao() -> None:
-    """Raises InputError: torchao is not installed, which trains all parameters."""
+    """Raises InputError: torchao is not installed, with which all parameters are trained."""
     logging.disable(logging.WARNING)  # torchao warns of kernels that it cannot load
     try:
         import torchao.float8  # noqa: F401
@@ -135,7 +135,7 @@ def require_torchao() -> None:
 
 
 def _takes(module: nn.Module, name: str) -> bool:
-    """True for a plain linear module, no router, of sizes that float8 products can have."""
+    """True if a module is plain linear, no router, and of sizes that float8 products can have."""
     if type(module) is not nn.Linear or not ROUTERS.isdisjoint(name.split(".")):
         return False
     return "forward" not in vars(module) and all(

@@ -1,13 +1,13 @@
-"""Checks of a model's head: its own loss is the cross entropy of its labels, and no token is mixed.
+"""Checks that a head's loss is the cross entropy of its labels, and that it mixes no tokens.
 
-transformers' models compute a loss in their forward where labels are given. Here the loss is
-computed separately, so that logits never exist as a whole. A class of transformers, or a
-folder's code, is tried at the model's head on a few random hidden states, because what it adds to
-its loss would be lost. A user's code can do what no trial shows, so its loss must be
-the very tensor that transformers' loss function computed from the labels and the logits.
+transformers' models compute a loss in their forward if they get labels. The engine computes the
+loss separately, so that logits never exist as a whole; anything that a model adds to its loss would
+be lost. So the head of a class of transformers, or of a folder's code, is tried on a few random
+hidden states. A user's code can do more than a trial shows: its loss must be the very tensor that
+transformers' loss function computes from the labels and the logits.
 
-Random weights are random in their first values and zero elsewhere, where they take no memory: they
-give the logits of some tokens, by which the head is tried.
+Random weights are random in their first values, which give logits of some tokens, and zero
+elsewhere, where they take no memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,13 +31,13 @@ from megatrain.model.zeros import ZeroProducts, zero_pages
 _SHAPE = (2, 10)
 _UNLABELLED = [(0, 2), (1, 3), (1, 5)]  # row and token; the rows have different numbers of labels
 _SPECIAL = [p for p in product(range(2), range(1, 10)) if p not in _UNLABELLED]  # special tokens
-_RANDOM = 1 << 18  # of a parameter's values that are not zero: tables may be larger than memory
+_RANDOM = 1 << 18  # values of a parameter that are random: tables may be larger than memory
 _TOLERANCE = 1e-6  # of the loss, in fp32
 _TOKENS = 2  # of each row in a trial of mixed tokens
 
 
 def label_shift(spec: ModelSpec) -> int:
-    """How far labels lie behind the logits that they are compared with: 1 token, or 0.
+    """The number of tokens from logits to the label with which they are compared: 1, or 0.
 
     Raises Unsupported: the model has another loss than the mean cross entropy of its labels, or a
     head that is none of a language model.
@@ -66,7 +66,7 @@ def label_shift(spec: ModelSpec) -> int:
 
 
 def _try_scores(spec: ModelSpec, name: str) -> None:
-    """Raises Unsupported: rows are not scored at their last token alone, by their hidden state."""
+    """Raises Unsupported: a row's score depends on more than the last token's hidden state."""
     text = spec.capture.model.config.get_text_config(decoder=True)
     ids_BT = torch.full(_SHAPE, int(text.pad_token_id == 0))  # no padding
     spec.capture.model.eval()
@@ -86,7 +86,7 @@ def _try_scores(spec: ModelSpec, name: str) -> None:
 
 
 def _tried(spec: ModelSpec, name: str) -> int:
-    """`label_shift` by a trial: compare the model's loss with the cross entropy of its logits."""
+    """`label_shift`, from a comparison of the model's loss with the cross entropy of its logits."""
     model, labels_BT = spec.capture.model, _labels(spec)
     function = model.loss_function
     if not _is_known(function):
@@ -136,12 +136,12 @@ def _tried(spec: ModelSpec, name: str) -> int:
 
 def _is_known(function: Callable[..., Any]) -> bool:
     """True if a function is of transformers, or of the code of a folder."""
-    of = getattr(function, "__module__", None) or ""
-    return of.partition(".")[0] in ("transformers", "transformers_modules")
+    module = getattr(function, "__module__", None) or ""
+    return module.partition(".")[0] in ("transformers", "transformers_modules")
 
 
 def _try_routers(spec: ModelSpec, loss: RouterLoss, shift: int, name: str) -> None:
-    """Raises Unsupported: the loss that the model adds for its routers is unknown or another."""
+    """Raises Unsupported: the loss that the model adds for its routers is not the usual one."""
     is_on = loss.is_loss or loss.bias_rate
     if is_on and (not spec.routed or (loss.bias_rate and not spec.router_biases)):
         raise Unsupported(
@@ -168,7 +168,7 @@ def _try_routers(spec: ModelSpec, loss: RouterLoss, shift: int, name: str) -> No
 
 
 def _labels(spec: ModelSpec) -> Tensor:
-    """Labels that include special tokens: a loss may leave those out, or weigh them."""
+    """Labels with special tokens among them, which a loss may leave out or weigh."""
     text = spec.capture.model.config.get_text_config(decoder=True)
     count = min(text.vocab_size, spec.num_logits)
     settings = [
@@ -188,10 +188,9 @@ def _labels(spec: ModelSpec) -> Tensor:
 def _loss_of_model(
     spec: ModelSpec, labels_BT: Tensor, routed: tuple[Tensor, ...] = (), **more: Tensor
 ) -> tuple[Tensor | None, Tensor]:
-    """The loss (None: there is none) and logits of the model's forward on random hidden states.
+    """The loss, if any, and the logits of the model's forward on random hidden states.
 
-    Args:
-        routed: logits `[B * T, E]` of routers, whose loss is added.
+    Args: `routed`: logits `[B * T, E]` of routers, whose loss is added.
     """
     with _on_random_states(spec, routed, **more) as (weights, output, inputs):
         loss, logits = spec.capture.own_loss(weights, output, inputs, labels_BT)
@@ -202,7 +201,7 @@ def _loss_of_model(
 def _on_random_states(
     spec: ModelSpec, routed: tuple[Tensor, ...] = (), **more: Tensor
 ) -> Iterator[tuple[dict[str, Tensor], Any, dict[str, Any]]]:
-    """Random weights of a head, a trunk's output and a forward's inputs, to run the head with."""
+    """Within this context random weights, a trunk's output and inputs, to run the head with."""
     generator = torch.Generator().manual_seed(0)
     capture = spec.capture
     used = {*spec.gathered, *spec.prologue, *spec.epilogue}
@@ -220,8 +219,8 @@ def _on_random_states(
     output = with_hidden(spec.trunk, hidden)
     if routed:
         output["router_logits"], inputs["output_router_logits"] = routed, True
-    # Padding of the table may exceed the vocabulary: transformers' losses would take the logits of
-    # several tokens for those of one.
+    # A padded table has more rows than the vocabulary: with its size, transformers' losses would
+    # split logits into tokens wrongly.
     config = capture.model.config
     parts = [config, config.get_text_config(decoder=True), capture.model]
     with (
@@ -244,9 +243,9 @@ def _same(one: float, other: float) -> bool:
 
 
 def refuse_mixing(spec: ModelSpec) -> None:
-    """Refuse a head whose logits of a token depend on other tokens, or on its place in the row."""
+    """Raises Unsupported: a token's logits depend on other tokens, or on its place in the row."""
     model = spec.capture.model
-    model.eval()  # dropout is no mixing
+    model.eval()  # dropout would look like mixing
     with _on_random_states(spec) as (weights, output, _):
         hidden_BTD = last_hidden(output)[:, :_TOKENS]
         together = spec.logits(weights, hidden_BTD)

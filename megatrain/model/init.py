@@ -1,4 +1,4 @@
-"""Random initialisation as the model class defines it, one layer at a time."""
+"""Random initialisation by the model's class, one layer at a time."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +17,10 @@ from megatrain.model.spec import ModelSpec
 
 Owners = dict[int, PreTrainedModel]
 
-# Values that one generator draws: 32 MiB, 40 ms of a core.
+# Values for which one generator makes random numbers: 32 MiB, 40 ms of a core.
 _PIECE = 1 << 23
 
-# Pieces of a part, at most: of 2**39 values. torch's generator takes 32 bits of a seed.
+# Pieces of a part, at most: 2**39 values. torch's generator takes 32 bits of a seed.
 _PART_SEEDS = 1 << 16
 
 _DRAWING = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
@@ -36,21 +36,20 @@ def initialise(
     kept: Callable[[str, Tensor], Tensor] = lambda _, values: values,
     alike: bool = False,
 ) -> None:
-    """Draw every parameter by the class's own `_init_weights` and hand it to `write`.
+    """Initialise every parameter by the class's own `_init_weights`, and pass it to `write`.
 
-    Values are drawn in fp32 in host memory, which holds one layer of them at a time: no device
-    needs room for it. Values depend neither on the device nor on the number of `threads`. Normal
-    distribution, scaled projections and all else are the model class's choice. torch's default
-    generator is seeded anew.
+    Values are made in fp32 in host memory, one layer at a time, and depend neither on the device
+    nor on the number of `threads`. Distributions and scales are the model class's. torch's default
+    generator is seeded.
 
     Args:
-        write: takes each parameter's Hugging Face name and its values, once.
-        only: names to write; None for all.
+        write: takes each parameter's name and its values, once.
+        only: names to write; None: all.
         kept: from a parameter's name and values, the value to pass to `write`.
-        alike: layers with the same modules and shapes as an earlier one get its values and are not
-            drawn: for measurements, where values do not matter.
+        alike: a layer with the modules and shapes of the one before gets that layer's values: for
+            measurements, where values do not matter.
 
-    Raises InputError: `_init_weights` leaves a parameter alone, which its constructor sets.
+    Raises InputError: `_init_weights` does not set a parameter, as its constructor does.
     """
     model = spec.capture.model
     paths = {id(module): path for path, module in model.named_modules()}
@@ -89,17 +88,17 @@ def initialise(
 def _taken(
     module: nn.Module, name: str, shell: nn.Parameter, full: str, kept: Callable[..., Tensor]
 ) -> Tensor | None:
-    """The values drawn in place of `shell`, passed through `kept`; None: none were drawn."""
+    """The values that replace `shell`, passed through `kept`; None: the class set none."""
     parameters = parameters_of(module)
     values, parameters[name] = parameters[name], shell
     assert values is not None
-    # A minimum is NaN if anything is; `isnan` would take a byte for each value.
+    # The minimum is NaN if any value is; `isnan` would take a byte for each value.
     unset = values.numel() and values.amin().isnan()
     return None if unset else kept(full, values.detach())
 
 
 def most_drawn_at_once(spec: ModelSpec) -> int:
-    """Number of values in the largest part, which `initialise` holds beside what `write` keeps."""
+    """The number of values in the largest part, which `initialise` has in memory at once."""
     return max(
         sum(p.numel() for module in part for p in module.parameters(recurse=False))
         for part in _parts(spec.capture.model, spec)
@@ -107,7 +106,7 @@ def most_drawn_at_once(spec: ModelSpec) -> int:
 
 
 class _InPieces(TorchDispatchMode):
-    """Draws the values of large tensors in many threads, each piece from its own generator."""
+    """Fills large tensors with random numbers in many threads, each piece by its own generator."""
 
     def __init__(self, pool: ThreadPoolExecutor, seed: int) -> None:
         super().__init__()
@@ -127,7 +126,7 @@ class _InPieces(TorchDispatchMode):
 
 
 def _parts(model: PreTrainedModel, spec: ModelSpec) -> Iterator[list[nn.Module]]:
-    """Modules drawn together, children before parents: each layer, then every other module."""
+    """Modules to initialise together, children first: each layer, then every other module."""
     placed: set[int] = set()
     for layer in spec.layers:
         members = list(_children_first(layer.module))
@@ -146,7 +145,7 @@ def _parts(model: PreTrainedModel, spec: ModelSpec) -> Iterator[list[nn.Module]]
 
 @torch.no_grad()
 def _reaches(module: nn.Module, below: list[nn.Module], owners: Owners) -> bool:
-    """True if initialising `module` writes to parameters of its descendants (tried on meta)."""
+    """True if initialising `module` writes to parameters below it (tried on the meta device)."""
     parameters = [p for m in below for p in m.parameters(recurse=False)]
     versions = [version_of(p) for p in parameters]
     initialise_module(owners[id(module)], module)
@@ -160,7 +159,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _owners(model: PreTrainedModel) -> Owners:
-    """The innermost PreTrainedModel around each module: its `_init_weights` applies."""
+    """The innermost PreTrainedModel around each module, whose `_init_weights` applies to it."""
     owners: Owners = {}
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -170,10 +169,10 @@ def _owners(model: PreTrainedModel) -> Owners:
 
 @torch.no_grad()
 def _draw(part: list[nn.Module], owners: Owners) -> None:
-    """Give the modules of `part` real parameters; NaN is left where the class sets nothing."""
+    """Initialise modules with new parameters; NaN stays where the class sets nothing."""
     for module in part:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            # Tied ones are drawn separately: transformers ties them after it has initialised them.
+            # Tied parameters get values of their own: transformers ties them afterwards.
             values = torch.full(parameter.shape, torch.nan, dtype=torch.float32)
             parameters_of(module)[name] = nn.Parameter(values)
     for module in part:

@@ -1,4 +1,4 @@
-"""Templates: one stateless module per kind of layer, bound to streamed weights; torch.compile."""
+"""Templates: one stateless module per kind of layer, called with streamed weights, and compiled."""
 
 import functools
 import logging
@@ -21,19 +21,19 @@ from megatrain.compat.torch import (
 )
 from megatrain.errors import RunFailed
 from megatrain.model.fingerprint import INDEX_ATTRIBUTES
-from megatrain.model.routers import taken
+from megatrain.model.routers import router_sums
 from megatrain.model.token_chunks import ChunkedOverTokens, parts
 from megatrain.placement import Saves
 
 _log = logging.getLogger(__name__)
 
-_numbers = count()  # of what is compiled in this process
+_numbers = count()  # of compiled functions in this process
 
-# Share of a layer's activations that a compiled graph may hold; the rest is computed again. Half is
-# about the outputs of the matrix products and of attention.
+# Share of a layer's activations that a compiled graph may save; the rest is recomputed. Half of
+# them are about the outputs of matrix products and attention.
 KEPT_SHARE = 0.5
 
-# Purposes of a call, which are compiled separately: their names in news, and such shares.
+# Purposes of a call, which are compiled separately: name in the log, and share that is saved.
 _PURPOSES = {
     "forward": ("forward without a backward", None),
     "recompute": ("backward", None),
@@ -49,10 +49,11 @@ class LayerTemplate:
 
     Attributes:
         module: the template; parameters on the meta device, buffers real.
-        output_spec: what a call returns and what it put into containers, as a pytree.
-        example: its flat outputs in the structure run (zeros).
-        routes: a call's last output is its routers' sums (model/routers.py).
-        random: in training it draws random numbers.
+        output_spec: pytree of a call's return value and of its additions to containers.
+        example: the flat outputs of a call in the structure run (zeros).
+        compiled: the compiled call for each purpose.
+        routes: True if a call's last output is its routers' sums (model/routers.py).
+        random: True if a call uses random numbers in training.
         states: attributes of modules in which a call leaves tensors.
     """
 
@@ -72,10 +73,10 @@ class LayerTemplate:
         saves: Saves | None = None,
         counted_N: Tensor | None = None,
     ) -> list[Tensor | Any]:
-        """The layer's outputs as a flat list; `saves`: which tensors a waiting graph holds.
+        """The layer's outputs as a flat list; `saves`: the tensors that a kept graph saves.
 
-        After its return value come the values that it put into its arguments' containers, then
-        the sums for its routers' loss, if wanted; `counted_N` says which tokens count in that.
+        Values that the layer puts into its arguments' containers follow its return value, then
+        its routers' sums, if any, over the tokens that count (`counted_N`).
         """
         purpose = "recompute" if torch.is_grad_enabled() else "forward"
         if saves == "nothing":
@@ -92,15 +93,15 @@ class LayerTemplate:
         self.routes = bool(output[2])
         for module, name in self.states:
             if isinstance(value := getattr(module, name), Tensor):
-                setattr(module, name, value.detach())  # else it keeps the call's graph
+                setattr(module, name, value.detach())  # else the tensor keeps the call's graph
         return leaves
 
     @property
     def repeats(self) -> bool:
-        """True if a graph that saves only the layer's arguments may wait (`saves="nothing"`).
+        """True if the layer may keep a graph that saves only its arguments (`saves="nothing"`).
 
-        Its backward is compiled together with what it computes again, and leaves out what only the
-        layer's result needs: an MLP's last product, a quarter of a layer's forward.
+        Its backward is compiled together with the recomputation, which leaves out operations that
+        only the layer's result needs: an MLP's last product, a quarter of a layer's forward.
         """
         return bool(self.compiled) and not self.random
 
@@ -117,7 +118,7 @@ class LayerTemplate:
         def fast(function: Callable[..., Any], what: str) -> Callable[..., Any]:
             return compile_and_tell(function, f"{name}, {what}") if compiled else function
 
-        for part in parts(self.module):  # tried at the first call, with its weights
+        for part in parts(self.module):  # the first call tries each with its weights
             part.forward = ChunkedOverTokens(part, tokens, fast)
 
 
@@ -128,7 +129,7 @@ def _apply(
     kwargs: dict,
     counted_N: Tensor | None = None,
 ) -> Any:
-    """The layer's output, its additions to containers among the arguments, its routers' sums."""
+    """The layer's output, its additions to containers in its arguments, its routers' sums."""
     shared = containers(args, kwargs)
     copies = [dict(container) for container in shared]
     output = functional_call(module, weights, args, kwargs)
@@ -136,13 +137,13 @@ def _apply(
         {key: value for key, value in container_now.items() if old.get(key) is not value}
         for container_now, old in zip(shared, copies, strict=True)
     ]
-    return output, written, taken(module, counted_N)
+    return output, written, router_sums(module, counted_N)
 
 
 def containers(args: tuple, kwargs: dict[str, Any]) -> list[MutableMapping]:
-    """Mappings among a layer's arguments: layers may hand on state by writing to them.
+    """Mappings among a layer's arguments, in which layers may pass state to others.
 
-    They count as part of the arguments (a node of torch's pytree), not as one opaque object.
+    Their classes are registered with torch's pytree, which then sees the values inside.
     """
     mappings = [v for v in (*args, *kwargs.values()) if isinstance(v, MutableMapping)]
     for cls in {type(container) for container in mappings if pytree.tree_is_leaf(container)}:
@@ -157,10 +158,7 @@ def containers(args: tuple, kwargs: dict[str, Any]) -> list[MutableMapping]:
 def move_buffers(
     module: nn.Module, device: torch.device, types: Mapping[str, torch.dtype] | None = None
 ) -> None:
-    """Move every buffer of `module`, leaving meta parameters where they are.
-
-    Args: `types`: new types of some of them, by name.
-    """
+    """Move every buffer of `module`, and no parameter; `types`: new dtypes by buffers' names."""
     for path, child in module.named_modules():
         for name, buffer in buffers_of(child).items():
             if buffer is not None:
@@ -170,9 +168,9 @@ def move_buffers(
 
 
 class NumberRead(RunFailed):
-    """A layer's forward has asked for its number."""
+    """A layer's forward has read the layer's number."""
 
-    count = 0  # of all reads; a forward may catch the exception
+    count = 0  # of all reads, as a forward may catch the exception
 
     def __init__(self, name: str) -> None:
         NumberRead.count += 1
@@ -205,21 +203,21 @@ def _unnumbered(cls: type, names: tuple[str, ...]) -> type:
 
 
 def compile_and_tell(function: Callable[..., Any], what: str, name: str = "") -> Callable[..., Any]:
-    """`function` through torch.compile; says so at the first call, which may take a minute.
+    """`function` through torch.compile; the first call, which may take a minute, is logged.
 
-    Sizes of the first call keep their own graphs: once a function has been called with
-    others, torch.compile makes graphs for any size and uses them for the first sizes, too.
+    Sizes of the first call keep their own graphs: after a call with other sizes, torch.compile
+    would make graphs for any size, and use these for the first sizes as well.
 
-    Args: `name` in torch's own messages and traces; the function's if none is given.
+    Args: `name`: in torch's own messages and traces; by default the function's.
     """
     let_triton_launch()
     keep_tuning_off_the_host()
     code_name = f"{name or getattr(function, '__name__', what)}_{next(_numbers)}"
     usual, any_size = (torch.compile(_with_own_code(function, code_name)) for _ in range(2))
-    first: dict[int, list[torch.Size]] = {}  # by the number of tensors: it differs with buffers
+    first: dict[int, list[torch.Size]] = {}  # by the number of tensors, which buffers change
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Of floating-point tensors alone: integers count documents, which differ every time.
+        # Sizes of integer tensors do not count: the number of documents differs every time.
         leaves = pytree.tree_leaves((args, kwargs))
         sizes = [x.shape for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
         if not first:
@@ -233,11 +231,10 @@ def compile_and_tell(function: Callable[..., Any], what: str, name: str = "") ->
 def _with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """A copy of a function or a method under another name, with a new code object.
 
-    torch.compile keeps compiled graphs by code object: kinds of layers that shared one would take
-    each other's graphs and use up its limit on their number. It also remembers, by file, line and
-    name, sizes that have varied, and compiles kernels for any size from then on
-    (torch/_dynamo/pgo.py). Functions of the same name would share that memory: the second model
-    of a process would get the slower kernels.
+    torch.compile keeps compiled graphs by code object: kinds of layers with the same one would use
+    each other's graphs, and reach the limit on their number. It also remembers, by file, line and
+    name, sizes that have varied, and then compiles kernels for any size (torch/_dynamo/pgo.py): a
+    process's second model, with functions of the same name, would get these slower kernels.
     """
     if isinstance(function, MethodType):
         return MethodType(_with_own_code(function.__func__, name), function.__self__)

@@ -1,8 +1,8 @@
-"""Images and sounds of a micro-batch, and the features that a model's encoders make of them.
+"""Runs encoders of images and sounds apart from the text, by recording and replaying their calls.
 
 A multimodal model of transformers calls `get_image_features` (or `_video_`, `_audio_`) on its
-encoders' inputs, and puts the results in the place of tokens. These calls are recorded in one run
-of the model's forward, and given back in others: so an encoder runs apart from the text around it.
+encoders' inputs, and puts the results in the place of tokens. The results of these calls are
+recorded in one run of the model's forward, and returned in others, which then run no encoder.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,9 +20,9 @@ from megatrain.errors import RunFailed
 from megatrain.model.token_chunks import draws
 
 CACHES = ("cache", "past_key_values", "cache_params")  # since transformers 5.24 the first alone
-# How a forward is run, or what stands in place of token ids.
+# Arguments of a forward that are no tensors of a micro-batch's tokens.
 NO_IDS = {"labels", "use_cache", "inputs_embeds", "logits_to_keep", "num_logits_to_keep", *CACHES}
-# With these tensors of each token; all others that a multimodal model takes are media.
+# All other arguments of a multimodal model's forward describe media.
 _OF_TEXT = NO_IDS | {
     *("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"),
     *("moe_mm_token_type_ids", "output_router_logits"),
@@ -30,7 +30,7 @@ _OF_TEXT = NO_IDS | {
 
 
 def cache_of(output: Mapping[str, Any]) -> dict[str, Any]:
-    """The cache in an output, by the name by which the forward takes it; empty: there is none."""
+    """The cache in an output, by its name as a forward's argument; empty: there is no cache."""
     return {name: value for name, value in output.items() if name in CACHES}
 
 
@@ -40,7 +40,7 @@ def of_media(name: str) -> bool:
 
 
 def as_computed(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Pixels and spectra in the dtype of the computation; times, sizes and the like as they are."""
+    """Pixels and spectra in the dtype of the computation; times, sizes and the like unchanged."""
     return value.to(dtype) if value.is_floating_point() and value.dim() > 1 else value
 
 
@@ -49,7 +49,7 @@ class Encoded:
     """The result of one call of an encoder, without its features.
 
     Attributes:
-        leaves: of the result; a shape and dtype stands for features, None for what nobody reads.
+        leaves: of the result; a `_Feature` stands for features, None for a leaf that is not read.
     """
 
     leaves: Sequence[Any]
@@ -83,21 +83,21 @@ Kept = tuple[Sequence[Encoded], Tensor]  # calls, and their features in one row
 
 
 class Recorder:
-    """Notes the results of a model's encoders in a run of its forward."""
+    """Records the results of a model's encoders in a run of its forward."""
 
     def __init__(self, touched: set[int], read: set[int], inner: "Recorder | None" = None) -> None:
         """Args:
-        touched, read: ids of the tensors that operations of the run have used, and computed with.
-        inner: notes the results of modules that these encoders call.
+        touched, read: `Uses.touched` and `Uses.read` of the run.
+        inner: records the results of modules that these encoders call.
         """
         self._touched, self._read, self._depth, self._inner = touched, set[int](), 0, inner
-        self._computed, self.inside = read, set[int]()  # inside: what encoders computed with
+        self._computed, self.inside = read, set[int]()  # inside: ids that encoders computed with
         self._results: list[tuple[list[Any], Any]] = []
         self._versions: list[tuple[Tensor, int]] = []
-        self._leaves = set[int]()  # ids of what the results hold, which nothing else has by then
+        self._leaves = set[int]()  # ids of the results' leaves
 
     def call(self, encoder: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The result of an encoder; one that another encoder calls is a part of that one."""
+        """The result of an encoder, which is recorded unless another encoder calls it."""
         if self._depth:
             return encoder(*args, **kwargs)
         self.note()
@@ -111,16 +111,16 @@ class Recorder:
                 self._inner.note()
             self._touched.clear()
             self.inside |= self._computed
-        # now: the caller may change it
+        # Flattened now, as the caller may change the result.
         self._results.append(pytree.tree_flatten((result, _beside(result))))
         leaves = self._results[-1][0]
         self._leaves |= {id(leaf) for leaf in leaves}
-        with without_torch_function():  # to ask for a version is no use of a result
+        with without_torch_function():  # reading a version is no use of a result
             self._versions += [(leaf, version_of(leaf)) for leaf in _tensors(leaves)]
         return result
 
     def note(self) -> None:
-        """Note which results have been read since the last call."""
+        """Note the results that have been read since the last call."""
         self._read |= self._touched & self._leaves
 
     @property
@@ -129,7 +129,7 @@ class Recorder:
         return any(version_of(leaf) != version for leaf, version in self._versions)
 
     def finish(self) -> tuple[list[Encoded], list[Tensor]]:
-        """All calls, and their features that were read after them."""
+        """All calls, and those features of them that were read afterwards."""
         self.note()
         calls, features = [], list[Tensor]()
         for leaves, spec in self._results:
@@ -147,8 +147,8 @@ class Recorder:
 def calls_of(model: nn.Module, media: Collection[str]) -> list[tuple[nn.Module, str]]:
     """The methods, each with its module, by which a forward calls its encoders.
 
-    A module all of whose parameters are among those of `media` is an encoder as well (Llama 4 and
-    Qwen2-Audio call their projectors so).
+    A module with parameters of `media` alone is an encoder as well (projectors of Llama 4 and
+    Qwen2-Audio).
     """
     from megatrain.compat.transformers import encoder_calls
 
@@ -157,7 +157,7 @@ def calls_of(model: nn.Module, media: Collection[str]) -> list[tuple[nn.Module, 
 
 @contextmanager
 def replaced(calls: Sequence[tuple[nn.Module, str]], call: Callable[..., Any]) -> Iterator[None]:
-    """Within this context `call(method, *args)` runs in the place of each of these methods."""
+    """Within this context `call(method, *args)` replaces each of these methods."""
     methods = [vars(module).get(name) for module, name in calls]
     for module, name in calls:
         method = getattr(module, name)
@@ -179,29 +179,29 @@ def replayed(
     features_N: Tensor,
     check: Callable[[Tensor], None],
 ) -> Iterator[None]:
-    """Within this context these calls give features that are known, in their order.
+    """Within this context these calls return recorded results, in their order.
 
-    Args: `check`: raises an error if a call may not be given this tensor.
+    Args: `check`: raises an error if a tensor must not be an argument of a call.
     """
     parts = iter(zip(encoded, features_N.split([call.numel for call in encoded]), strict=True))
 
-    def give(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def recorded(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for value in _tensors((args, kwargs)):
             check(value)
         call, part = next(parts)
         return call.result(part)
 
-    with replaced(calls, give):
+    with replaced(calls, recorded):
         yield
 
 
 class FrozenParts:
-    """Keeps what frozen modules compute in the forward of encoders that are trained in part.
+    """Keeps results of frozen modules of encoders that are trained in part, for their backward.
 
-    The backward takes it from there: a frozen tower runs once a step. The modules are the outermost
-    ones without a trained parameter. One is run again if its results have a gradient or it draws
-    random numbers, which the first backward with each kind of media shows, or if what follows
-    changes its results in place.
+    A frozen tower then runs once a step. The modules are the outermost ones without a trained
+    parameter. A module is run again in the backward if its results have a gradient or it uses
+    random numbers, which the first backward with each kind of media shows; or if later operations
+    change its results in place.
     """
 
     def __init__(self, model: nn.Module, names: Collection[str]) -> None:
@@ -213,7 +213,7 @@ class FrozenParts:
     def keeping(
         self, media: Mapping[str, Tensor], kept: list[Kept], touched: set[int]
     ) -> Iterator[Recorder | None]:
-        """Within this context a forward puts results into `kept`, and a backward takes them out."""
+        """Within this context a forward puts results into `kept`, and a backward pops them."""
         if torch.is_grad_enabled() and kept:
             with replayed(self._calls, *kept.pop(), _require_constant):
                 yield None
@@ -234,13 +234,14 @@ class FrozenParts:
             yield None
 
     def _watched(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The result of a frozen module, which is no longer kept if the backward needs it again."""
         tensors = {str(number): leaf for number, leaf in enumerate(_tensors((args, kwargs)))}
         result, random = method(*args, **kwargs), draws(partial(method, *args, **kwargs), tensors)
         if random or any(leaf.requires_grad for leaf in _tensors(result)):
             module = getattr(method, "__self__", None)
             self._calls = [call for call in self._calls if call[0] is not module]
         leaves, spec = pytree.tree_flatten((result, _beside(result)))
-        # In memory as kept results are: sums over them are then the same to the bit.
+        # Contiguous, as kept results are: sums over them are then the same to the bit.
         leaves = [leaf.contiguous() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return Encoded(leaves, spec).result(torch.empty(0))
 
@@ -254,7 +255,7 @@ def _require_constant(leaf: Tensor) -> None:
 
 
 def _beside(result: Any) -> dict[str, Any]:
-    """Attributes of a ModelOutput that are none of its items; transformers 5.17 sets some."""
+    """Attributes of a ModelOutput that are not among its items; transformers 5.17 sets some."""
     extra = getattr(result, "__dict__", {}) if isinstance(result, dict) else {}
     return {name: value for name, value in extra.items() if name not in result}
 
@@ -264,7 +265,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def in_one_row(features: Sequence[Tensor], like: Tensor) -> Tensor:
-    """All features `[N]`, on the device of another tensor."""
+    """All features end to end `[N]`; none on the device of `like`."""
     if not features:
         return torch.empty(0, device=like.device)
     return torch.cat([feature.reshape(-1) for feature in features])

@@ -1,4 +1,4 @@
-"""The tensors of a step's micro-batches, as units pass them on."""
+"""The tensors of a step's micro-batches, which the engine's units pass to one another."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,14 +24,14 @@ class MicroBatch:
         targets: `[B, T]` token that each position predicts, -100 for none.
         rows: the step's embedding rows, as this micro-batch indexes them.
         extras: `[B, T]` or `[B, T, K]`, the loss's inputs beside the targets, in its order.
-        documents: arguments that say where documents of packed rows end (model/documents.py).
+        documents: the forward's arguments with the ends of packed documents (model/documents.py).
         counted_N: 1 for a token, 0 for padding; None: all are tokens.
         calls: the layers' arguments, known once the prologue has run.
-        document_indices: of each token in packed rows, one tensor for each time the forward asks.
-        is_packed: the positions in `inputs` start anew within a row; None: only the device knows.
+        document_indices: the document of each token in packed rows, for each time the forward asks.
+        is_packed: True if positions in `inputs` restart within a row; None: only the device knows.
         media: the forward's arguments that describe images and sounds.
-        encoded: the calls of their encoders, known once these have run.
-        kept: what frozen parts of encoders have computed, for the backward of the others.
+        encoded: the calls of encoders, known once these have run.
+        kept: results of frozen parts of encoders, for the backward of trained parts.
     """
 
     inputs: dict[str, Tensor]
@@ -54,23 +54,23 @@ class Batch:
     """This rank's micro-batches of one step.
 
     Attributes:
-        normaliser: what the loss is divided by, over all micro-batches of all ranks.
-        num_tokens: all positions, padding included.
+        normaliser: the divisor of the loss, over all micro-batches of all ranks.
+        num_tokens: positions of this rank, padding included.
         unique_U: the token ids whose rows are gathered (CPU); `micro[i].rows.index` points into it.
-            With several ranks: the ids of all their tokens, in one block of equal size for each
-            rank that keeps their rows; a block is filled up with an id of its own or of an earlier
+            With several ranks: the ids of all ranks' tokens, in a block of equal size for each
+            rank that keeps their rows; a block is padded with an id of its own or of an earlier
             block.
-        seed: makes the random numbers of this step.
-        first: number of `micro[0]` in the step.
+        seed: of this step's random numbers.
+        first: the number of `micro[0]` in this rank's step.
         before: micro-batches of the ranks before this one; random numbers depend on a
             micro-batch's number among those of all ranks.
         own: the slice of `unique_U` whose rows this rank keeps.
-        all_tokens: positions of all ranks, as the caller gave them.
-        most: micro-batches of the rank that has the most; others may have passes without any.
-        idle: the last micro-batches that count nothing, where ranks exchange tokens equally often.
+        all_tokens: positions of all ranks, in the caller's micro-batches.
+        most: micro-batches of the rank that has most; others may have passes without any.
+        idle: the number of last micro-batches without labels, which only exchange tokens.
         has_media: True if any rank's micro-batch has images or sounds.
-        loss_inputs: each micro-batch's targets and the loss's other inputs, on the device; for a
-            joint loss the micro-batches of all ranks.
+        loss_inputs: the targets and other inputs of each micro-batch's loss, on the device; for a
+            joint loss of the micro-batches of all ranks.
         measured: the measures of a joint loss, on the device, once the head has been visited.
         loads: the tokens of each expert `[L, E]`, on the device, once the head has been visited.
         router_shares: the weight of each micro-batch's router loss; None: routers have one loss of
@@ -95,7 +95,7 @@ class Batch:
     idle: int = 0
 
     def passes(self, count: int) -> list["Batch"]:
-        """Split the micro-batches, in order, into at most `count` groups of about equal size."""
+        """The micro-batches, in order, as at most `count` batches of about equal size."""
         count = min(count, max(self.most, len(self.micro)))
         ends = [len(self.micro) * part // count for part in range(count + 1)]
         return [

@@ -1,4 +1,4 @@
-"""Expert parallel: each rank holds some experts of a layer, and tokens go to the ranks of theirs.
+"""Expert parallelism: each rank owns some experts of a layer, and tokens are sent to the owners.
 
 Legend: N ranks, E experts of a layer, R rows of a rank's tokens (one for each expert of a token), S
 rows of a rank's experts, H width.
@@ -18,21 +18,22 @@ from megatrain.tile.layout import ALIGNMENT
 
 @custom_op("megatrain::arrivals", mutates_args=())
 def _arrivals(counts_E: Tensor, length: int, ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The rows that come to this rank, where each goes to the owner of its expert.
+    """The rows that this rank receives if each is sent to the owner of its expert.
 
-    Returns the numbers of rows to and from each rank `[2, N]`, on the host; the number of each
-    expert's here; and of the rows that come, sorted by expert, these experts' numbers `[S]` and the
-    place `[S]` at which each comes, rank by rank.
+    Returns the numbers of rows sent to and received from each rank `[2, N]`, on the host; the
+    number of rows of each expert here; and of the received rows, sorted by expert, the experts'
+    numbers `[S]` and the places `[S]` in the order of arrival, rank by rank.
 
-    Args: `length`: of this rank's rows.
+    Args: `length`: the number of rows of this rank.
     """
     counts = counts_E.long().view(numbered[ranks].size, -1)
-    theirs = numbered[ranks].exchange(counts)
-    splits = torch.stack([counts.sum(1), theirs.sum(1)]).cpu()
-    numbers = torch.arange(theirs.shape[1], device=theirs.device).repeat(len(theirs))
-    size = int(splits[1].sum())  # told, so that the host does not wait for the device
-    of_rows, order = numbers.repeat_interleave(theirs.flatten(), output_size=size).sort(stable=True)
-    return splits, theirs.sum(0), of_rows, order
+    received = numbered[ranks].exchange(counts)
+    splits = torch.stack([counts.sum(1), received.sum(1)]).cpu()
+    numbers = torch.arange(received.shape[1], device=received.device).repeat(len(received))
+    size = int(splits[1].sum())  # with the size the host does not wait for the device
+    unsorted = numbers.repeat_interleave(received.flatten(), output_size=size)
+    experts, order = unsorted.sort(stable=True)
+    return splits, received.sum(0), experts, order
 
 
 @_arrivals.register_fake
@@ -44,9 +45,9 @@ def _(counts_E: Tensor, length: int, ranks: int) -> tuple[Tensor, Tensor, Tensor
 
 
 class ExpertOwners:
-    """The ranks that each own the same number of every layer's experts, in their order.
+    """The ranks among which the experts of every layer are divided evenly, in their order.
 
-    All ranks call a layer's experts equally often: each call exchanges rows.
+    All ranks call a layer's experts equally often, as each call exchanges rows.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -54,36 +55,34 @@ class ExpertOwners:
         numbered.append(ranks)
 
     def own(self, stack: Tensor) -> Tensor:
-        """This rank's experts of a stack of all `[E, ...]`."""
+        """This rank's experts of a stack `[E, ...]`."""
         return stack.tensor_split(self._ranks.size)[self._ranks.rank]
 
     def dispatch(
         self, rows_RH: Tensor, counts_E: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """Send rows, sorted by expert, to the ranks that own their experts.
+        """Send rows, sorted by expert, to the owners; `counts_E` is the rows of each expert.
 
-        Returns the rows that came, sorted by expert, their experts' numbers here, the end of each
-        expert's rows, and what takes results of these rows back.
-
-        Args: `counts_E`: the rows of each expert.
+        Returns the received rows, sorted by expert, the number of each row's expert here, the end
+        of each expert's rows, and a function that sends results of these rows back.
         """
         from megatrain.compat.transformers import Copied  # plans do without it
 
-        splits, counts, of_rows, order = _arrivals(counts_E, len(rows_RH), self._number)
+        splits, counts, experts, order = _arrivals(counts_E, len(rows_RH), self._number)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
-        came = exchange(rows_RH, splits, self._number)
+        received = exchange(rows_RH, splits, self._number)
 
-        def back(rows: Tensor) -> Tensor:
-            as_came = Copied.apply(rows, places, order[:, None])
-            return exchange(as_came, splits.flip(0), self._number)
+        def send_back(rows: Tensor) -> Tensor:
+            in_order_of_arrival = Copied.apply(rows, places, order[:, None])
+            return exchange(in_order_of_arrival, splits.flip(0), self._number)
 
-        rows = Copied.apply(came, order, places[:, None])
-        return rows, of_rows, counts.cumsum(0, dtype=torch.int32), back
+        rows = Copied.apply(received, order, places[:, None])
+        return rows, experts, counts.cumsum(0, dtype=torch.int32), send_back
 
 
 def owned_names(spec: ModelSpec, ranks: int) -> set[str]:
-    """The stacks of experts that ranks own. Raises InputError: they cannot."""
+    """The stacks whose experts ranks can own. Raises InputError: a stack cannot be divided."""
     shapes = {name: p.shape for name, p in spec.capture.model.named_parameters()}
     for full in spec.stacks:
         count, block = shapes[full][0], shapes[full].numel() // ranks

@@ -1,8 +1,8 @@
-"""Reads a model's spec off one run of its own forward.
+"""Finds a model's `ModelSpec` in one run of its own forward.
 
-The run is made on the CPU with all weights zero (pages of zeros that take no memory) and a handful
-of tokens: only structure is learned from it, so it needs no weights and costs no time. What the
-forward computes from what is read off the autograd graph.
+The run is on the CPU, with weights of zeros that take no memory and a handful of tokens: it shows
+only the structure, needs no weights and takes no time. The autograd graph shows which tensors and
+parameters each result depends on.
 """
 
 import re
@@ -47,10 +47,10 @@ _MORE_STATES = "its head computes logits from more than the last hidden states"
 
 
 def spec(model: PreTrainedModel, *, trained: bool = True) -> ModelSpec:
-    """Learn the structure of `model` (meta parameters, real CPU buffers), to be trained or not.
+    """The structure of `model` (meta parameters, real CPU buffers), which is `trained` or only run.
 
-    Raises Unsupported: the model has no stack of layers, or one that cannot be streamed, or its
-    configuration makes a model that cannot be run at all.
+    Raises Unsupported: the model has no stack of layers, or one that cannot be streamed, or cannot
+    be run at all.
     """
     unsupported.refuse_settings(model.config)
     unsupported.refuse_behaviour(model)
@@ -74,10 +74,11 @@ def spec(model: PreTrainedModel, *, trained: bool = True) -> ModelSpec:
         raise
     except Exception:
         _refuse_broken(model)
-        raise  # it works where it is run as a whole: not the user's mistake
+        raise  # a bug here, as the whole model can be run
 
 
 def _refuse_broken(model: PreTrainedModel) -> None:
+    """Raises Unsupported: the model cannot be run as a whole either."""
     weights = {name: zero_pages(p.shape) for name, p in model.named_parameters()}
     problem, remedy = f"{type(model).__name__} cannot be run on text", "check its configuration"
     if type(model).forward is nn.Module.forward:
@@ -101,6 +102,7 @@ def _refuse_broken(model: PreTrainedModel) -> None:
 
 
 def _spec(model: PreTrainedModel, routers: RouterLoss | None) -> ModelSpec:
+    """The structure of a model by the largest of its stacks that the forward calls."""
     not_called = []
     for name, stack in find_stacks(model):
         probe = _Probe(model, (name, stack), routers)
@@ -128,11 +130,11 @@ def find_stacks(model: PreTrainedModel) -> list[tuple[str, nn.ModuleList]]:
 
 
 class NotCalled(Exception):
-    """The probe ran the model and none of the stack's layers was called."""
+    """The model's forward has called none of a stack's layers."""
 
 
 class _Probe:
-    """One structure run over a model."""
+    """The structure run of a model, with one of its stacks."""
 
     def __init__(
         self, model: PreTrainedModel, named: tuple[str, nn.ModuleList], routers: RouterLoss | None
@@ -143,14 +145,14 @@ class _Probe:
         in_stack = {id(p) for p in stack.parameters()}
         self.outer = {n: p for n, p in model.named_parameters() if id(p) not in in_stack}
         self._refuse_shared()
-        self.numbered = set[int]()
+        self.numbered = set[int]()  # ids of layers whose number cannot be hidden
         self.signatures = {id(layer): self._signature(layer) for layer in stack}
         self.capture = Capture(model, stack)
         self.kinds: dict[Any, LayerTemplate] = {}
         self.layers: list[Layer] = []
-        self.without_gradients: list[str] = []  # layers that are called so
-        self.origin: dict[Hashable, Ref] = {}  # identity of an activation -> where it came from
-        self.alive: list[Tensor] = []  # keeps those identities valid
+        self.without_gradients: list[str] = []  # layers that are called under no_grad
+        self.origin: dict[Hashable, Ref] = {}  # `identity` of an activation -> its origin
+        self.alive: list[Tensor] = []  # activations, so that no other tensor gets their identity
         self.uses = Uses()
         self.inputs = self.capture.inputs({"input_ids": PROBE_IDS})
         self.weights = {n: zero_pages(p.shape, requires_grad=True) for n, p in self.outer.items()}
@@ -177,7 +179,7 @@ class _Probe:
                 f"{self.paths[id(layer)]} holds {text}, but not as one of its parameters (in a "
                 "list, a function, another module's method); such weights are not supported"
             )
-        if reader.reads_dictionaries:  # where a layer's number may be, which cannot be hidden there
+        if reader.reads_dictionaries:  # a layer's number cannot be hidden in `__dict__`
             self.numbered.add(id(layer))
         return signature
 
@@ -198,7 +200,7 @@ class _Probe:
             structure = self._finish(rows, constants, output)
         refuse_mixing(structure)
         unsupported.refuse_state(watch, lambda: self._again(output, rows))
-        if self.without_gradients:  # other reasons first, which say more
+        if self.without_gradients:  # last, as other reasons say more
             raise Unsupported(
                 f"{self.without_gradients[0]} is called under torch.no_grad(), and would be "
                 "trained here; freeze its parameters by requires_grad_(False) and call it without"
@@ -218,7 +220,7 @@ class _Probe:
         return Rows(PROBE_IDS, torch.searchsorted(unique, PROBE_IDS), tables, unique)
 
     def _again(self, output: Any, rows: Rows) -> list[Any]:
-        """The layers' arguments in another run, and the results computed from their outputs."""
+        """The layers' arguments in another run, and the results of the forward."""
         results: list[Any] = []
         visits = iter(self.layers)
 
@@ -232,7 +234,7 @@ class _Probe:
         return [*results, self._logits(output)]
 
     def _find_trunk(self) -> None:
-        """Find the module around the layers, in the runs that settle the model."""
+        """Set the capture's trunk; raises NotCalled or Unsupported: there is none."""
         path = self.stack_name.split(".")
         called: list[nn.Module] = []
         with ExitStack() as hooks:
@@ -245,7 +247,7 @@ class _Probe:
             shapes = {name: p.shape for name, p in self.outer.items()}
             if not unsupported.settle(self.capture, self.stack, shapes):
                 raise NotCalled
-        if self.capture.embeds:  # some pool after their layers, which is no part of it
+        if self.capture.embeds:  # without a head, the model's output is the trunk's
             called.insert(0, self.model)
         if not called:
             raise Unsupported(
@@ -255,7 +257,7 @@ class _Probe:
         self.capture.trunk = called[0]
 
     def _tables(self) -> tuple[list[str], list[int]]:
-        """Tables from which the prologue takes rows and no more: of the batch's ids, or fixed."""
+        """Names of tables that are only read by the batch's ids or fixed rows; and these rows."""
         uses, arguments = Uses(), list[Any]()
 
         def first(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -265,17 +267,19 @@ class _Probe:
         self._forward(first, None, uses)
         names = {id(w): name for name, w in self.weights.items()}
         looked_up = [(names[id(w)], used) for w, used in uses.lookups if id(w) in names]
-        of_ids = PROBE_IDS.flatten().sort().values  # a lookup may have the batch's ids in any order
+        of_ids = PROBE_IDS.flatten().sort().values  # lookups may have other orders of the ids
         other_uses = {
             n for n, used in looked_up if not torch.equal(used.flatten().sort().values, of_ids)
         }
         other_uses |= {names[i] for i in uses.read.union(map(id, arguments)) if i in names}
-        mine = sorted({name for name, _ in looked_up} - other_uses)
-        constants = {row for table, row in uses.constants if row >= 0 and names.get(table) in mine}
-        return mine, sorted(constants)
+        tables = sorted({name for name, _ in looked_up} - other_uses)
+        constants = {
+            row for table, row in uses.constants if row >= 0 and names.get(table) in tables
+        }
+        return tables, sorted(constants)
 
     def _record(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """Note a layer, its kind and its inputs; returns the kind's example as its outputs."""
+        """Note a called layer, its kind and its inputs; returns its kind's example as outputs."""
         visit = len(self.layers)
         path = self.paths[id(module)]
         if any(layer.name == path for layer in self.layers):
@@ -301,7 +305,7 @@ class _Probe:
         return pytree.tree_unflatten(outputs, kind.output_spec)
 
     def _trace(self, leaf: Tensor, path: str) -> Ref | None:
-        """The activation that an argument is; None if no gradient flows to it."""
+        """The origin of a layer's argument; None: no gradient flows to it."""
         if identity(leaf) in self.origin:
             self._refuse_other_gradients(leaf, path)
             return self.origin[identity(leaf)]
@@ -317,7 +321,7 @@ class _Probe:
         return self.origin.get(identity(leaf))
 
     def _refuse_other_gradients(self, leaf: Tensor, path: str) -> None:
-        """Refuse code between layers that changes gradients alone."""
+        """Raises Unsupported: code between layers changes gradients alone."""
         ends, node = {value.grad_fn for value in self.alive}, leaf.grad_fn
         while node is not None and node not in ends:
             if isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -328,17 +332,18 @@ class _Probe:
             node = node.next_functions[0][0] if node.next_functions else None
 
     def _kind(self, module: nn.Module, path: str, args: tuple, kwargs: dict) -> LayerTemplate:
+        """The template of a layer's kind, which is tried when it is new."""
         key = self.signatures[id(module)]
         if id(module) not in self.numbered:
             if key in self.kinds:
                 return self.kinds[key]
             kind, reads = self._template(module, path, numbered=False), NumberRead.count
-            with suppress(Exception):  # a forward may fail in any way without the number
+            with suppress(Exception):  # without the number a forward may fail in any way
                 unsupported.try_kind(kind, path, module, args, kwargs)
                 if NumberRead.count == reads:
                     self.kinds[key] = kind
                     return kind
-        # This forward reads its number, or fails in any case: the layer becomes a separate kind.
+        # This forward reads the layer's number, or fails in any case: it gets a kind of its own.
         kind = self._template(module, path)
         unsupported.try_kind(kind, path, module, args, kwargs)
         return kind
@@ -353,7 +358,7 @@ class _Probe:
         return LayerTemplate(template)
 
     def _finish(self, rows: Rows, constants: list[int], output: Any) -> ModelSpec:
-        """The spec, from the trunk's output and from one run of the head on it."""
+        """The structure, from the trunk's output and a run of the head on it."""
         weights = self.weights
         names = {id(w): name for name, w in weights.items()}
         end = reach([last_hidden(output)])
@@ -378,7 +383,7 @@ class _Probe:
         placed = {*gathered, *prologue, *epilogue}
         others = [name for name in weights if name not in placed]
         used = self.uses.touched
-        if self.capture.encodes:  # some ask an encoder's weights for their dtype, and no more
+        if self.capture.encodes:  # here `touched` includes weights that are asked for their dtype
             used = self.uses.read | {id(table) for table, _ in self.uses.lookups}
             used |= {table for table, _ in self.uses.constants}
         fixed = sorted(name for name in others if id(weights[name]) in used)
@@ -410,14 +415,14 @@ class _Probe:
         )
 
     def _logits(self, output: Any) -> Tensor:
-        # Not the run's row count: a value pooled in the trunk has as many rows as the run.
+        # Other numbers of rows and tokens than the run's show states that the trunk has pooled.
         hidden = last_hidden(output).detach()[:1, :3].clone().requires_grad_()
         inputs = {**self.inputs, "input_ids": PROBE_IDS[:1, :3]}
         try:
-            # One row of each weight is multiplied, and shows that the logits depend on it.
+            # The first row of each weight is multiplied, so that logits depend on the weight.
             with ZeroProducts(self.weights.values(), 1), Lookups({}, None, self.uses):
                 logits = self.capture.head(self.weights, with_hidden(output, hidden), inputs)
-        except RuntimeError as error:  # other states of the trunk have more rows and tokens
+        except RuntimeError as error:  # sizes differ, as other states have more rows and tokens
             raise Unsupported(_MORE_STATES) from error
         if not isinstance(logits, Tensor) or logits.shape[:2] != hidden.shape[:2]:
             raise Unsupported(_MORE_STATES)
@@ -440,7 +445,7 @@ class _Tag(torch.autograd.Function):
 
 
 def tag(value: Tensor, ref: Ref) -> Tensor:
-    """A copy of `value`, marked so that `reach` finds it behind tensors computed from it."""
+    """A copy of `value`, marked so that `reach` finds it in the graphs of later tensors."""
     anchor = torch.zeros((), dtype=value.dtype, requires_grad=True)
     with torch.enable_grad():
         return _Tag.apply(value + anchor, ref)
@@ -448,14 +453,14 @@ def tag(value: Tensor, ref: Ref) -> Tensor:
 
 @dataclass
 class AutogradDeps:
-    """The tagged activations, and leaves (by id), that tensors depend on."""
+    """The tagged activations, and the ids of leaves, on which tensors depend."""
 
     refs: set[Ref] = field(default_factory=set)
     leaves: set[int] = field(default_factory=set)
 
 
 def reach(tensors: Iterable[Tensor]) -> AutogradDeps:
-    """Walk the autograd graph of `tensors` back to tagged activations and leaves."""
+    """The tagged activations and leaves in the autograd graph of `tensors`."""
     tensors = list(tensors)
     deps, visited = AutogradDeps(), set()
     queue: list[Any] = [t.grad_fn for t in tensors]

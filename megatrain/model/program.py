@@ -1,6 +1,6 @@
-"""The computations of one model: prologue, layers, epilogue and head, each given its weights.
+"""The computations of a model: prologue, layers, epilogue and head, each called with its weights.
 
-Knows nothing of streams, slots or copies: tensors in, tensors out, one micro-batch at a time.
+There are no streams, slots or copies here: tensors in, tensors out, one micro-batch at a time.
 Legend: B rows, T tokens of a row, D width, V vocabulary.
 """
 
@@ -49,7 +49,7 @@ class ModelProgram:
     def __init__(
         self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, float8: bool = False
     ) -> None:
-        """Args: `float8`: linear modules of the layers compute in it. Raises InputError."""
+        """Args: `float8`: layers' linear modules compute in float8. Raises InputError: none can."""
         self.spec, self.device, self.dtype = spec, device, dtype
         self.capture = spec.capture
         model = self.capture.model
@@ -66,8 +66,8 @@ class ModelProgram:
         takes_lengths = attention.takes_lengths(model, fp32=fp32)
         self.may_attend_by_lengths = self.capture.takes_any and takes_lengths
         self.attends_by_lengths = self.exchanges = False
-        self._followed = set[frozenset[str]]()  # kinds of media that layers are followed with
-        # By the shape of rows: calls of `look` in a forward that need not be repeated.
+        self._supported_media = set[frozenset[str]]()  # kinds of media for which a check passed
+        # By the shape of rows: calls of `look` in a forward that find one document, from ids alone.
         self._undivided: dict[torch.Size, set[int]] = {}
         self._encoder_calls = calls_of(model, spec.media)
         if self._encoder_calls:
@@ -82,11 +82,11 @@ class ModelProgram:
         }
 
     def type_of(self, name: str) -> torch.dtype:
-        """The type that the forward computes with a parameter in."""
+        """The dtype of a parameter in the forward."""
         return self._types.get(name, self.dtype)
 
     def _in_float8(self) -> list[nn.Module]:
-        """Let linear modules compute in it; returns those with one scale for all their tokens."""
+        """Let linear modules compute in float8; returns those with one scale for all tokens."""
         require_float8(self.device)
         modules, frozen = list[nn.Module](), multiplied(self.spec)
         for kind in self.kinds:
@@ -126,7 +126,7 @@ class ModelProgram:
         self.attends_by_lengths = name == attention.BY_LENGTHS
 
     def set_owners(self, owners: ExpertOwners | None) -> None:
-        """Let tokens go to the ranks that own their experts; None: each rank has all experts."""
+        """Send tokens to the ranks that own their experts; None: each rank has all experts."""
         self.exchanges = owners is not None
         for module in (self.capture.model, *(kind.module for kind in self.kinds)):
             set_owners(module, owners)
@@ -134,10 +134,10 @@ class ModelProgram:
     def tile_epilogue(self, tokens: int) -> None:
         """Run modules after the layers in tiles of `tokens`, if they act on every token alone.
 
-        A final norm computes in fp32: for a long row that is more than all layers work with.
+        A final norm computes in fp32: for a long row this takes more memory than a layer.
         """
         for part in self.rest:
-            part.__dict__.pop("forward", None)  # it may have been wrapped for other tiles
+            part.__dict__.pop("forward", None)  # of tiles of another size
             part.forward = ChunkedOverTokens(part, tokens, lambda function, what: function)
 
     @cached_property
@@ -146,7 +146,7 @@ class ModelProgram:
         return parts(self.capture.model, self.spec.epilogue)
 
     def eager(self) -> AbstractContextManager[None]:
-        """Within this context nothing is compiled: for a shape that is seen only once."""
+        """Within this context no compiled layer runs: for a shape that occurs only once."""
         return changed(self.kinds, compiled={})
 
     def encode(
@@ -154,7 +154,7 @@ class ModelProgram:
     ) -> Tensor:
         """The features `[N]` of a micro-batch's images and sounds; notes the calls in `batch`.
 
-        Args: `frozen`: parts whose results the backward takes from the forward.
+        Args: `frozen`: parts whose results are kept for the backward.
 
         Raises InputError: the encoders compute with weights that text uses as well.
         """
@@ -164,7 +164,8 @@ class ModelProgram:
             parts = frozen.keeping(batch.media, batch.kept, uses.touched)
 
         def run_layers(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            uses.touched.update(map(id, pytree.tree_leaves((args, kwargs))))  # some between layers
+            # Features that are added between layers count as used.
+            uses.touched.update(map(id, pytree.tree_leaves((args, kwargs))))
             return forward(*args, **kwargs)
 
         with parts as inner, replaced([(self.capture.runner, "forward")], run_layers):
@@ -180,16 +181,16 @@ class ModelProgram:
     def prologue(
         self, weights: Weights, batch: MicroBatch, features_N: Tensor | None = None
     ) -> Activations:
-        """Compute the activations that enter the layers; record every layer's arguments in `batch`.
+        """The activations that enter the layers; every layer's arguments are recorded in `batch`.
 
-        Outputs carry a graph if any of `weights` or `batch.rows.tables` requires gradients. Where
-        the arguments are known already, the forward ends with the last of the outputs.
+        The activations have a graph if any of `weights` or `batch.rows.tables` requires gradients.
+        If the arguments are recorded already, the forward ends with the last of the activations.
 
-        Args: `features_N`: of `encode`, where the micro-batch has images or sounds.
+        Args: `features_N`: of `encode`, if the micro-batch has images or sounds.
         """
-        if features_N is not None and frozenset(batch.media) not in self._followed:
+        if features_N is not None and frozenset(batch.media) not in self._supported_media:
             self._check_media(weights, batch, features_N)
-            self._followed.add(frozenset(batch.media))
+            self._supported_media.add(frozenset(batch.media))
         values, calls, _ = self._recorded(weights, batch, features_N)
         if not batch.calls:
             if len(calls) < len(self.spec.layers):
@@ -198,8 +199,8 @@ class ModelProgram:
         return values
 
     def follow_media(self, batch: MicroBatch) -> None:
-        """Take the layers to follow with media of this kind, which real values would show."""
-        self._followed.add(frozenset(batch.media))
+        """Skip the check of media of this kind, which needs tensors with data."""
+        self._supported_media.add(frozenset(batch.media))
 
     def _recorded(
         self,
@@ -211,15 +212,15 @@ class ModelProgram:
         whole: bool = False,
         uses: Uses | None = None,
     ) -> tuple[Activations, list[Call], Any]:
-        """Run the model's forward with recorders as layers; it ends once nothing new would come.
+        """Run the model's forward with recorders in place of layers, as far as is needed.
 
-        A recorder outputs zeros. Its arguments with a graph come from the prologue, from another
-        layer, or from a layer with something added (images or sounds). Returns the activations that
+        A recorder returns zeros. Its arguments with a graph come from the prologue, from another
+        layer, or from a layer with a tensor added (images or sounds). Returns the activations that
         enter the layers, their calls if `batch` has none yet, and with `whole` the trunk's output.
 
         Args:
-            layer_output: with images or sounds, what layers output in place of zeros.
-            uses: notes which tensors the run uses.
+            layer_output: with images or sounds, the value of recorders' results in place of 0.
+            uses: notes the tensors that the run uses.
         """
         traced: dict[Hashable, Ref | Sum] = {}  # arguments of layers, by the tensor's identity
         made_by: dict[int, Ref] = {}  # outputs of layers, by the id of the leaf of their graph
@@ -244,7 +245,7 @@ class ModelProgram:
             return self._output(visit, output)
 
         def argument(visit: int, leaf: Any) -> Any:
-            """The Ref or Sum that a layer's argument is, or the argument itself."""
+            """The Ref or Sum of a layer's argument; or the argument, if it is no activation."""
             if not isinstance(leaf, Tensor):
                 return leaf
             key = identity(leaf)
@@ -253,7 +254,7 @@ class ModelProgram:
             return traced.get(key, leaf)
 
         def entering(visit: int, leaf: Tensor) -> Ref | Sum:
-            """An activation that the prologue makes, alone or added to a layer's output."""
+            """A new activation of the prologue, or what is added to a layer's output."""
             outputs = {made_by[i] for i in reach([leaf]).leaves if i in made_by}
             if not outputs:
                 ref = Ref(PROLOGUE, sum(ref.visit == PROLOGUE for ref in values))
@@ -281,11 +282,11 @@ class ModelProgram:
         return values, calls, trunk
 
     def _check_media(self, weights: Weights, batch: MicroBatch, features_N: Tensor) -> None:
-        """Refuse a model that does more with features of images than to add them before layers."""
+        """Raises InputError: a model does more with features than to add them before layers."""
         features_N, uses = features_N.detach().requires_grad_(), Uses()
         run = partial(self._recorded, weights, batch, features_N)
         with torch.enable_grad(), self.capture.stop_after_trunk():
-            # Layers that return 0, then 1: if features are only added, what is added is the same.
+            # Recorders return 0, then 1: if features are only added, both runs add the same.
             with_zeros, calls, _ = run(uses=uses)
             with_ones, _, output = run(layer_output=1.0, whole=True)
         self._require_apart(uses.read, self.spec.media)
@@ -305,7 +306,7 @@ class ModelProgram:
         return replayed(self._encoder_calls, batch.encoded, features_N, refuse_text)
 
     def _require_apart(self, used: set[int], names: Iterable[str]) -> None:
-        """Raises InputError: a run computed with weights of these names, which it does not have."""
+        """Raises InputError: a run has used parameters of these names, which it must not."""
         for name in names:
             if id(self._outer[name]) in used:
                 raise _text_alone(
@@ -320,7 +321,7 @@ class ModelProgram:
         values: Activations,
         saves: Saves | None = None,
     ) -> Activations:
-        """The activations that layer `visit` makes of `values`; see `LayerTemplate.call`."""
+        """The activations that layer `visit` computes from `values`; see `LayerTemplate.call`."""
         args, kwargs = batch.calls[visit].arguments(values)
         layer = self.spec.layers[visit]
         bound = {**self.buffers[visit], **weights}
@@ -333,13 +334,13 @@ class ModelProgram:
         return [*self.buffers[visit].values(), *self.spec.layers[visit].kind.module.buffers()]
 
     def repeats(self, visit: int, batch: MicroBatch) -> bool:
-        """True if a graph that saves nothing may wait; a forecast asks by the batch's rows."""
+        """True if the layer may keep a graph that saves nothing; forecasts look at `batch`."""
         return self.spec.layers[visit].kind.repeats
 
     def epilogue(self, weights: Weights, batch: MicroBatch, values: Activations) -> Any:
-        """Run what follows the layers; returns the trunk's output (hidden states `[B, T, D]`)."""
+        """The trunk's output (hidden states `[B, T, D]`), from the layers' outputs in `values`."""
         inputs = dict(batch.inputs)
-        if not self._epilogue_has_layers:  # only they read a mask; making one waits for the device
+        if not self._epilogue_has_layers:  # no mask is needed; making one waits for the device
             inputs.pop("attention_mask", None)
         with self.capture.stop_after_trunk():
             return self._run(self._replay(batch, values), weights, batch, inputs)
@@ -357,9 +358,9 @@ class ModelProgram:
         def handler(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             visit = next(count)
             _expect(self.spec.layers[visit], module)
-            return self._output(visit, given)
+            return self._output(visit, known_or_zeros)
 
-        def given(ref: Ref, example: Tensor) -> Tensor:
+        def known_or_zeros(ref: Ref, example: Tensor) -> Tensor:
             if ref in values:
                 return values[ref]
             if id(example) not in zeros:
@@ -369,7 +370,7 @@ class ModelProgram:
         return handler
 
     def _output(self, visit: int, make: Callable[[Ref, Tensor], Tensor]) -> Any:
-        """The outputs of a layer as the forward expects them."""
+        """The outputs of a layer in the forward's structure; `make` returns each tensor."""
         kind = self.spec.layers[visit].kind
         leaves = [
             make(Ref(visit, index), leaf) if isinstance(leaf, Tensor) else leaf
@@ -395,7 +396,7 @@ class ModelProgram:
         outer = {**self._outer, **{k: w for k, w in weights.items() if k in self._outer}}
 
         def unwatched(*call: Any) -> Any:
-            with without_torch_function():  # only the model's own lookups are of interest
+            with without_torch_function():  # only the model's own operations are noted
                 return handler(*call)
 
         documents = batch.documents if self.attends_by_lengths else {}
@@ -405,9 +406,9 @@ class ModelProgram:
             self._undivided[shape] = set()
             uses = Uses(derived={id(v): v for v in arguments.values() if isinstance(v, Tensor)})
         find = partial(self._document_indices, batch, uses)
-        told = attention.set_to(bool(documents), attention.TOLD)
+        has_lengths = attention.set_to(bool(documents), attention.HAS_LENGTHS)
         padded = batch.counted_N is not None
-        with told, finding_once(batch.document_indices, find, padded=padded):
+        with has_lengths, finding_once(batch.document_indices, find, padded=padded):
             return self.capture.forward(unwatched, outer, arguments, batch.rows, uses)
 
     def _document_indices(
@@ -417,17 +418,18 @@ class ModelProgram:
         look: Callable[[Tensor], Tensor | None],
         position_ids: Tensor,
     ) -> Tensor | None:
-        """The document of each token of packed rows.
+        """The document of each token of packed rows; None: each row is one document.
 
-        `look` finds it but waits for the device, so it is called only if nothing else tells.
-        Given positions are known on the CPU. A model's own, where ids alone are given, are the same
-        for all rows of a length, unless they were computed from the ids.
+        `look` finds out, but waits for the device: it is called only if nothing else shows. The
+        batch's positions are known on the CPU. A model's own positions, of ids alone, are the same
+        for all rows of a length, unless they are computed from the ids.
         """
-        given, number = batch.inputs.get("position_ids"), len(batch.document_indices)
-        if given is not None and batch.is_packed is not None:
-            given = given if given.ndim == 2 else given[0]
-            if identity(given) == identity(position_ids):
-                return attention.document_starts(given).cumsum(-1) - 1 if batch.is_packed else None
+        of_batch, number = batch.inputs.get("position_ids"), len(batch.document_indices)
+        if of_batch is not None and batch.is_packed is not None:
+            of_batch = of_batch if of_batch.ndim == 2 else of_batch[0]
+            if identity(of_batch) == identity(position_ids):
+                starts = attention.document_starts(of_batch)
+                return starts.cumsum(-1) - 1 if batch.is_packed else None
         undivided = self._undivided.get(batch.inputs["input_ids"].shape, set())
         if number in undivided and _gives_ids_alone(batch):
             return None
@@ -442,6 +444,7 @@ def _gives_ids_alone(batch: MicroBatch) -> bool:
 
 
 def _expect(layer: Layer, called: nn.Module | None) -> None:
+    """Raises RunFailed: the forward has called another layer than in the structure run."""
     if layer.module is not called:
         raise RunFailed(f"the model's forward left out {layer.name}, which it called at first")
 
@@ -460,7 +463,7 @@ def _text_alone(why: str) -> InputError:
 def _own_buffers(
     layer: Layer, types: Mapping[str, torch.dtype], own: Container[str]
 ) -> dict[str, Tensor]:
-    """The layer's buffers that differ from its template's, or are its `own`, in computed types."""
+    """The layer's buffers that differ from its template's, or are in `own`, in compute dtypes."""
     shared, buffers = dict(layer.kind.module.named_buffers()), dict[str, Tensor]()
     for name, buffer in layer.module.named_buffers():
         full = f"{layer.name}.{name}"

@@ -1,9 +1,9 @@
-"""Weights that a folder stores packed for inference: unpacked as they are read, kept, or packed.
+"""Reads weights that a folder stores quantised (packed): as values, or as the bytes of a format.
 
-Their values are those of transformers' own dequantisation, bit for bit: mxfp4 (gpt-oss), float8
-in blocks (DeepSeek-V3, Kimi K2, Qwen3, MiniMax), float8, int8 and int4 of compressed-tensors, and
-integers of GPTQ and AWQ, in the dtype of their scales. NF4 of bitsandbytes and float8 of torchao
-become the bytes in which a tile keeps them, and no value changes.
+Values are those of transformers' own dequantisation, bit for bit: mxfp4 (gpt-oss), float8 in blocks
+(DeepSeek-V3, Kimi K2, Qwen3, MiniMax), float8, int8 and int4 of compressed-tensors, and integers of
+GPTQ and AWQ, in the dtype of their scales. NF4 of bitsandbytes and float8 of torchao are read as
+bytes of the formats in which tiles keep them, and no value changes.
 https://github.com/huggingface/transformers (integrations: mxfp4.py, finegrained_fp8.py),
 https://github.com/vllm-project/compressed-tensors (compressors),
 https://github.com/AutoGPTQ/AutoGPTQ (qlinear_cuda_old.py),
@@ -31,7 +31,7 @@ from megatrain.model.safetensors_io import Stored
 from megatrain.tile.formats import BLOCKS, FP8, MXFP4, NF4, NF4_WIDE, SIDE, WeightFormat, is_nf4
 
 Settings = Mapping[str, Any]
-Block = Sequence[int | None]  # how many rows and columns share a scale; None: all
+Block = Sequence[int | None]  # numbers of rows and of columns that share a scale; None: all
 
 _CODES = {
     "pack-quantized": torch.int32,
@@ -41,7 +41,7 @@ _CODES = {
 _STATE = ".quant_state.bitsandbytes__nf4"
 _PARTS = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 _QDATA = "._weight_qdata"
-# What a packed forward needs, or what is read otherwise.
+# Endings of tensors that only a quantised forward needs, or that are not needed to unpack.
 _UNUSED = (
     *(f".{what}_{part}" for what in ("input", "output") for part in ("scale", "zero_point")),
     *(".activation_scale", ".qscale_act", ".weight_shape", ".q_scale", ".k_scale", ".v_scale"),
@@ -65,14 +65,14 @@ def unpacked_format(config: Mapping[str, Any]) -> str | None:
     """
     settings = quantisation(config)
     method = str(settings.get("quant_method"))
-    if method not in _MAKERS.keys() - _KEPT or any(_untaken(settings)):
+    if method not in _MAKERS.keys() - _KEPT or any(_unsupported(settings)):
         return None
     formats = ", ".join(sorted({scheme["format"] for scheme in _schemes(settings)}))
     return f"{method} ({formats})" if formats else method
 
 
 def kept_format(config: Mapping[str, Any]) -> WeightFormat | None:
-    """The format in which tiles can keep weights that are else unpacked; None: there is none."""
+    """The format in which tiles can keep weights that are unpacked by default; None: none can."""
     settings = quantisation(config)
     block = settings.get("weight_block_size", [SIDE, SIDE])
     formats = {"mxfp4": MXFP4, "fp8": BLOCKS if block == [SIDE, SIDE] else None}
@@ -80,7 +80,7 @@ def kept_format(config: Mapping[str, Any]) -> WeightFormat | None:
 
 
 def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8", "nf4"] | None:
-    """How a model's folder quantises its weights; None: it does not, or they are unpacked."""
+    """The format of quantised weights; None: there are none, or they are unpacked. InputError."""
     settings = quantisation(config)
     method = settings.get("quant_method")
     if not settings or unpacked_format(config):
@@ -96,8 +96,8 @@ def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8
         if kind == "Float8WeightOnlyConfig":
             return "fp8"
         method = f"torchao ({str(kind)[:80]})"
-    elif unlike := next(_untaken(settings), None):
-        key, value = unlike
+    elif unsupported := next(_unsupported(settings), None):
+        key, value = unsupported
         method = f"{method} with {key} {str(value)[:80]} (quantization_config)"
     raise InputError(
         f"{where}: its weights are quantised by {str(method)[:120]}; only NF4 of bitsandbytes and "
@@ -119,10 +119,10 @@ class Packed(Stored):
     """A weight of several stored parts; its dtype and shape are those of its values.
 
     Attributes:
-        parts: the scales first.
+        parts: the scales first, then the codes.
         packing: the format in which a tile can keep the weight; None: it keeps the values.
-        unpack: the parts' tensors to the values; with a `packing` to those that are its bytes.
-        pack: values to the parts' tensors; None: nothing here writes the folder's format.
+        unpack: from the parts' tensors to the values, or with `packing` to the format's tensors.
+        pack: from values to the parts' tensors; None: the folder's format cannot be written.
     """
 
     parts: tuple[Stored, ...]
@@ -140,7 +140,7 @@ class Packed(Stored):
         return out.to(self.dtype)
 
     def packed(self, values: Tensor) -> dict[str, Tensor]:
-        """The parts of other values by name; those of the folder where no value differs."""
+        """The parts for these values, by name; the folder's own if all values are equal."""
         if torch.equal(values, self.read().to(values.dtype)):
             return {part.name: part.read() for part in self.parts}
         assert self.pack is not None
@@ -153,7 +153,7 @@ class Packed(Stored):
         return tensors
 
     def nf4_rows(self) -> tuple[Tensor, Tensor]:
-        """The scales, in fp32, and the codes of each row of a matrix in NF4, to be joined."""
+        """The scales, in fp32, and the codes of each row of a matrix in NF4, for a join."""
         assert self.packing is not None
         codes, scales = self.packing.codes_and_scales(joined(self.kept()), self.shape)
         return scales.view(self.shape[0], -1), codes.view(self.shape[0], -1)
@@ -166,7 +166,7 @@ class Packed(Stored):
         return tensors
 
     def kept_open(self, opened: Callable[[Path], BinaryIO]) -> "Packed":
-        """The same weight, of parts in files that stay open."""
+        """The same weight, whose parts are in files that stay open."""
         return replace(self, parts=tuple(part.kept_open(opened) for part in self.parts))
 
 
@@ -175,7 +175,7 @@ def joined(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
 
 
-def _untaken(settings: Settings) -> Iterator[tuple[str, Any]]:
+def _unsupported(settings: Settings) -> Iterator[tuple[str, Any]]:
     schemes, compressed = _schemes(settings), settings.get("quant_method") == "compressed-tensors"
     if settings.get("weight_block_size") and not _is_block(settings["weight_block_size"]):
         yield "weight_block_size", settings["weight_block_size"]
@@ -207,7 +207,7 @@ def _is_block(block: Any) -> bool:
 
 
 def _block(scheme: Settings) -> Any:
-    """How many rows and columns share a scale by a compressed scheme; None: it does not say."""
+    """The rows and columns that share a scale in a compressed scheme; None: it is unknown."""
     size, block = scheme.get("group_size"), scheme.get("block_structure")
     usual = "block" if block else "tensor" if size is None else "group"
     usual = "channel" if size == -1 else usual
@@ -218,10 +218,10 @@ def _block(scheme: Settings) -> Any:
 
 
 def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The tensors of a folder, each quantised weight as one in place of its parts.
+    """The tensors of a folder, with one `Packed` in place of each quantised weight's parts.
 
-    Raises InputError: they are quantised otherwise than config.json says, or parts are missing,
-        damaged, or do not belong together.
+    Raises InputError: tensors do not match config.json, or parts are missing, damaged or do not
+        belong together.
     """
     config = read_json(folder / "config.json")
     settings = quantisation(config)
@@ -244,7 +244,7 @@ def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def _usual_name(name: str, stored: Mapping[str, Stored]) -> str:
-    """The name of a tensor, or of float8's scales, which DeepSeek V4 and Mistral Large 4 rename."""
+    """A tensor's name, the usual one for float8's scales, which DeepSeek V4 and others rename."""
     module, _, last = name.rpartition(".")
     weight = stored.get(f"{module}.weight")
     is_scale = weight and weight.dtype.itemsize == 1 and last in ("scale", "qscale_weight")
@@ -252,7 +252,7 @@ def _usual_name(name: str, stored: Mapping[str, Stored]) -> str:
 
 
 def _mxfp4(name: str, stored: Mapping[str, Stored], settings: Settings) -> Packed:
-    """A weight `[E, I, O]` of two 4-bit values a byte `[E, O, G, 16]`, exponents `[E, O, G]`."""
+    """A weight `[E, I, O]`: two 4-bit values in a byte `[E, O, G, 16]`, exponents `[E, O, G]`."""
     blocks = stored[f"{name}_blocks"]
     scales = stored.get(f"{name}_scales", blocks)
     fit = len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16)
@@ -267,12 +267,12 @@ def _mxfp4(name: str, stored: Mapping[str, Stored], settings: Settings) -> Packe
 
 
 def _turned(scales: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Exponents and bytes in the order of the weight's inputs."""
+    """Exponents and bytes, transposed to `MXFP4`'s order of inputs."""
     return scales.transpose(1, 2), blocks.flatten(2).transpose(1, 2)
 
 
 def _to_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Exponents `[E, O, G]`, and codes of two inputs a byte `[E, O, G, 16]`, of `[E, I, O]`."""
+    """Exponents `[E, O, G]`, and two codes in a byte `[E, O, G, 16]`, of values `[E, I, O]`."""
     experts, inputs, outputs = values.shape
     exponents, codes = MXFP4.pack(values).split([values.numel() // 32, values.numel() // 2])
     exponents = exponents.view(experts, inputs // 32, outputs).transpose(1, 2)
@@ -283,7 +283,7 @@ def _to_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
 def _fp8(name: str, stored: Mapping[str, Stored], settings: Settings) -> Packed:
     """A weight `[..., O, I]` of float8 values, with a scale for each block of rows and columns.
 
-    DeepSeek V4's experts are int8: two values of 4 bits, and 32 inputs share a scale.
+    DeepSeek V4's experts are int8: each has two 4-bit values, and 32 inputs share a scale.
     """
     scales, codes = stored[f"{name}_scale_inv"], stored.get(name)
     in_4_bits = codes is not None and codes.dtype == torch.int8
@@ -350,9 +350,9 @@ def _compressed(module: str, stored: Mapping[str, Stored], settings: Settings) -
 
 
 def _shape(codes: Stored, scales: Stored, block: Block) -> tuple[int, ...]:
-    """The shape of the values of codes `[O, I]` or packed; empty: such blocks have other scales."""
+    """The shape of the values of codes; empty: their number of scales is not that of `block`."""
     (rows, columns), (_, along) = codes.shape, block
-    if codes.dtype == torch.int32:  # 8 values each, the last of a row fewer: its groups tell
+    if codes.dtype == torch.int32:  # 8 values each, but maybe fewer at a row's end
         columns = min(8 * columns, prod(scales.shape[-1:]) * (along or 8 * columns))
         if ceil(columns / 8) != codes.shape[1]:
             return ()
@@ -360,14 +360,15 @@ def _shape(codes: Stored, scales: Stored, block: Block) -> tuple[int, ...]:
 
 
 def _schemes(settings: Settings) -> list[dict[str, Any]]:
-    """How each group of a compressed model has its weights, with the format."""
+    """The schemes of a compressed model's groups of weights, each with its format."""
     groups, usual = settings.get("config_groups"), settings.get("format")
     of_groups = [*groups.values()] if isinstance(groups, dict) else []
     if not all(isinstance(g, dict) and isinstance(g.get("weights"), dict) for g in of_groups):
         return []
     schemes = [{**g["weights"], "format": str(g.get("format") or usual)} for g in of_groups]
-    for naive in (each for each in schemes if each["format"] == "naive-quantized"):
-        naive["format"] = f"{naive.get('type', 'int')}-quantized"
+    for scheme in schemes:
+        if scheme["format"] == "naive-quantized":
+            scheme["format"] = f"{scheme.get('type', 'int')}-quantized"
     return schemes
 
 
@@ -379,7 +380,7 @@ def _of_int4(
     packed: Tensor,
     *zeros: Tensor,
 ) -> Tensor:
-    """Eight values of 4 bits in each int32 of a row; of zeros, in each of a column."""
+    """The values of int32 codes, of which each has eight values of a row; zeros: of a column."""
     if of_values:
         zeros, stored_shape = zeros[:-1], zeros[-1]
         if stored_shape.tolist() != [*shape]:
@@ -392,7 +393,7 @@ def _of_int4(
 def _integers(module: str, stored: Mapping[str, Stored], settings: Settings) -> Packed:
     """A weight `[O, I]` of GPTQ or AWQ: integers in int32, scales `[G, O]` and zero points.
 
-    GPTQ packs inputs, and may name each one's group (g_idx); AWQ packs outputs, in another order.
+    GPTQ packs inputs, and may have each one's group (g_idx); AWQ packs outputs, in another order.
     """
     awq, per = settings["quant_method"] == "awq", 32 // settings["bits"]
     codes = stored[f"{module}.qweight"]
@@ -408,8 +409,8 @@ def _integers(module: str, stored: Mapping[str, Stored], settings: Settings) -> 
         raise _unlike(codes, scales, f"group_size {size}, or others of zero points and g_idx")
     if {codes.dtype, zeros.dtype} != {torch.int32}:
         raise _refused(codes, f"has {codes.dtype} and {zeros.dtype}, not int32")
-    of = inputs if size == -1 else size
-    unpack = partial(_from_awq, of) if awq else partial(_from_gptq, settings, of)
+    group_size = inputs if size == -1 else size
+    unpack = partial(_from_awq, group_size) if awq else partial(_from_gptq, settings, group_size)
     parts = filter(None, (scales, codes, zeros, index))
     return _weight(f"{module}.weight", scales.dtype, (outputs, inputs), unpack, *parts)
 
@@ -426,7 +427,7 @@ def _from_gptq(
     settings: Settings, size: int, scales: Tensor, codes: Tensor, zeros: Tensor, *index: Tensor
 ) -> Tensor:
     bits, offsets = settings["bits"], _fields(zeros, settings["bits"])
-    if settings.get("checkpoint_format") != "gptq_v2":  # which keeps them less one
+    if settings.get("checkpoint_format") != "gptq_v2":  # the first version stores them less one
         offsets = offsets + 1 & 2**bits - 1
     values = _fields(codes.T, bits)
     groups = index[0].long() if index else torch.arange(values.shape[1]) // size
@@ -440,13 +441,13 @@ def _of_groups(scales: Tensor, values: Tensor, offsets: Tensor, groups: Tensor) 
 
 
 def _fields(packed: Tensor, bits: int) -> Tensor:
-    """The integers of so many bits in each of `[..., C]`, the lowest first."""
+    """The integers of `bits` bits in each integer of `[..., C]`, the lowest first."""
     shifts = torch.arange(0, 8 * packed.itemsize, bits, dtype=packed.dtype)
     return (packed[..., None] >> shifts & 2**bits - 1).flatten(-2)
 
 
 def _nf4(name: str, stored: Mapping[str, Stored], of_folder: Settings) -> Packed:
-    """A weight of bitsandbytes, whose state is a tensor of JSON."""
+    """A weight of bitsandbytes, whose settings are a tensor of JSON."""
     state, file = stored[name + _STATE], stored[name + _STATE].file
     settings = parse_object(state.read().numpy().tobytes(), file)
     pieces = {part: stored[name + part] for part in _PARTS if name + part in stored}
@@ -494,7 +495,7 @@ def _fp8_rows(module: str, stored: Mapping[str, Stored], settings: Settings) -> 
 
 
 def _scales_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
-    """The shape `[..., O, I]` of the scales of a weight `[..., O, I]` for each block of it."""
+    """The shape of the scales of a weight `[..., O, I]` with one for each block."""
     *matrices, rows, columns = shape
     return (*matrices, ceil(rows / (block[0] or rows)), ceil(columns / (block[1] or columns)))
 
@@ -527,7 +528,7 @@ def _scaled(
 
 
 def _to_float8(block: Block, dtype: torch.dtype, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales for each block of values `[..., O, I]`, whose largest becomes 448, and the codes."""
+    """Scales with which the largest of each block becomes 448, and codes, of `[..., O, I]`."""
     rows, columns = values.shape[-2:]
     down, along = block[0] or rows, block[1] or columns
     matrices = nn.functional.pad(
@@ -561,9 +562,9 @@ def _weight(
     return Packed(*place, parts=parts, unpack=unpack, packing=packing, pack=pack)
 
 
-def _unlike(codes: Stored, scales: Stored, how: str) -> InputError:
+def _unlike(codes: Stored, scales: Stored, setting: str) -> InputError:
     shapes = f"of {[*codes.shape]} has {scales.name!r} of {[*scales.shape]}"
-    return _refused(codes, f"{shapes}, which are not the scales of {how}")
+    return _refused(codes, f"{shapes}, which are not the scales of {setting}")
 
 
 def _refused(part: Stored, why: str) -> InputError:
@@ -573,7 +574,7 @@ def _refused(part: Stored, why: str) -> InputError:
     )
 
 
-# By method: how the name of one part of each weight ends, and what makes the weight of all parts.
+# By method: the ending of one part of each weight, and the function that makes the weight.
 _MAKERS: dict[str, tuple[str, Callable[..., Packed]]] = {
     "mxfp4": ("_blocks", _mxfp4), "fp8": ("_scale_inv", _fp8),
     "compressed-tensors": (".weight_scale", _compressed),
@@ -581,7 +582,7 @@ _MAKERS: dict[str, tuple[str, Callable[..., Packed]]] = {
     "bitsandbytes": (_STATE, _nf4), "torchao": (_QDATA, _fp8_rows),
 }  # fmt: skip
 _KEPT = {"bitsandbytes", "torchao"}  # all others are unpacked
-_OF_INTEGERS: dict[str, dict[str, tuple[Any, ...]]] = {  # settings that are taken, the usual first
+_OF_INTEGERS: dict[str, dict[str, tuple[Any, ...]]] = {  # supported settings, the default first
     "gptq": {"bits": (4, 2, 8), "checkpoint_format": ("gptq", "gptq_v2"), "dynamic": (None, {})},
     "awq": {"bits": (4,), "version": ("gemm", "GEMM"), "zero_point": (True,)},
 }

@@ -1,7 +1,7 @@
-"""Copies of models without weights, and whether a model is what its configuration makes.
+"""Copies models without their weights, and compares a model with that of its configuration.
 
-A checkpoint or an export is loaded by building the model anew from config.json. Weights, which of
-them are frozen, and buffers are saved; other changes to the object would be lost.
+A checkpoint or an export is loaded by building the model from config.json. Weights, their
+requires_grad and buffers are saved; other changes of the object would be lost.
 """
 
 import copy
@@ -36,7 +36,7 @@ _LEFT_OUT = {
 _OF_CONFIG_LEFT_OUT = {
     "_name_or_path", "architectures", "dtype", "transformers_version", "use_cache",
 }  # fmt: skip
-# What a run leaves in modules of transformers, and the next one on a text's tokens computes anew.
+# Attributes that a forward leaves in modules of transformers, and the next forward replaces.
 _LEFT_BY_RUNS = ("rope_deltas", "recurrent_states", "conv1d_state")
 _BUILT_IN = torch.float32
 _UNDO = (
@@ -48,13 +48,13 @@ _UNDO = (
 def difference(
     model: PreTrainedModel, dtype: torch.dtype, computed: torch.dtype, *, with_code: bool
 ) -> str | None:
-    """How `model` differs from the one that its saved configuration makes, and what to do about it.
+    """The first difference, if any, of `model` from that of its saved configuration; a remedy.
 
     Args:
-        model: without weights; buffers are real. What an earlier forward has left is set to None.
+        model: without weights; buffers are real. Leftovers of an earlier forward are set to None.
         dtype: the source's, in which exports are written.
         computed: dtype in which the model's class has computed its buffers.
-        with_code: the code of the model's class is saved with the model.
+        with_code: True if the code of the model's class is saved with the model.
     """
     adapters, peft_model = adapted(model), model
     if adapters is not None:
@@ -84,7 +84,7 @@ def difference(
 
 
 def _again(model: PreTrainedModel, dtype: torch.dtype, with_code: bool) -> PreTrainedModel:
-    """The model that the saved configuration makes; not to be changed, as the next one gets it."""
+    """The model of the saved configuration; shared by all that are equal, so never change it."""
     of_folder = with_code and type(model).__module__.startswith("transformers_modules.")
     config_class: Any = type(model.config) if of_folder else CONFIG_MAPPING[model.config.model_type]
     model_class: Any = type(model) if of_folder else None
@@ -105,7 +105,7 @@ def _built(
     own_class: type[PreTrainedModel] | None,
     text: str,
     chosen: tuple[tuple[Any, Any], ...],
-    code: frozenset[Any],  # of its modules' classes: who changes one gets another model
+    code: frozenset[Any],  # of modules' classes: after a change another model is built
 ) -> PreTrainedModel:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
@@ -119,10 +119,10 @@ def _built(
 
 
 def _unlike(model: nn.Module, again: nn.Module) -> Iterator[str]:
-    """The differences, as "... is ..., and ..."; those of modules and tensors first."""
+    """The differences as "... is ..., and ...": modules and tensors first, then attributes."""
     parts, rebuilt_parts = _parts(model), _parts(again)
     for name in parts | rebuilt_parts:
-        part, rebuilt = (each.get(name, "not there") for each in (parts, rebuilt_parts))
+        part, rebuilt = parts.get(name, "not there"), rebuilt_parts.get(name, "not there")
         if part != rebuilt:
             yield f"{name or 'the model'} is {part} in the model given, and {rebuilt}"
     attributes, rebuilt_attributes = _attributes(model), _attributes(again)
@@ -134,7 +134,7 @@ def _unlike(model: nn.Module, again: nn.Module) -> Iterator[str]:
 
 
 def _parts(model: nn.Module) -> dict[str, str]:
-    """Modules and tensors by name, in words: classes; kinds and shapes, or what it is tied to."""
+    """Modules and tensors by name, as words: class, or kind and shape, and tie if there is one."""
     parts: dict[str, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         parts[path] = f"a {type(module).__module__}.{type(module).__qualname__}"
@@ -161,7 +161,7 @@ def _attributes(model: nn.Module) -> dict[str, tuple[Any, nn.Module | None]]:
 
 
 def _shown(module: nn.Module | None, name: str) -> str:
-    """An attribute in a few words."""
+    """An attribute's value as a short text."""
     if module is None:
         return "not there"
     value = vars(module).get(name.rpartition(".")[2], "kept by its class")
@@ -170,10 +170,10 @@ def _shown(module: nn.Module | None, name: str) -> str:
 
 
 def _buffers(model: nn.Module, again: nn.Module, dtypes: dict[str, torch.dtype]) -> Iterator[str]:
-    """Buffers that files of weights lack because the class computes them."""
-    saved, mine = model.state_dict(keep_vars=True).keys(), dict(model.named_buffers())
-    for name, buffer in again.named_buffers():
-        if name not in saved and not _equal(mine[name], buffer.to(dtypes.get(name, buffer.dtype))):
+    """The differences of buffers that the class computes, which no file of weights has."""
+    saved, buffers = model.state_dict(keep_vars=True).keys(), dict(model.named_buffers())
+    for name, made in again.named_buffers():
+        if name not in saved and not _equal(buffers[name], made.to(dtypes.get(name, made.dtype))):
             yield f"{name} has other values than those made"
 
 
@@ -188,18 +188,18 @@ class _Values:
 
 
 class _Compared(Reader):
-    """Makes values for comparison, equal for attributes of two models that are built alike."""
+    """Describes attributes by values that are equal for two models of one configuration."""
 
     def __init__(self, root: nn.Module, *, left_out: Collection[str]) -> None:
         super().__init__(root, left_out=left_out)
-        self._configs: dict[int, Any] = {}  # most modules have the model's
+        self._configs: dict[int, Any] = {}  # by id: most modules have the model's
 
     def of(self, value: Any) -> Any:
         if isinstance(value, PreTrainedConfig):
             if id(value) not in self._configs:
                 self._configs[id(value)] = _as_json(value)
             return self._configs[id(value)]
-        if isinstance(value, list | tuple):  # JSON knows lists only
+        if isinstance(value, list | tuple):  # a configuration read from JSON has lists alone
             return "list", tuple(map(self.of, value))
         if type(value) is dict:
             return {key: self.of(item) for key, item in value.items()}
@@ -207,16 +207,16 @@ class _Compared(Reader):
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """True if tensors have the same values, if they have any; types may differ."""
+    """True if tensors have the same shape, and values where both have data; dtypes may differ."""
     if a.is_meta or b.is_meta or a.shape != b.shape:
         return a.shape == b.shape
     wide = torch.promote_types(a.dtype, b.dtype)
-    given, rebuilt = (x.detach().cpu().to(wide) for x in (a, b))
-    return torch.allclose(given, rebuilt, rtol=0, atol=0, equal_nan=True)
+    a, b = (x.detach().cpu().to(wide) for x in (a, b))
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def _as_json(config: PreTrainedConfig) -> Any:
-    """All fields of a configuration, and of those inside, that a forward's numbers depend on."""
+    """All fields of a configuration and of inner ones on which a forward's numbers depend."""
 
     def kept(fields: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in fields.items() if key not in _OF_CONFIG_LEFT_OUT}
@@ -226,9 +226,9 @@ def _as_json(config: PreTrainedConfig) -> Any:
 
 
 def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -> PreTrainedModel:
-    """A copy of `model` with meta parameters and copied buffers; it shares no weights.
+    """A copy of `model` with meta parameters and copied buffers.
 
-    Raises InputError: only some of its weights are on the meta device, or it has no such attention.
+    Raises InputError: only some weights are on the meta device, or the attention is unknown.
     """
     refuse_hooks(model)
     parameters = dict(model.named_parameters())

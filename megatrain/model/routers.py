@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
-_OWN = "megatrain_routers"  # in a configuration: what transformers has no name for
+_OWN = "megatrain_routers"  # a configuration's attribute for settings that transformers lacks
 NOT_ASKED: Mapping[str, float | None] = {}
 BIASES = ("e_score_correction_bias", "expert_bias")
 
@@ -37,8 +37,8 @@ class RouterLoss:
     Attributes:
         weight: of the balance of experts.
         chosen: K.
-        bias_rate: how far a step moves the bias that each router adds to its scores when it chooses
-            (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2).
+        bias_rate: by how much a step moves the bias that a router adds to its scores to choose
+            experts (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2).
     """
 
     weight: float = 0.0
@@ -48,11 +48,11 @@ class RouterLoss:
 
     @property
     def is_loss(self) -> bool:
-        """True if there is something to minimise; else choices are only counted."""
+        """True if a loss is minimised; else choices are only counted."""
         return bool(self.weight or self.z_weight)
 
     def experts(self, sums: int) -> int:
-        """E, of S."""
+        """The number of experts E, from the number of sums S."""
         return (sums - 1 - self.is_loss) // (3 if self.weight else 1)
 
     def sums(
@@ -60,8 +60,8 @@ class RouterLoss:
     ) -> Tensor:
         """A layer's sums over tokens, `[1, S]`, fp32.
 
-        For each expert the times that it was chosen, then the tokens; for a loss the squares of
-        logsumexp, and, for each expert, the count of the usual choices and the probabilities.
+        These are the choices of each expert, and the tokens; for a loss also logsumexp^2, and for
+        each expert the top-K choices by probability, and the probabilities.
 
         Args:
             counted_N: 1 for a token, 0 for padding; None: all are tokens.
@@ -124,14 +124,14 @@ class Tap:
         return output
 
     def take(self, counted_N: Tensor | None) -> Tensor | None:
-        """See `RouterLoss.sums`; None: the router does not say what it has chosen."""
+        """`RouterLoss.sums` of the last forward; None: the router does not return its choices."""
         outputs, self._kept = [x.flatten(0, -2) for x in self._kept], []
         if not outputs or (len(outputs) < 2 and not self._loss.weight):
-            return None  # or was not called: PEFT calls a copy of it
+            return None  # or the router was not called, as PEFT calls a copy
         return self._loss.sums(outputs[0], counted_N, *outputs[1:])
 
 
-def taken(layer: nn.Module, counted_N: Tensor | None) -> list[Tensor]:
+def router_sums(layer: nn.Module, counted_N: Tensor | None) -> list[Tensor]:
     """The sums of a layer's routers after its forward, as one tensor; empty without routers."""
     forwards = (vars(part).get("forward") for part in layer.modules())
     of_layers = [forward.take(counted_N) for forward in forwards if isinstance(forward, Tap)]
@@ -140,23 +140,21 @@ def taken(layer: nn.Module, counted_N: Tensor | None) -> list[Tensor]:
 
 
 def tap(layer: nn.Module, path: str, model: "PreTrainedModel", loss: RouterLoss) -> None:
-    """Let a layer's template keep its routers' logits and choices."""
+    """Put a `Tap` on each router of a layer's template, which keeps its logits and choices."""
     from megatrain.compat.transformers import recorded_routers
 
     for kind, index, place in recorded_routers(model):
         for name, part in layer.named_modules():
             is_inside = f".{place}.".replace("..", ".") in f".{path}.{name}."
-            # Towers may record the routers of the language model, too.
+            # Towers may list the routers of the language model as well.
             if isinstance(part, kind) and is_inside and not isinstance(part.forward, Tap):
                 part.forward = Tap(part, index, loss)
 
 
-def ask_for(model: "PreTrainedModel", settings: Mapping[str, float | None]) -> None:
-    """Set what routers are asked for in the model's configuration, by the names of run files.
+def set_router_losses(model: "PreTrainedModel", settings: Mapping[str, float | None]) -> None:
+    """Set losses of routers in a model's configuration, by the names of run files; None: unchanged.
 
-    `router_aux_loss_coef`, `router_z_loss_coef`, `router_bias_update`; 0: nothing; None: as it is.
-
-    Raises InputError: one is no usable number, or the model has no such loss.
+    Raises InputError: a value is no usable number, or the model has no such loss.
     """
     from megatrain.compat.transformers import recorded_routers
 
@@ -184,7 +182,7 @@ def ask_for(model: "PreTrainedModel", settings: Mapping[str, float | None]) -> N
 
 
 def router_loss(model: "PreTrainedModel") -> RouterLoss:
-    """The losses that a configuration asks of routers (`output_router_logits`, `ask_for`)."""
+    """The losses of routers in a configuration (`output_router_logits`, `set_router_losses`)."""
     from megatrain.compat.transformers import recorded_routers
 
     text = model.config.get_text_config(decoder=True)

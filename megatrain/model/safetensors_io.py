@@ -1,7 +1,7 @@
-"""Safetensors shards: headers that are checked before they are believed, bytes read one by one.
+"""Reads and writes safetensors shards, one tensor at a time; headers are checked first.
 
 The safetensors library maps whole files, and mapped pages count as memory of the process. Here
-each tensor is read and written by itself, so a load or an export holds only what is in flight.
+each tensor is read and written by itself: a load or an export holds only the tensors in flight.
 Format: eight bytes of header length, a JSON header, the data without holes
 (https://huggingface.co/docs/safetensors).
 """
@@ -27,7 +27,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 MAX_DIMENSIONS = 16
-OWN_MAPPING_BYTES = 4 * MIB  # below two huge pages a mapping costs more than it saves
+OWN_MAPPING_BYTES = 4 * MIB  # a smaller mapping (of two huge pages) costs more than it saves
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
@@ -40,11 +40,11 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a checkpoint: where its bytes lie.
+    """A tensor of a file, and the place of its bytes there.
 
     Attributes:
-        start: of its first byte in the file.
-        opened: the file, of which bytes are read even when it has lost its name.
+        start: the place of the first byte.
+        opened: the open file, which can be read even if its name is deleted.
     """
 
     name: str
@@ -64,8 +64,8 @@ class Stored:
 
         Raises InputError: the file became unreadable or shorter since its header was checked.
         """
-        # The C library would keep freed blocks of some 30 MB for each thread, and it hands out
-        # small pages: on two cores a thread read 1.0 GB/s into those and 3.2 GB/s into huge ones.
+        # The C library would keep freed blocks of some 30 MB for each thread, in small pages: on
+        # two cores a thread read 1.0 GB/s into small pages and 3.2 GB/s into huge ones.
         if num_bytes < OWN_MAPPING_BYTES:
             data = torch.empty(num_bytes, dtype=torch.uint8)
         else:
@@ -88,9 +88,9 @@ class Stored:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the safetensors checkpoint in a folder, found from the headers alone.
+    """Every tensor of the safetensors checkpoint in a folder, from the headers alone.
 
-    Raises InputError: no safetensors, or an index or a header which does not hold together.
+    Raises InputError: there are no safetensors, or index and headers contradict each other.
     """
     if (folder / SINGLE_FILE).is_file():
         return {stored.name: stored for stored in read_header(folder / SINGLE_FILE)}
@@ -127,7 +127,7 @@ def has_pickle_weights(folder: Path) -> bool:
 
 
 def _shard(folder: Path, file_name: Any) -> Path:
-    """Raises InputError: it is no name of a file inside the folder, or there is no such file."""
+    """The path of a shard. Raises InputError: it is not inside the folder, or does not exist."""
     with suppress(OSError, TypeError, ValueError):  # no name, or one longer than any file has
         relative = PurePosixPath(file_name)
         is_inside = not relative.is_absolute() and ".." not in relative.parts
@@ -142,7 +142,7 @@ def _shard(folder: Path, file_name: Any) -> Path:
 def read_header(path: Path) -> list[Stored]:
     """The tensors of one shard in the order of their bytes.
 
-    Raises InputError: the header is no header, or does not describe exactly the bytes that follow.
+    Raises InputError: the header is malformed, or does not match the bytes that follow.
     """
     kinds = OSError, SafetensorError
     with explained(f"{path}: damaged or truncated", "fetch the file again", of=kinds):
@@ -154,7 +154,7 @@ def read_header(path: Path) -> list[Stored]:
                     "truncated or not a safetensors file"
                 )
             entries = parse_object(file.read(header_bytes), path)
-        with safe_open(path, "np"):  # which checks that the tensors make up the file
+        with safe_open(path, "np"):  # checks that the tensors fill the file without gaps
             entries.pop("__metadata__", None)
     tensors = [_entry(path, name, entry, 8 + header_bytes) for name, entry in entries.items()]
     return sorted(tensors, key=lambda stored: (stored.start, stored.num_bytes))
@@ -175,10 +175,10 @@ def _entry(path: Path, name: str, entry: Mapping[str, Any], data_start: int) -> 
 def header_bytes(
     described: Mapping[str, Tensor], metadata: dict[str, str], boundary: int = 8
 ) -> bytes:
-    """The header of a file with these tensors, which may have no values, end to end in this order.
+    """The header of a file with tensors like these (they may be meta), end to end in this order.
 
-    The data start at a multiple of `boundary`. Element sizes must not increase along `described`,
-    so that each tensor is aligned.
+    The data start at a multiple of `boundary`. Element sizes must not increase along `described`:
+    then each tensor is aligned.
     """
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
@@ -195,7 +195,7 @@ def header_bytes(
 
 
 def write_shard(path: Path, described: Mapping[str, Tensor], tensors: Iterable[Tensor]) -> None:
-    """One shard with `tensors`, taken one by one in the order of `described` (`header_bytes`).
+    """Write a shard; `tensors` yields each in turn, in the order of `described` (`header_bytes`).
 
     Raises:
         OSError: the disk is full or cannot be written.

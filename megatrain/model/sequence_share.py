@@ -1,19 +1,19 @@
-"""The share that each of several ranks has of every row.
+"""Sequence parallelism: the share that each of several ranks has of every row.
 
-All ranks are given the same micro-batches and cut them here, once labels have been moved to what
-predicts them. Causal attention lets no token see what comes after it, so rows are filled up at
-their end: with tokens that nothing sees and that predict nothing.
+All ranks get the same micro-batches and cut them here, once labels have been moved to the tokens
+that predict them. In causal attention no token attends to later ones: rows are padded at their end
+with tokens to which no other attends, and that predict nothing.
 
-Ranks may share the rows of a model, whatever its name is, if it computes the same with its rows
-cut. A layer may mix tokens other than by attention (states, convolutions), or attend in a way of
-its own; positions may count otherwise where a row begins in its middle, and some rotary embeddings
-change with the row's length. So a short row is computed twice in one process: as a whole, and as
-shares that attention alone brings together. Linear maps see the same tokens in the same order both
-times, so that the losses are the same but for the order of sums.
+Ranks may share the rows of any model that computes the same with its rows cut. A layer may mix
+tokens other than by attention (states, convolutions), or attend in another way; positions of a cut
+row may count otherwise, and some rotary embeddings change with the row's length. So a trial in one
+process computes a short row twice: as a whole, and as shares that attention alone joins. Linear
+maps have the same tokens in the same order both times, so that losses differ only by the order of
+sums.
 
 Attention is that of DeepSpeed Ulysses (Jacobs et al., 2023, https://arxiv.org/abs/2309.14509,
-section 3): the ranks exchange queries, keys and values so that each has all tokens of some heads;
-then they exchange what it makes back. It is one of transformers' implementations of attention.
+section 3): ranks exchange queries, keys and values so that each has all tokens of some heads; then
+they exchange the results back. It is registered as one of transformers' implementations.
 
 Legend: B rows, N ranks, T tokens of a whole row, S of one rank's share (T = N x S), H heads, D
 width of a head.
@@ -53,10 +53,10 @@ def _refused(why: str) -> InputError:
 
 
 class SequenceShare:
-    """A rank's share of every row; that of a rank that is alone is all of it."""
+    """A rank's share of every row; a single rank has whole rows."""
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
-        """Args: `ranks`: those that share every row."""
+        """Args: `ranks`: which share every row."""
         self.ranks, self._size = ranks, ranks.size
 
     @property
@@ -75,9 +75,9 @@ class SequenceShare:
         loss: Loss | None,
         max_tokens: int | None,
     ) -> int:
-        """A checksum of the inputs that must be equal on all ranks.
+        """A checksum of the inputs, which must be equal on all ranks.
 
-        Args: `losses`: targets `[B, T]` of each micro-batch, and what the loss takes beside them.
+        Args: `losses`: targets `[B, T]` of each micro-batch, and the loss's other inputs.
 
         Raises InputError: ranks cannot share these rows.
         """
@@ -118,7 +118,7 @@ class SequenceShare:
         return checksum
 
     def micro(self, micro: Micro) -> Micro:
-        """The share of a micro-batch, without labels; the mask says which tokens count."""
+        """The share of a micro-batch, without labels; its mask is 1 for tokens that count."""
         if self._size == 1:
             return micro
         ids = self._cut(micro["input_ids"], 0)
@@ -154,7 +154,7 @@ WHOLE = SequenceShare()
 
 
 class RowTrial:
-    """Lets ranks share rows only of a model that computes the same with its rows cut."""
+    """Tries if a model computes the same with its rows cut between ranks."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class RowTrial:
     ) -> None:
         """Args: `losses` computes the layers' arguments, for whole rows, and the losses `[B, T]`.
 
-        Raises InputError: the model is one that ranks cannot share the rows of.
+        Raises InputError: ranks cannot share the rows of this model.
         """
         spec = program.spec
         self._share, self._program = share, program
@@ -185,9 +185,8 @@ class RowTrial:
         program.attend(self._of_ranks)
 
     def check(self, micro_batches: Sequence[Micro]) -> None:
-        """Try rows of lengths between two whole numbers of the configuration, or powers of two.
-
-        Raises InputError: the model does not compute the same with rows cut between the ranks.
+        """Try rows of lengths that are new: between other numbers of the configuration, or powers
+        of two. Raises InputError: the model computes something else with rows cut between ranks.
         """
         size = self._share.ranks.size
         for micro in micro_batches:
@@ -208,7 +207,7 @@ class RowTrial:
         finally:
             self._program.attend(self._of_ranks)
         plain, placed, joined, shares, *_ = losses
-        # The last token of a share predicts nothing there, but in the row the next share's first.
+        # Only in the joined row does a share's last token predict a label, in the next share.
         of_row, of_shares = joined.view(shares.shape)[:, :-1], shares[:, :-1]
         why_cut = "are cut: layers mix tokens other than by attention, or attend otherwise"
         for losses_BT, other_BT, why in (
@@ -224,8 +223,8 @@ class RowTrial:
             )
 
     def _rows(self, tokens: int, pool: Tensor) -> list[Micro]:
-        """A row without positions, with them, with the shares' ones; its shares; each alone."""
-        pool = at_least_two(pool)  # with a single token attention shows nothing
+        """A row without positions, with them, with those of its shares; its shares; each alone."""
+        pool = at_least_two(pool)  # rows of a single token would not show attention
         size, of_rank = self._share.ranks.size, max(2, self._share.tokens(tokens))
         short = min(_TOKENS, of_rank)
         generator = torch.Generator().manual_seed(0)
@@ -243,11 +242,11 @@ class RowTrial:
 
 
 def _same(every: Sequence[Call], alone: Sequence[Call], share: int) -> bool:
-    """True if a share alone gives layers the same arguments as the share in its whole row."""
+    """True if layers get the same arguments for a share alone as for the share in its row."""
     calls = zip(every, alone, strict=True)
     for of_row, part in (p for a, b in calls for p in zip(a.leaves, b.leaves, strict=True)):
         if not (isinstance(of_row, Tensor) and of_row.is_floating_point()):
-            continue  # an activation, which the losses cover, or no number
+            continue  # an activation, which the losses compare, or an integer
         if of_row.ndim != part.ndim:
             return False
         for dim, (long, short) in enumerate(zip(of_row.shape, part.shape, strict=True)):
@@ -258,15 +257,15 @@ def _same(every: Sequence[Call], alone: Sequence[Call], share: int) -> bool:
     return True
 
 
-# In a trial: the tokens of a row; masks that change anything in rows of this length are refused.
+# In a trial: the tokens of a row. Masks that matter in rows of this length are refused.
 _tried: ContextVar[int | None] = ContextVar("_tried", default=None)
 
 
 def _gathered(ranks: int, size: int, *shares: Tensor) -> list[Tensor]:
     """Whole rows of a rank's heads `[B, H / N, T, D]`, from all heads of each rank's share of rows.
 
-    Args: `shares`: queries, keys and values `[B, H, S, D]`; one exchange for all, so that compiled
-        ranks cannot exchange them in different orders.
+    Args: `shares`: queries, keys and values `[B, H, S, D]`. One exchange sends all three, so that
+        compiled ranks cannot send them in different orders.
     """
     split = [x.unflatten(1, (size, -1)) for x in shares]  # [B, N, H / N, S, D]
     blocks = torch.cat([x.permute(1, 0, 3, 2, 4).flatten(3) for x in split], -1)
@@ -278,14 +277,14 @@ def _gathered(ranks: int, size: int, *shares: Tensor) -> list[Tensor]:
 
 
 def _scattered(ranks: int, size: int, out: Tensor) -> Tensor:
-    """The way back: all heads of a rank's share of rows `[B, S, H, D]`, from `[B, T, H / N, D]`."""
+    """All heads of a rank's share of rows `[B, S, H, D]`, from `[B, T, H / N, D]` of each rank."""
     blocks = out.unflatten(1, (size, -1)).transpose(0, 1)  # [N, B, S, H / N, D]
     received = exchange(blocks.contiguous(), None, ranks)
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def attention_of(size: int, ranks: ProcessGroups | None = None) -> str:
-    """The name of the implementation for `size` ranks, each of which has its share of every row.
+    """Register an implementation of attention for `size` ranks that share rows; return its name.
 
     Args: `ranks`: None: in a trial by one process, a micro-batch's rows are the shares of one row.
     """
@@ -341,7 +340,7 @@ def _repeated(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[Ten
 
 
 def _mask(*args: Any, **kwargs: Any) -> None:
-    """No mask: attention is causal. Raises InputError where the mask would say more."""
+    """No mask, as attention is causal. Raises InputError: a model's mask does more than that."""
     tokens, reach = _tried.get(), kwargs.get("local_size")
     if tokens is not None and reach is not None and reach < tokens:
         raise _refused(f"its attention reaches {reach} tokens, rows have {tokens}")

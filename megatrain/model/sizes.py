@@ -1,4 +1,4 @@
-"""Sizes of a model that its configuration tells."""
+"""Sizes of a model, from its configuration."""
 
 from collections.abc import Sequence
 
@@ -14,14 +14,14 @@ _OF_A_TOKEN = (
 
 
 def share_of_a_token(config: PreTrainedConfig, shape: Sequence[int]) -> float:
-    """The share of a parameter that one token uses: the chosen ones of experts `[E, I, O]`."""
+    """The share of a parameter with which one token computes: of experts `[E, I, O]` the chosen."""
     num_chosen, num_experts = experts_of_a_token(config)
     of_experts = num_chosen and len(shape) == 3 and shape[0] == num_experts
     return num_chosen / num_experts if of_experts else 1.0
 
 
 def experts_of_a_token(config: PreTrainedConfig) -> tuple[int, int]:
-    """The number of experts that a token chooses in a layer, and of all there; 0: none."""
+    """The number of experts that a token chooses in a layer, and of all of them; 0: none."""
     text = config.get_text_config(decoder=True)
     num_chosen, num_experts = (
         next((n for name in names if type(n := getattr(text, name, None)) is int), 0)
@@ -31,14 +31,14 @@ def experts_of_a_token(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def most_tokens(config: PreTrainedConfig) -> int | None:
-    """The most tokens that a row may have in this model; None: any number."""
+    """The most tokens of a row that the model has positions for; None: any number."""
     text = config.get_text_config(decoder=True)
     limits = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
     return next((n for n in limits if isinstance(n, int) and n > 0), None)
 
 
 def check_sequence_length(config: PreTrainedConfig, sequence_length: int) -> None:
-    """Raises InputError when rows are longer than the positions the model has."""
+    """Raises InputError: rows are longer than the model has positions."""
     allowed = most_tokens(config)
     if allowed is not None and sequence_length > allowed:
         raise InputError(

@@ -1,4 +1,4 @@
-"""All that the engine knows of a model; `probe` reads it off the model's own forward."""
+"""All that the engine knows of a model: `probe` finds it in a run of the model's own forward."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,11 +19,11 @@ PROBE_IDS = torch.arange(16).remainder(4).view(PROBE_SHAPE)
 
 @dataclass
 class Layer:
-    """One visit of the stack.
+    """One layer of the stack.
 
     Attributes:
-        name: Hugging Face path of the layer module.
-        inputs: activations that it reads, in argument order.
+        name: path of the layer's module in the model.
+        inputs: activations that the layer reads, in argument order.
     """
 
     name: str
@@ -34,22 +34,23 @@ class Layer:
 
 @dataclass
 class Structure:
-    """All of a model's structure that can be written down.
+    """The part of a model's structure that can be written to a file.
 
     Attributes:
-        label_shift: how many tokens a label lies behind the logits that it is compared with.
+        label_shift: tokens from logits to the label with which they are compared.
         epilogue_inputs: activations that the epilogue reads.
-        gathered: embedding tables looked up only by the batch's own token ids; their rows are
+        gathered: embedding tables that are read only by the batch's own token ids; their rows are
             gathered on the host.
-        constants: token ids whose rows the prologue reads whatever the batch holds.
+        constants: token ids whose rows the prologue reads for any batch.
         prologue, epilogue: names of the other parameters used before and after the layers.
-        head: names of those that the head computes with, after the trunk.
-        fixed: parameters that no gradient reaches (plain training leaves them alone, too).
-        unused: parameters that no training touches; they stay as they are.
-        media: parameters that text alone never touches, of a model that encodes images or sounds.
-        wide: parameters whose source has bits that bf16 does not hold.
-        wide_in_bf16: `in_fp32` of bf16, of a structure without code; None: the model's code says.
-        router_loss: what the configuration asks of the routers; None: nothing is trained.
+        head: names of the epilogue's parameters that are used after the trunk.
+        fixed: parameters that the forward uses, but no gradient reaches.
+        unused: parameters that no training uses; they stay as they are.
+        media: parameters that text alone does not use, of a model that encodes images or sounds.
+        wide: parameters whose values in the source have more bits than bf16.
+        wide_in_bf16: `in_fp32` of bf16, for a structure without code; None: the code is asked.
+        stacks: names of stacked experts' parameters.
+        router_loss: losses of routers that the configuration asks for; None: nothing is trained.
     """
 
     epilogue_inputs: list[Ref]
@@ -74,10 +75,10 @@ class ModelSpec(Structure):
     """The model as the engine sees it.
 
     Attributes:
-        outputs: per layer, the activations that anything later reads.
+        outputs: of each layer, the activations that a later layer or the epilogue reads.
         trunk: the trunk's output without its hidden states.
-        packed: how frozen parameters are kept that are not kept in bf16.
-        routed: activations with the sums of each layer's routers, if they are alike.
+        packed: formats of frozen parameters that are not in bf16, by name.
+        routed: activations with the sums of each layer's routers, if all have one shape.
     """
 
     capture: Capture
@@ -99,17 +100,17 @@ class ModelSpec(Structure):
 
     @property
     def routed_shape(self) -> tuple[int, int]:
-        """The number of layers with routers, and of each one's sums."""
+        """The number of layers with routers, and of the sums of each."""
         return len(self.routed), self.layers[self.routed[0].visit].kind.example[-1].shape[1]
 
     @property
     def balances(self) -> bool:
-        """True if a step's loss includes one of the routers, over all tokens except padding."""
+        """True if a step's loss includes a loss of the routers, over all tokens but padding."""
         return bool(self.routed and self.router_loss and self.router_loss.is_loss)
 
     @cached_property
     def router_biases(self) -> dict[str, int]:
-        """By name each bias of a router that steps move: its layer's row in the experts' loads."""
+        """The biases of routers that steps move: name -> its layer's row in the experts' loads."""
         if not (self.routed and self.router_loss and self.router_loss.bias_rate):
             return {}
         shape = (self.router_loss.experts(self.routed_shape[1]),)
@@ -119,17 +120,17 @@ class ModelSpec(Structure):
             for row, layer in enumerate(layers)
             for name, buffer in layer.module.named_buffers()
             if name.rpartition(".")[2] in BIASES and buffer.shape == shape
-            if ".original_module." not in name  # of which PEFT trains a copy
+            if ".original_module." not in name  # PEFT trains a copy of these
         }
 
     def logits(self, weights: dict[str, Tensor], hidden_BTD: Tensor) -> Tensor:
-        """The head's logits of hidden states, with some of its table's rows or all of them."""
+        """The head's logits of hidden states; `weights` may have only some rows of its table."""
         ids = torch.zeros(hidden_BTD.shape[:2], dtype=torch.long)
         inputs = self.capture.inputs({"input_ids": ids})
         return self.capture.head(weights, with_hidden(self.trunk, hidden_BTD), inputs)
 
     def in_fp32(self, dtype: torch.dtype) -> set[str]:
-        """Parameters that transformers computes with in fp32 in a model of another `dtype`."""
+        """Parameters that transformers keeps in fp32 in a model of another `dtype`."""
         if dtype == torch.float32:
             return set()
         if self.wide_in_bf16 is not None:
@@ -147,7 +148,7 @@ class ModelSpec(Structure):
 
     @cached_property
     def live_after(self) -> list[frozenset[Ref]]:
-        """Per layer, the activations that anything later reads."""
+        """Of each layer, the activations that are read after it."""
         live = [frozenset((*self.epilogue_inputs, *self.routed))]
         for layer in reversed(self.layers):
             live.append(live[-1].union(layer.inputs))

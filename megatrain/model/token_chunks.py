@@ -1,9 +1,9 @@
-"""Parts of a layer that act on every token alone, run over tiles of tokens.
+"""Runs parts of a layer that act on every token alone over tiles of tokens.
 
 At 512 k tokens the intermediate of one MLP takes 20 GB, and autograd keeps several. A part that
-takes each token alone can be run on a few tokens at a time and computed again, tile by tile, in the
-backward; its memory no longer grows with the row. Which parts those are is tried, not read off
-their names: see `acts_on_tokens_alone`.
+acts on each token alone can run on a few tokens at a time, and again, tile by tile, in the
+backward: its memory does not grow with the row. A trial finds these parts, not their names: see
+`acts_on_tokens_alone`.
 
 Legend: B rows, T tokens of a row, N = B x T, D width in, E width out, C tokens of a tile.
 """
@@ -23,26 +23,26 @@ Run = Callable[[dict[str, Tensor], Tensor], Tensor]
 Compiler = Callable[[Callable[..., Any], str], Callable[..., Any]]
 
 _TRIAL_SHAPE = (2, 64)  # rows, tokens
-_CHANGED = ((0, 0), (0, 63), (1, 31))  # tokens changed, one after the other
-_SHORT, _OFFSET = 24, 7  # tokens of a shorter trial, and where they are in the row
+_CHANGED = ((0, 0), (0, 63), (1, 31))  # rows and tokens that are changed, one after the other
+_SHORT, _OFFSET = 24, 7  # tokens of a shorter trial, and their place in the row
 
 _OTHER_KERNELS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Largest rounding error, of the largest value, where other kernels compute fewer tokens."""
+"""The largest rounding error of other kernels, for fewer tokens; of the largest value."""
 
 
 def parts(module: nn.Module, names: Collection[str] | None = None) -> list[nn.Module]:
-    """Modules that may run in tiles; with `names`: only those with no other parameters."""
+    """Modules that may run in tiles; `names`: only those whose parameters are among these."""
     usable = []
     for name, part in module.named_modules():
         names_here = {f"{name}.{n}" for n, _ in part.named_parameters()}
         among = names is None or (names_here and names_here <= {*names})
-        if name and among and not _is_one_operation(part) and not behaves(part):
+        if name and among and not _is_one_operation(part) and not has_other_forward(part):
             usable.append(part)
     return usable
 
 
-def behaves(part: nn.Module) -> bool:
-    """True if a module, or one inside, has an instance's forward other than tiles."""
+def has_other_forward(part: nn.Module) -> bool:
+    """True if a module, or one inside, has a forward of its own that is none of tiles."""
     return any(
         not isinstance(vars(child).get("forward"), (ChunkedOverTokens, type(None)))
         for child in part.modules()
@@ -50,28 +50,28 @@ def behaves(part: nn.Module) -> bool:
 
 
 def _is_one_operation(part: nn.Module) -> bool:
-    """True for a linear map or an activation, which keep only their input: tiles save nothing."""
+    """True for a linear map or an activation, which keep only their input: tiles spare nothing."""
     parameters = list(part.parameters(recurse=False))
     leaf = not any(True for _ in part.children())
     return leaf and (not parameters or any(p.ndim > 1 for p in parameters))
 
 
 class ChunkedOverTokens:
-    """Stands for the forward of a part."""
+    """A forward that runs a part over tiles, if a trial shows that it acts on tokens alone."""
 
-    without_data = False  # True: it is also called so
+    without_data = False  # True: meta tensors are tiled as well
 
     def __init__(self, part: nn.Module, tokens: int, compiled: Compiler) -> None:
         self._part, self._tokens = part, tokens
         self._whole = part.forward
-        with without_modes():  # a forecast's has no data of buffers
-            self._alone = copy.deepcopy(part)  # before its own parts are replaced in turn
+        with without_modes():  # a forecast's mode would copy buffers without data
+            self._alone = copy.deepcopy(part)  # before parts inside get such forwards
         self._alone.__dict__.pop("forward", None)
         name = type(part).__name__
         self._fast = {
             mode: compiled(_apply, f"{name} of a tile ({mode})") for mode in ("forward", "backward")
         }
-        self._taken: dict[tuple[bool, int, torch.dtype], bool] = {}
+        self._is_alone: dict[tuple[bool, int, torch.dtype], bool] = {}
 
     def __deepcopy__(self, memo: dict) -> "ChunkedOverTokens":
         return self
@@ -83,24 +83,24 @@ class ChunkedOverTokens:
         if x.shape[0] * x.shape[1] <= self._tokens:
             return self._whole(x)
         named_tensors = [*self._part.named_parameters(), *self._part.named_buffers()]
-        # Weights kept as codes are without data here.
+        # Weights that are kept as codes are meta tensors here.
         bound = {name: t for name, t in named_tensors if self.without_data or not t.is_meta}
         key = (self._part.training, x.shape[-1], x.dtype)
-        if key not in self._taken:
+        if key not in self._is_alone:
             self._alone.train(self._part.training)
             with without_modes():
-                self._taken[key] = self._trial(bound, x)
-        return self._over_tiles(bound, x) if self._taken[key] else self._whole(x)
+                self._is_alone[key] = self._trial(bound, x)
+        return self._over_tiles(bound, x) if self._is_alone[key] else self._whole(x)
 
     def _trial(self, bound: dict[str, Tensor], x: Tensor) -> bool:
-        """True if the part acts on every token alone; forecast/measure.py overrides both."""
+        """True if the part acts on every token alone; forecast/measure.py overrides this."""
         return acts_on_tokens_alone(partial(_apply, self._alone, bound), x)
 
     def _over_tiles(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
         return _Tiles.apply(self._call, self._tokens, list(bound), x, *bound.values())
 
     def _call(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
-        """One tile; the last one of a row may be short, and is not worth compiling for."""
+        """The result of one tile; a short last one is not worth a compilation."""
         self._alone.train(self._part.training)
         if x.shape[1] < self._tokens:
             return _apply(self._alone, bound, x)
@@ -121,7 +121,7 @@ class _Tiles(torch.autograd.Function):
     ) -> Tensor:
         ctx.run, ctx.tokens, ctx.names = run, tokens, names
         ctx.save_for_backward(x_BTD, *values)
-        # Detached, tiles of all layers look the same to a compiled function.
+        # To a compiled function, detached tiles of all layers look the same.
         bound = {name: value.detach() for name, value in zip(names, values, strict=True)}
         x_ND = x_BTD.detach().reshape(-1, x_BTD.shape[-1])
         out_NE: Tensor | None = None
@@ -166,8 +166,8 @@ def _tiles(total: int, tokens: int) -> Iterator[slice]:
     return (slice(start, start + tokens) for start in range(0, total, tokens))
 
 
-class _Whole(TorchDispatchMode):
-    """Notes if any tensor made is no floating-point one: choices among tokens are not."""
+class _OnlyFloats(TorchDispatchMode):
+    """Notes if an operation makes integers or bools, as a choice among tokens does."""
 
     only_floats = True
 
@@ -182,23 +182,23 @@ class _Whole(TorchDispatchMode):
 def acts_on_tokens_alone(run: Callable[[Tensor], Any], like_BTD: Tensor) -> bool:
     """True if `run` computes `[B, T, E]` from `[B, T, D]`, each token by itself.
 
-    Tried on random tokens: a changed token must not change a bit of another's result; fewer tokens
-    give the same, up to rounding; no random numbers and no integers (an index, a choice of experts)
-    occur on the way. A part that fails in any way is not taken.
+    This is tried on random tokens: a changed token must not change a bit of another's result; fewer
+    tokens must give the same up to rounding; no random numbers and no integers (an index, a choice
+    of experts) may occur. A part that fails in any way does not act on tokens alone.
     """
     generator = torch.Generator(like_BTD.device).manual_seed(0)
     shape = (*_TRIAL_SHAPE, like_BTD.shape[-1])
     x = torch.randn(shape, generator=generator, device=like_BTD.device).to(like_BTD.dtype)
     try:
-        # First of all: random numbers drawn here would be other ones than the backward draws.
+        # First of all, as random numbers here would differ from those of the backward.
         if draws(lambda: run(x), {"x": x}):
             return False
-        with torch.no_grad(), _Whole() as watch:
+        with torch.no_grad(), _OnlyFloats() as watch:
             out = run(x)
         fits = isinstance(out, Tensor) and out.ndim == 3 and out.shape[:2] == _TRIAL_SHAPE
         if not fits or not watch.only_floats:
             return False
-        # Few tokens from the middle of a row: their place does not count either.
+        # Tokens from the middle of a row show if their place counts.
         middle = (slice(1, 2), slice(_OFFSET, _OFFSET + _SHORT))
         bound = _OTHER_KERNELS.get(x.dtype, 1e-4) * float(out.abs().max())
         with torch.no_grad():
@@ -220,7 +220,7 @@ def _independent(run: Callable[[Tensor], Tensor], x: Tensor, whole: Tensor) -> b
 
 
 def draws(function: Callable[[], Any], tensors: Mapping[str, Tensor]) -> bool:
-    """True if a call draws torch's random numbers; their state is put back.
+    """True if a call uses torch's random numbers, whose state is restored afterwards.
 
     Args: `tensors`: some of the call's inputs; they name its device.
     """

@@ -1,4 +1,4 @@
-"""Which parameters are trained, by patterns of their names."""
+"""The choice of trained parameters, by patterns of their names."""
 
 import re
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ class Trained:
     A tied parameter has its first name alone, that of the embedding.
 
     Attributes:
-        freeze: parameters that match are not trained.
-        train_only: only parameters that match are trained; None: those that require gradients, of
-            a folder all but those of its encoders of images and sounds.
+        freeze: parameters whose names match are not trained.
+        train_only: only parameters whose names match are trained; None: those that require
+            gradients; of a folder's model not its encoders of images and sounds.
     """
 
     freeze: Sequence[str] = ()

@@ -1,8 +1,8 @@
-"""Refuses models that cannot be streamed, for their settings, code put into them, or their state.
+"""Refuses models that cannot be streamed, for their settings, patched code, or state.
 
 Training in micro-batches, layer by layer, runs the forward around the layers more often than plain
-training, and in another order. So it must compute the same whenever it runs: state that a model
-keeps from one run of its forward to the next is found here.
+training, and in another order: it must compute the same in each run. State that a model keeps from
+one run of its forward to the next is found here.
 """
 
 import inspect
@@ -33,7 +33,7 @@ from megatrain.model.zeros import ZeroProducts, zero_pages
 
 
 def refuse_settings(config: PreTrainedConfig) -> None:
-    """Refuse settings that change which layers run, or with which weights, unseen by the engine."""
+    """Raises Unsupported: settings change the layers that run, or weights, outside the engine."""
     if "flex_attention" in {attention_of(part) for _, part in configs(config)}:
         raise Unsupported(
             "attn_implementation is flex_attention, whose block masks the engine cannot follow; "
@@ -54,7 +54,7 @@ def refuse_settings(config: PreTrainedConfig) -> None:
 
 
 def layer_drops(config: PreTrainedConfig) -> dict[str, Any]:
-    """The shares of layers to skip by Python's random numbers, which are drawn even for 0."""
+    """The settings for layers that are skipped at random, by Python's generator, even if 0."""
     settings = vars(config) | vars(config.get_text_config(decoder=True))
     return {name: value for name, value in settings.items() if "layerdrop" in name}
 
@@ -62,7 +62,7 @@ def layer_drops(config: PreTrainedConfig) -> dict[str, Any]:
 def refuse_rounding(
     types: Mapping[str, torch.dtype], gathered: Iterable[str], dtype: torch.dtype
 ) -> None:
-    """Refuse to look up rows in `dtype` of tables that transformers keeps in float32.
+    """Raises Unsupported: a table's rows would be in `dtype` where transformers keeps float32.
 
     Args:
         types: of all parameters, as `from_pretrained` gives them in `dtype`.
@@ -77,7 +77,7 @@ def refuse_rounding(
 
 
 def refuse_grad_modes(layer: nn.Module, path: str) -> None:
-    """Refuse a layer's own code that asks if there are gradients: its forward runs without them."""
+    """Raises Unsupported: a layer's code asks for gradients, without which layers run first."""
     kinds = {kind for module in layer.modules() for kind in type(module).__mro__}
     for kind in kinds:
         if kind.__module__.partition(".")[0] in ("torch", "transformers", "peft", "torchao"):
@@ -92,10 +92,7 @@ def refuse_grad_modes(layer: nn.Module, path: str) -> None:
 
 
 def refuse_weights(model: nn.Module) -> None:
-    """Refuse weights with properties that a copy without their memory would lose.
-
-    Raises Unsupported: hooks of gradients, other types than torch's, fp64, memory that is shared.
-    """
+    """Raises Unsupported: weights are in fp64, of other types, have hooks, or share memory."""
     for name, parameter in model.named_parameters():
         problem = None
         if parameter.dtype.itemsize > 4:
@@ -107,7 +104,7 @@ def refuse_weights(model: nn.Module) -> None:
         if problem is not None:
             remedy = "convert it to a plain nn.Parameter of at most 32 bits, without hooks"
             raise Unsupported(f"{name} {problem}; {remedy}")
-    # A tensor with a weight's memory changes when plain training changes the weight.
+    # In plain training, an update of a weight would change other tensors with its memory.
     attributes = [
         (f"{path}.{name}".lstrip("."), value)
         for path, module in model.named_modules()
@@ -129,6 +126,7 @@ def refuse_weights(model: nn.Module) -> None:
 
 
 def _span(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """The addresses of a tensor's first byte and of the end of its last; nothing without memory."""
     if tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
         last = sum((size - 1) * stride for size, stride in sizes)
@@ -136,7 +134,7 @@ def _span(tensor: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def refuse_behaviour(model: nn.Module) -> None:
-    """Refuse actions of modules that would happen at other times, more than once, or never."""
+    """Raises Unsupported: a module has hooks, or weights that are not registered."""
     if compat.has_global_hooks():
         raise Unsupported("a hook of every module is registered with torch; remove it")
     refuse_hooks(model)
@@ -152,13 +150,13 @@ def refuse_behaviour(model: nn.Module) -> None:
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Refuse hooks of modules, and forwards that are not of their classes; ours may be there."""
+    """Raises Unsupported: a module has a hook, or a forward that is not of its class or ours."""
     for path, module in model.named_modules():
         of_module = (
             vars(module).get(name) or {} for name in (*compat.FORWARD_HOOKS, *compat.BACKWARD_HOOKS)
         )
         hooks = [hook for registered in of_module for hook in registered.values()]
-        # transformers notes hidden states by some, and lets embeddings require gradients
+        # transformers' own hooks record hidden states, and make embeddings require gradients.
         hooked = not all(_is_of(hook, "transformers") for hook in hooks)
         if hooked or not _is_of(vars(module).get("forward", refuse_hooks), "megatrain"):
             raise Unsupported(
@@ -174,7 +172,7 @@ def _is_of(function: Any, package: str) -> bool:
 
 @dataclass(frozen=True)
 class Change:
-    """An attribute or a buffer that a forward has changed."""
+    """An attribute or a buffer of a module that a forward has changed."""
 
     module: nn.Module
     name: str
@@ -188,20 +186,20 @@ class Change:
 
 
 class Watch:
-    """Notices a forward that changes attributes or buffers of its own modules.
+    """Finds attributes and buffers of modules that a forward changes.
 
-    Such a model computes something else after a batch than before it; layers that run again in
-    the backward, and for every micro-batch in turn, would not see what plain training sees.
+    A model that reads these computes something else after a batch than before it: layers that run
+    again in the backward, for every micro-batch, would differ from plain training.
     """
 
     def __init__(self, module: nn.Module, path: str, idle: Collection[nn.Module] = ()) -> None:
-        """Args: `idle`: parts of the module that do not run, and are ignored."""
+        """Args: `idle`: parts of the module that do not run: they are ignored."""
         self.module, self.path = module, path
         self._idle = {id(part) for module in idle for part in module.modules()}
         self.before = dict(self._state())
 
     def changes(self) -> list[Change]:
-        """Attributes and buffers that are new or differ from the start."""
+        """Attributes and buffers that are new, or have changed since the start."""
         modules = dict(self.module.named_modules())
         return [
             Change(modules[path], name, ".".join(filter(None, (self.path, path, name))))
@@ -221,11 +219,11 @@ class Watch:
 
 
 def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Size]) -> bool:
-    """Let the model make what it makes only once, such as the frequencies for long rows.
+    """Run a model until it has made all that it makes once, such as frequencies for long rows.
 
     Returns True if its forward calls the layers of the stack.
 
-    Raises Unsupported: it makes other than tensors, or these depend on the first batch.
+    Raises Unsupported: it makes other objects than tensors, or these depend on the first batch.
     """
     in_stack = {id(module) for module in stack.modules()}
     outer = [module for module in capture.model.modules() if id(module) not in in_stack]
@@ -241,7 +239,7 @@ def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Si
         compat.buffers_of(module).clear()
         compat.buffers_of(module).update(buffers)
     original = [_value(change) for change in changes]
-    # Other weights and tokens must make the same values once more.
+    # With other weights and tokens the same values must be made.
     _run_to_the_layers(capture, shapes, torch.nan, watch)
     for change, old, new in zip(changes, original, settled, strict=True):
         is_new = old is None or change.name in compat.buffers_of(change.module)
@@ -251,7 +249,7 @@ def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Si
 
 
 def _value(change: Change) -> Any:
-    """A changed tensor's value now, to be compared; None: it is no tensor."""
+    """The present value of a change, to compare; None: it is no tensor."""
     value = getattr(change.module, change.name, None)
     return value_of(value) if isinstance(value, Tensor) else None
 
@@ -259,7 +257,7 @@ def _value(change: Change) -> Any:
 def _run_to_the_layers(
     capture: Capture, shapes: Mapping[str, torch.Size], weight: float, watch: Watch
 ) -> tuple[bool, list[Change]]:
-    """Run short rows, the model's last positions, and after a change short rows again."""
+    """True if short rows reach the layers; the changes by these and by the last positions."""
     weights = {
         name: zero_pages(shape) if weight == 0 else torch.full((), weight).expand(shape)
         for name, shape in shapes.items()
@@ -280,10 +278,10 @@ def _run_to_the_layers(
 
 
 def try_kind(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Run a kind once with weights of zeros, note its outputs (`example`), random numbers, states.
+    """Run a kind of layer with weights of zeros; set its `example`, `random` and `states`.
 
-    Refuses one that reads what an earlier run has left: NaN in its place must not show. Weights of
-    zeros may make NaN themselves, where one is divided by its norm: then a run with ones decides.
+    Raises Unsupported: it reads what an earlier run has left: NaN there must not show in outputs.
+    Weights of zeros may make NaN themselves, divided by their norm: a run with ones then decides.
     """
     buffers = dict(module.named_buffers())
     zeros = {name: zero_pages(p.shape) for name, p in module.named_parameters()}
@@ -316,7 +314,7 @@ def _written(tensor: Tensor) -> tuple[int, int]:
 
 
 def _reads(changes: Iterable[Change], run: Callable[[], Iterable[Any]]) -> bool:
-    """True if NaN in place of an earlier run's leftovers shows in the outputs of `run`."""
+    """True if NaN in place of changed attributes shows in the outputs of `run`."""
     for change in changes:
         value = getattr(change.module, change.name, None)
         if not (isinstance(value, Tensor) and value.is_floating_point()):
@@ -328,11 +326,9 @@ def _reads(changes: Iterable[Change], run: Callable[[], Iterable[Any]]) -> bool:
 
 
 def refuse_state(watch: Watch, again: Callable[[], Iterable[Any]]) -> None:
-    """Refuse changes since `watch` began, except in buffers that each run writes anew.
+    """Raises Unsupported: a forward has changed more than buffers that each run writes first.
 
     Args: `again`: runs the forward and returns all its outputs.
-
-    Raises Unsupported: names the first.
     """
     changes = watch.changes()
     for change in changes:
@@ -344,9 +340,9 @@ def refuse_state(watch: Watch, again: Callable[[], Iterable[Any]]) -> None:
 
 
 class OtherRandomness(TorchFunctionMode):
-    """Notices random numbers that a recomputation would not repeat.
+    """Finds uses of random numbers that a recomputation would not repeat.
 
-    They are of Python, of numpy, or of a generator of torch that is not the default one.
+    They are Python's, numpy's, or of a generator of torch that is not the default one.
     """
 
     def __init__(self) -> None:
@@ -364,7 +360,7 @@ class OtherRandomness(TorchFunctionMode):
         return random.getstate(), list(numbers), rest
 
     def refuse(self) -> None:
-        """Raise Unsupported if any has been drawn since the start."""
+        """Raises Unsupported: such random numbers have been used since the start."""
         if self._is_own or self._state() != self._before:
             whose = "a generator of its own" if self._is_own else "Python's or numpy's generator"
             raise Unsupported(

@@ -1,9 +1,9 @@
-"""Weights in: from a safetensors checkpoint straight to wherever the caller keeps them.
+"""Reads a model's weights from a safetensors checkpoint, one parameter at a time.
 
-Checkpoints on the hub keep the names and layouts they were published with, for example one tensor
-per expert where the model class has one per layer. transformers describes the way between the two
-as renamings and converters (transformers.core_model_loading); here they are planned from names and
-shapes alone and then run for one parameter at a time, so that no second copy of the model exists.
+Checkpoints on the hub have the names and layouts of their publication, for example one tensor for
+each expert where the model's class has one for each layer. transformers describes the conversions
+as renamings and converters (transformers.core_model_loading). Here conversions are planned from
+names and shapes alone, and run for one parameter at a time: no second copy of the model exists.
 """
 
 import copy
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 Write = Callable[[str, Tensor], None]
 
 _JOINS = {hf.loading.Concatenate, hf.loading.MergeModulelist}
-_SIDES = {BLOCKS: SIDE, FP8: 1, NF4: 64, NF4_WIDE: 64}  # values of a block, that rows can be joined
+_SIDES = {BLOCKS: SIDE, FP8: 1, NF4: 64, NF4_WIDE: 64}  # joined tensors need multiples of these
 COMPARED_BYTES = 16 * MIB
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.model.v?", "*.txt", "*.jinja", "*.tiktoken"]
@@ -55,11 +55,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def resolve_model(
     path_or_id: str | Path, revision: str | None = None, *, weights: bool = True
 ) -> Path:
-    """The folder of a model: a local one as it is, of a GGUF file its unpacked one, or the hub's.
+    """The folder of a model: a local one, that of an unpacked GGUF file, or a download.
 
     Args:
-        revision: of a model on the hub; None: its newest.
-        weights: False leaves out the weights of a model on the hub.
+        revision: of a model on the hub; None: the newest.
+        weights: False: weights of a model on the hub are not downloaded.
 
     Raises InputError: no such folder or hub model, no access, no network, or only pickle weights.
     """
@@ -81,14 +81,14 @@ def resolve_model(
     if not (folder / "config.json").is_file():
         raise InputError(f"{path_or_id}: no config.json there, so it is not a model's folder")
     if weights and not has_weights(folder) and has_pickle_weights(folder):
-        stored_tensors(folder)  # says why not and what to do
+        stored_tensors(folder)  # raises, with the reason and a remedy
     return folder
 
 
 def source_dtype(folder: Path) -> torch.dtype:
-    """The dtype a model was published in: what config.json says, else most of its bytes.
+    """The dtype of a published model: that of config.json, or else of most of its bytes.
 
-    A folder without either is float32, as in transformers.
+    Without either it is float32, as in transformers.
     """
     config = read_json(folder / "config.json")
     nested = config.get("text_config")
@@ -113,20 +113,20 @@ def source_dtype(folder: Path) -> torch.dtype:
 
 @dataclass
 class Recipe:
-    """How one target, or several of one converter, are made from stored tensors."""
+    """A plan to make one parameter, or several by one converter, from stored tensors."""
 
-    target: str  # with a converter: the name its outputs are derived from
+    target: str  # with a converter: the name from which its outputs' names are derived
     converter: hf.loading.WeightConverter | None
     sources: list[tuple[str, Stored]]  # (the converter's pattern, tensor)
 
     @property
     def files(self) -> set[Path]:
-        """The files of its sources; of a packed one the file of its values."""
+        """The files of the sources; of a packed source the file of its codes."""
         return {stored.file for _, stored in self.sources}
 
     @property
     def packing(self) -> WeightFormat | None:
-        """The format of all sources, if the target's bytes are theirs, put together."""
+        """The format of all sources, if the target is their bytes, joined; else None."""
         formats = {s.packing if isinstance(s, Packed) else None for _, s in self.sources}
         packing = formats.pop() if len(formats) == 1 else None
         if self.converter is None or packing is None:
@@ -134,14 +134,14 @@ class Recipe:
         joined = {type(operation) for operation in self.converter.operations} <= _JOINS
         side = _SIDES.get(packing, 0)
         in_whole_blocks = side and all(n % side == 0 for _, s in self.sources for n in s.shape)
-        packing = NF4_WIDE if packing is NF4 else packing  # each source has a mean of its own
+        packing = NF4_WIDE if packing is NF4 else packing  # NF4's mean differs for each source
         return packing if joined and in_whole_blocks else None
 
     def build(self, model: PreTrainedModel, load: Callable[[Stored], Tensor]) -> dict[str, Tensor]:
         """The finished tensors by the model's names; `load` gives the values of a stored tensor."""
         if self.converter is None:
             return {self.target: load(self.sources[0][1])}
-        converter = copy.deepcopy(self.converter)  # it collects tensors, and may be run again
+        converter = copy.deepcopy(self.converter)  # a converter keeps tensors that it gets
         for pattern, stored in self.sources:
             converter.add_tensor(self.target, stored.name, pattern, load(stored))
         built = converter.convert(self.target, model=model, config=model.config)
@@ -159,24 +159,24 @@ def read_weights(
 ) -> tuple[str, ...]:
     """Read every parameter and persistent buffer of `model` from the checkpoint in `folder`.
 
-    Everything that headers can tell is checked before the first write. Then `write(name, tensor)`
-    is called once for each distinct parameter and persistent buffer, from `threads` threads at a
-    time: `name` as in `named_parameters()` and `named_buffers()`, `tensor` on the CPU, contiguous,
-    of the model's shape, in the file's own dtype.
+    All that headers show is checked before the first write. Then `write(name, tensor)` is called
+    once for each distinct parameter and persistent buffer, from up to `threads` threads: `name` as
+    in `named_parameters()` and `named_buffers()`, `tensor` on the CPU, contiguous, of the model's
+    shape, in the file's dtype.
 
     Args:
-        folder: holds model.safetensors, or shards and their index.
-        model: tells names, shapes and ties; its parameters may be on the meta device. Its
-            `_weight_conversions` is set as `from_pretrained` does.
-        write: takes the values; an exception from it ends the load and is raised again.
-        threads: how many tensors are read at once, within IN_FLIGHT_BYTES. A file whose tensors
-            have all been read leaves the page cache.
-        packed: by name, the formats in which tiles keep tensors: where the folder has one in its
-            format, it is passed as its bytes, uint8; all others as their values.
+        folder: has model.safetensors, or shards and their index.
+        model: has names, shapes and ties; its parameters may be on the meta device. Its
+            `_weight_conversions` is set, as `from_pretrained` does.
+        write: takes the values; an exception ends the load and is raised again.
+        threads: tensors that are read at once, within IN_FLIGHT_BYTES. A file leaves the page
+            cache when all of its tensors are read.
+        packed: formats in which tiles keep tensors, by name: a tensor that the folder has in this
+            format is passed as its bytes, uint8; any other as its values.
 
     Returns:
-        Names which the model's class lets a checkpoint leave out, and this one does: they are
-        for the caller to initialise. Almost always empty.
+        Names that the model's class lets a checkpoint leave out, and this one lacks: the caller
+        has to initialise them. Almost always empty.
 
     Raises:
         InputError: tensors missing, unknown, misshapen or not of a float dtype, or damaged files.
@@ -211,7 +211,7 @@ def read_weights(
     with ThreadPoolExecutor(threads, thread_name_prefix="read-weights") as pool:
         try:
             for recipe in recipes:
-                # Within IN_FLIGHT_BYTES; a larger one is alone. Merging holds pieces and result.
+                # A tensor beyond the limit is read alone. Merging needs the parts and the result.
                 num_bytes = sum(stored.num_bytes for _, stored in recipe.sources)
                 num_bytes *= 1 if recipe.converter is None else 2
                 num_bytes = min(num_bytes, IN_FLIGHT_BYTES)
@@ -231,10 +231,9 @@ def lazy_weights(
 ) -> dict[str, Callable[[], Tensor]]:
     """For each parameter and buffer of `model`, by its first name, a function that reads it.
 
-    Args: `packed`: as `read_weights`.
+    Args: `packed`: as of `read_weights`.
 
-    Raises:
-        InputError: as `read_weights`; damaged tensor data shows only when its function is called.
+    Raises InputError: as `read_weights`; a function raises it for damaged data.
     """
     plan = WeightPlan(folder, model)
     recipes, _ = plan.checked()
@@ -253,11 +252,11 @@ _HEADS = "lm_head.", "embed_out.", "cls."  # of language models
 
 
 def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
-    """The tensors of `folder` that `model` has no place for, by their names there.
+    """The tensors of `folder` that `model` does not have, by their names there.
 
-    They are what its class lets a checkpoint have: layers that predict further tokens, for example.
-    Their files stay open, so that they can be read when the folder has gone. Files of tensors that
-    belong to no model, as transformers sees it, are named in the log.
+    The model's class allows these in a checkpoint: layers that predict further tokens, for example.
+    Their files stay open, so that they can be read even if the folder is deleted. Files that no
+    index names are logged.
 
     Raises InputError: as `WeightPlan`.
     """
@@ -273,13 +272,13 @@ def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
 
 
 class WeightPlan:
-    """How a folder's tensors become a model's.
+    """The plan by which a folder's tensors become a model's.
 
     Attributes:
-        unexpected: tensors without a place in the model, each behind the name that it would have
-            there; several may become one.
+        recipes: for the model's tensors.
+        unexpected: the folder's other tensors, each with the name that it would have in the model.
         first_name: for each name, the first name of the same tensor.
-        types: the dtype in which the folder has each parameter and buffer, by its first name.
+        types: the dtype of each parameter and buffer in the folder, by first name.
     """
 
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
@@ -300,21 +299,21 @@ class WeightPlan:
 
     @property
     def packings(self) -> dict[str, WeightFormat]:
-        """How the folder packs each quantised parameter, by its first name."""
+        """The format of each quantised parameter in the folder, by first name."""
         formats = {self.first_name.get(r.target, ""): r.packing for r in self.recipes}
         return {name: packing for name, packing in formats.items() if name and packing}
 
     def checked(self) -> tuple[list[Recipe], tuple[str, ...]]:
-        """A recipe for each distinct tensor, and permitted missing names.
+        """A recipe for each distinct tensor, and names that may be missing and are.
 
-        Raises InputError: others are missing, or some are unknown, or tied ones differ.
+        Raises InputError: other names are missing, some are unknown, or tied tensors differ.
         """
         recipes = _without_tied_copies(self.recipes, self.first_name)
         missing = set(self.first_name.values()) - self.types.keys()
         return recipes, _check_complete(self._folder, self._model, missing, self.unexpected)
 
     def build(self, recipe: Recipe, packed: Mapping[str, WeightFormat] | None) -> dict[str, Tensor]:
-        """The tensors of a recipe by their first names; `packed`: as `read_weights`."""
+        """The tensors of a recipe by first name; `packed`: as of `read_weights`."""
         packing = (packed or {}).get(self.first_name.get(recipe.target, ""))
         if packing is None or recipe.packing != packing:
             built = recipe.build(self._model, methodcaller("read"))
@@ -334,8 +333,8 @@ def _plan_load(
 ) -> tuple[list[Recipe], list[tuple[str, Stored]]]:
     """Match stored tensors with the model's names, as transformers' loading does.
 
-    Leaves the conversions that were used in `model._weight_conversions`, where transformers keeps
-    them to give the checkpoint its own layout back when it is saved.
+    The conversions that were used are put into `model._weight_conversions`, from which transformers
+    restores the checkpoint's layout when a model is saved.
     """
     conversions = hf.get_model_conversion_mapping(model)
     renamings = [x for x in conversions if isinstance(x, hf.loading.WeightRenaming)]
@@ -367,7 +366,7 @@ def _plan_load(
 def _check_recipes(
     model: PreTrainedModel, recipes: list[Recipe], references: Mapping[str, Tensor]
 ) -> dict[str, torch.dtype]:
-    """Build everything on the meta device; returns the names that come out, and their dtypes."""
+    """Build all recipes on the meta device; returns the dtypes of their tensors by name."""
     built: dict[str, torch.dtype] = {}
     for recipe in recipes:
         stored = recipe.sources[0][1]
@@ -376,7 +375,7 @@ def _check_recipes(
             where += f" (and {len(recipe.sources) - 1} others, which are merged or split)"
         problem = f"{where} cannot become {recipe.target!r}"
         with explained(problem, "tensors are missing or of a wrong shape"):
-            outputs = recipe.build(model, Stored.blank)  # its operations fail each in its own way
+            outputs = recipe.build(model, Stored.blank)  # operations raise errors of any type
         for name, tensor in outputs.items():
             if name not in references or name in built:
                 raise InputError(f"{where} would give {name!r}, which is no parameter to be read")
@@ -403,10 +402,10 @@ def _check_tensor(
 
 
 def _without_tied_copies(recipes: list[Recipe], first_name: Mapping[str, str]) -> list[Recipe]:
-    """One recipe for each distinct parameter; further copies must be equal.
+    """One recipe for each distinct parameter. Raises InputError: copies of a parameter differ.
 
-    transformers reads a checkpoint whose copies differ as untied, whatever its config says; that
-    would be another model than the one that is being trained.
+    transformers reads a checkpoint with different copies as untied, whatever its config says: this
+    would be another model than the one that is trained.
     """
     by_parameter: dict[str, Recipe] = {}
     for recipe in recipes:
@@ -436,12 +435,12 @@ def _same_values(one: Recipe, other: Recipe) -> bool:
 def _check_complete(
     folder: Path, model: PreTrainedModel, missing: set[str], unexpected: list[tuple[str, Stored]]
 ) -> tuple[str, ...]:
-    """Refuse missing or unknown names unless the class permits them; returns those missing."""
+    """The missing names, sorted. Raises InputError: the class does not permit all of these."""
     names = {name for name, _ in unexpected}
     report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=names)
     hf.drop_ignorable(model, report)
-    # transformers knows how many further layers published models predict tokens with: here it is
-    # what the configuration says.
+    # transformers has fixed names of layers that predict further tokens: here the configuration has
+    # their number.
     text = model.config.get_text_config(decoder=True)
     count = getattr(text, "num_hidden_layers", 0)
     more = range(count, count + (getattr(text, "num_nextn_predict_layers", None) or 0))

@@ -1,4 +1,4 @@
-"""Zeros that take no memory, for runs of which only the structure is wanted."""
+"""Zeros that take no memory, for forwards of which only the structure matters."""
 
 import math
 import mmap
@@ -15,14 +15,14 @@ from megatrain.base import huge_pages
 
 _SMALL = 1 << 16
 
-# Room for more than the machine's memory. Not every Python has the name.
+# Allows mappings larger than the machine's memory. Not every Python has the name.
 _UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 def zero_pages(shape: Sequence[int], *, requires_grad: bool = False) -> Tensor:
-    """fp32 zeros that nobody writes: the system maps one page of zeros everywhere.
+    """fp32 zeros to read: the system maps one page of zeros everywhere.
 
-    `torch.zeros` fills its memory, which for a 72B model's tables and one layer takes 13 GiB.
+    `torch.zeros` would write its memory, 13 GiB for a 72B model's tables and one layer.
     """
     numel = math.prod(shape)
     if numel < _SMALL:
@@ -35,12 +35,12 @@ def zero_pages(shape: Sequence[int], *, requires_grad: bool = False) -> Tensor:
 class ZeroProducts(TorchFunctionMode):
     """Within this context linear layers whose weight is all zeros skip the multiplication.
 
-    The product of an input with zeros is zero, or NaN where the input is not finite, as the real
-    product would say. That of all weights of one layer of 120B takes half a second.
+    The result is that of the multiplication: zero, or NaN where the input is not finite. The
+    products with all weights of one layer of 120B would take half a second.
     """
 
     def __init__(self, zeros: Iterable[Tensor], beginning: int = 0) -> None:
-        """Args: `beginning`: number of first values of a weight that need not be zero."""
+        """Args: `beginning`: so many first values of a weight may be other than zero."""
         super().__init__()
         self._beginning = beginning
         self._zeros = {id(weight): weight for weight in zeros if weight.numel() > beginning}
@@ -57,7 +57,7 @@ class ZeroProducts(TorchFunctionMode):
 def _product_with_zeros(
     rows: int, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor | None:
-    """The product, plus the bias; None where torch refuses it, or the weight is one row `[I]`."""
+    """The product plus the bias; None: torch would refuse it, or the weight is one row `[I]`."""
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
         return None
     if any(operand.dtype != weight.dtype for operand in (x, bias) if operand is not None):

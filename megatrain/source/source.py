@@ -35,7 +35,7 @@ from megatrain.model.float8 import ROUTERS, require_torchao
 from megatrain.model.probe import spec
 from megatrain.model.quantised import kept_format, quantisation, quantised_base, stays_whole
 from megatrain.model.rebuilt import difference, emptied
-from megatrain.model.routers import NOT_ASKED, ask_for
+from megatrain.model.routers import NOT_ASKED, set_router_losses
 from megatrain.model.safetensors_io import read_header
 from megatrain.model.spec import ModelSpec
 from megatrain.model.trained import Trained
@@ -141,7 +141,7 @@ def open_source(
             model; a PeftModel, the folder of an adapter; or a source, which is returned as it is.
         adapter: a LoraConfig of PEFT, or its keys: the adapter to train.
         base: the format of frozen linear layers.
-        routers: settings of a mixture's routers, see `ask_for`.
+        routers: settings of a mixture's routers, see `set_router_losses`.
         resumes: take a checkpoint's optimizer state as well, to continue its training.
         head: the head of a folder, hub id or configuration, in place of its own; an adapter's
             folder with a head implies it.
@@ -170,8 +170,8 @@ def open_source(
         width = source.model.config.get_text_config(decoder=True).hidden_size
         files = sentence_files(source.companions, width, head.pooling)
         source.companions = {**source.companions, **files}
-    ask_for(source.model, routers)
-    ask_for(plain(source.model), routers)  # the model of merged exports
+    set_router_losses(source.model, routers)
+    set_router_losses(plain(source.model), routers)  # the model of merged exports
     if source.base == "bf16" and not source.resumes:
         source.base = base
     elif base not in ("bf16", "folder", source.base):
