@@ -107,10 +107,9 @@ def parse_yaml(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that reads `1e-5` as a number, as YAML 1.2 does.
+    """A SafeLoader that reads `1e-5` as a number, as YAML 1.2 does, and refuses what is ambiguous:
 
-    It refuses repeated keys, aliases, tags, deep nesting, and scalars that YAML 1.1 and 1.2 read
-    differently: `010`, `1:30`.
+    repeated keys, aliases, tags, deep nesting, and scalars that differ in YAML 1.1: `010`, `1:30`.
     """
 
     depth = 0

@@ -111,8 +111,7 @@ class BaseReference(_Strict):
         path: the base's folder, checkpoint or hub id, with the hub's `revision`.
         fingerprint: of the values of all parameters that the checkpoint leaves out.
         packed: the formats of packed parameters, by name.
-        carried: fingerprint of the base's tensors that the model does not use; None: an older
-            checkpoint without it.
+        carried: fingerprint of the base's tensors without a use; None in older checkpoints.
     """
 
     path: str

@@ -171,8 +171,7 @@ class StagingBlocks:
 class Snapshot:
     """Hands the pieces of one save from the streams that own their planes to the writers.
 
-    Attributes: `moved_bytes`: bytes copied into spare memory, so that updates could go on;
-    `waited`: how often a stream waited for the writers.
+    `moved_bytes`: bytes copied to spare memory; `waited`: how often a stream waited for writers.
     """
 
     def __init__(self, spare: StagingBlocks) -> None:

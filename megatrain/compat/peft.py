@@ -245,9 +245,9 @@ def _adapted_parameter() -> type:
         """
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            values: dict[str, Tensor] = {}  # a call of `dict[...]` would break compiled graphs
+            values: dict[str, Tensor] = {}  # (a call of `dict[...]` would break compiled graphs)
             factors: dict[str, tuple[Tensor, Tensor, float]] = {}
-            names, module = [self.parameter_name], self
+            names, module = [self.parameter_name], self  # wrappers of one module are nested
             while isinstance(module.base_layer, ParamWrapper):
                 module = module.base_layer
                 names.append(module.parameter_name)
@@ -354,25 +354,26 @@ def file_names(model: nn.Module, active: str) -> dict[str, str]:
     return {f"{FILE_PREFIX}{name}": names[id(value)] for name, value in in_file.items()}
 
 
-def drawn(module: Any, config: Any, active: str, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def initial_values(
+    module: Any, config: Any, active: str, base: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """The initial values that PEFT draws for a module's adapter, by names in the wrapper.
 
     Args: `base`: weights of the wrapped module; empty tensors if the values do not matter.
     """
-    copied = copy.deepcopy(inner(module)).to_empty(device="cpu").float()
-    copied.load_state_dict(base, strict=False)
-    alone = copy.copy(config)
-    alone.r, alone.lora_alpha = module.r[active], module.lora_alpha[active]
-    alone.rank_pattern, alone.alpha_pattern, alone.target_modules = {}, {}, ["inside"]
-    alone.exclude_modules = alone.layers_to_transform = alone.layers_pattern = None
-    alone.target_parameters = None
+    model = nn.Module()
+    model.inside = copy.deepcopy(inner(module)).to_empty(device="cpu").float()
+    model.inside.load_state_dict(base, strict=False)
+    config = copy.copy(config)
+    config.r, config.lora_alpha = module.r[active], module.lora_alpha[active]
+    config.rank_pattern, config.alpha_pattern, config.target_modules = {}, {}, ["inside"]
+    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    config.target_parameters = None
     if parameter := parameter_of(module):
-        alone.target_modules, alone.target_parameters = [], [f"inside.{parameter}"]
-    alone.modules_to_save, alone.bias = None, "none"
-    box = nn.Module()
-    box.inside = copied
-    _library().inject_adapter_in_model(alone, box, active)
-    parameters = dict(box.inside.named_parameters())
+        config.target_modules, config.target_parameters = [], [f"inside.{parameter}"]
+    config.modules_to_save, config.bias = None, "none"
+    _library().inject_adapter_in_model(config, model, active)
+    parameters = dict(model.inside.named_parameters())
     return {n: p.detach() for n, p in parameters.items() if not n.startswith("base_layer.")}
 
 

@@ -378,8 +378,9 @@ def decoder_of_films() -> str | None:
     packages = {"torchcodec": "torchcodec", "pyav": "av", "decord": "decord", "opencv": "cv2"}
     names = [name for name, package in packages.items() if importlib.util.find_spec(package)]
     # From 0.26 on torchvision has no decoder.
-    has = getattr(video_utils, "is_torchvision_video_decoding_available", is_torchvision_available)
-    return next(iter([*names, *["torchvision"] * has()]), None)
+    name = "is_torchvision_video_decoding_available"
+    names += ["torchvision"] if getattr(video_utils, name, is_torchvision_available)() else []
+    return names[0] if names else None
 
 
 def film_of(
@@ -397,7 +398,7 @@ def film_of(
         settings = {n: getattr(videos, n, None) for n in videos.valid_kwargs.__annotations__}
         sample = partial(videos.sample_frames, **settings)
 
-    def chosen(metadata: Any, **_: Any) -> Any:
+    def frame_indices(metadata: Any, **_: Any) -> Any:
         all_frames = np.arange(metadata.total_num_frames)
         sampled = all_frames if sample is None else sample(metadata=metadata)
         check(len(sampled), metadata)
@@ -406,9 +407,10 @@ def film_of(
 
     if not isinstance(film, str):
         [metadata] = make_batched_metadata([film], None)
-        frames = film if sample is None else film[chosen(metadata)]
+        frames = film if sample is None else film[frame_indices(metadata)]
         return frames, {} if videos is None else vars(metadata)
-    loaded, metadata = load_video(film, backend=decoder_of_films(), sample_indices_fn=chosen)
+    decoder = decoder_of_films()
+    loaded, metadata = load_video(film, backend=decoder, sample_indices_fn=frame_indices)
     frames = np.asarray(loaded)
     return frames if frames.shape[-1] == 3 else frames.transpose(0, 2, 3, 1), vars(metadata)
 
@@ -442,12 +444,12 @@ def finding_once(
         find: computes document indices, given transformers' function and the positions.
         padded: True if the attention mask hides tokens, so that it cannot be left out.
     """
-    look, looks = masking_utils.find_packed_sequence_indices, count()
+    original, calls = masking_utils.find_packed_sequence_indices, count()
 
-    def once(position_ids: Tensor) -> Tensor | None:
-        number = next(looks)
+    def find_or_reuse(position_ids: Tensor) -> Tensor | None:
+        number = next(calls)
         if number == len(packed):
-            packed.append(find(look, position_ids))
+            packed.append(find(original, position_ids))
         return packed[number]
 
     can_be_ignored = masking_utils._ignore_causal_mask_sdpa
@@ -455,7 +457,7 @@ def finding_once(
     def ignores(mask: Tensor | None, *sizes: Any, **named: Any) -> bool:
         return not (padded and mask is not None) and can_be_ignored(mask, *sizes, **named)
 
-    return _finding(once, _ignore_causal_mask_sdpa=ignores)
+    return _finding(find_or_reuse, _ignore_causal_mask_sdpa=ignores)
 
 
 _changing = RLock()  # one thread at a time changes transformers' functions
@@ -470,14 +472,15 @@ def _finding(find: Callable[[Tensor], Tensor | None], **patched: Any) -> Iterato
         patched[_REMAP] = lambda mask, ids: mask if _has_blocks(mask) else remap(mask, ids)
     thread = get_ident()
 
-    def here(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        elsewhere = getattr(masking_utils, name)
-        return lambda *args, **named: (function if get_ident() == thread else elsewhere)(
+    def in_thread(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Calls `function` in this thread, and transformers' own function in other threads."""
+        original = getattr(masking_utils, name)
+        return lambda *args, **named: (function if get_ident() == thread else original)(
             *args, **named
         )
 
     with _changing:
-        functions = {name: here(name, function) for name, function in patched.items()}
+        functions = {name: in_thread(name, function) for name, function in patched.items()}
         with changed([masking_utils], **functions):
             yield
 

@@ -69,27 +69,27 @@ class Collectives:
         return self._device.record(stream)
 
     def gather_by_sum(
-        self, mine: Sequence[Any], shapes: Sequence[Sequence[int]], first: int
+        self, tensors: Sequence[Any], shapes: Sequence[Sequence[int]], first: int
     ) -> list[Any]:
         """Gather the ranks' fp32 tensors, in rank order, by a sum.
 
         Args:
-            mine: this rank's tensors; a device that computes nothing takes and returns Nones.
+            tensors: this rank's; a device that computes nothing takes and returns Nones.
             shapes: the shapes of all ranks' tensors.
             first: the index of this rank's first tensor among those of all ranks.
         """
         if self.ranks.size == 1:
-            return list(mine)
+            return list(tensors)
         device, sizes = self._device, [prod(shape) for shape in shapes]
         total = device.empty("numbers of all ranks", sum(sizes), torch.float32)
         parts = total.data.split(sizes)
 
-        def copy_mine() -> None:
+        def copy_tensors() -> None:
             total.data.zero_()  # in the other ranks' places: adding zeros keeps every bit
-            for part, values in zip(parts[first:], mine, strict=False):
+            for part, values in zip(parts[first:], tensors, strict=False):
                 part.copy_(values.flatten())
 
-        device.run(COMPUTE, "note own numbers", copy_mine, writes=[total])
+        device.run(COMPUTE, "note own numbers", copy_tensors, writes=[total])
         device.wait(COMPUTE, self.all_reduce(total, "numbers of all ranks"), "numbers of all ranks")
 
         views = [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,8 +1,7 @@
 """Apple's GPU by torch's mps, in the memory that it shares with the CPU. Untested on hardware.
 
-All device streams are torch's one queue, in program order; host streams wait until the queue is
-empty. A pinned host range is memory of torch's GPU, with an alias for the CPU: layers read it in
-place.
+Device streams are torch's one queue, in program order; host streams wait until the queue is empty.
+A pinned host range is memory of torch's GPU with an alias for the CPU, so layers read it in place.
 """
 
 from dataclasses import replace

@@ -96,19 +96,19 @@ class Intake:
                 self._check(f"micro-batch {index}", text, loss)
                 has_media |= text is not micro
             shift = spec.label_shift
-            losses = [] if loss is None else [_loss_inputs(m, loss, shift) for m in micro_batches]
-            checksum = share.check(micro_batches, losses, loss, self._max_tokens)
+            inputs = [] if loss is None else [_loss_inputs(m, loss, shift) for m in micro_batches]
+            checksum = share.check(micro_batches, inputs, loss, self._max_tokens)
             shares.extend(share.micro(micro) for micro in micro_batches)
             ids = torch.cat([micro["input_ids"].reshape(-1) for micro in shares])
             # Some forwards embed token 0 where features then overwrite the embedding.
             constants = [*spec.constants, 0] if has_media else spec.constants
             unique = torch.unique(torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)]))
-            return _Part(share.judged(losses), unique, len(shares), len(ids), checksum, has_media)
+            return _Part(share.judged(inputs), unique, len(shares), len(ids), checksum, has_media)
 
         parts = ranks.agree(check_and_share)
         require_same([{"checksum of the step's rows": str(part.checksum)} for part in parts])
-        losses = [inputs for part in parts for inputs in part.losses]
-        normaliser = 0.0 if loss is None else loss.normaliser(*zip(*losses, strict=True))
+        all_inputs = [inputs for part in parts for inputs in part.loss_inputs]
+        normaliser = 0.0 if loss is None else loss.normaliser(*zip(*all_inputs, strict=True))
         if loss is not None and normaliser == 0:
             raise InputError(
                 "no token of this step has a label; check the data's labels (all -100)"
@@ -116,38 +116,39 @@ class Intake:
         unique_U, own_slice = _by_owner(
             [part.unique for part in parts], ranks.shards, self._rows_each
         )
-        mine = parts[ranks.rank]
+        own_part = parts[ranks.rank]
         if share.cuts_rows:  # parts of rows are padded, whole rows are not
             all_tokens = sum(micro["input_ids"].numel() for micro in micro_batches)
         else:
             all_tokens = sum(part.num_tokens for part in parts)
         most_micro = max(part.num for part in parts)
         if self._program.exchanges:  # all ranks need equally many: add micro-batches of padding
-            ids = torch.full_like(shares[0]["input_ids"][:1], int(mine.unique[0]))
+            ids = torch.full_like(shares[0]["input_ids"][:1], int(own_part.unique[0]))
             uncounted = {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}
-            shares.extend([uncounted] * (most_micro - mine.num))
+            shares.extend([uncounted] * (most_micro - own_part.num))
         on_device_U = unique_U.to(setup.device.torch_device)
         batch = Batch(
             [self._moved(micro, unique_U, on_device_U) for micro in shares],
             normaliser,
-            mine.num_tokens,
+            own_part.num_tokens,
             unique_U,
             derived_seed(setup.seed, self._steps),
             before=sum(part.num for part in parts[: ranks.rank]),
             own=own_slice,
             all_tokens=all_tokens,
             most=most_micro,
-            idle=len(shares) - mine.num,
+            idle=len(shares) - own_part.num,
             has_media=any(part.has_media for part in parts),
         )
         if loss is not None:
             is_joint = isinstance(loss, JointLoss)
-            _give_loss(batch, loss, losses if is_joint else mine.losses)
+            _give_loss(batch, loss, all_inputs if is_joint else own_part.loss_inputs)
         return batch
 
     def _moved(
         self, micro: Mapping[str, Tensor], unique_U: Tensor, on_device_U: Tensor
     ) -> MicroBatch:
+        """Move a micro-batch to the device, with the numbers of its embedding rows."""
         # Without a mask transformers takes the fast causal path. A mask of ones matters only to
         # packed rows, whose documents then see each other. Padding alone needs no right result.
         device, capture = self._setup.device.torch_device, self._program.spec.capture
@@ -341,7 +342,7 @@ def _give_loss(batch: Batch, loss: Loss, inputs: Iterable[Judged]) -> None:
 class _Part(NamedTuple):
     """One rank's part of a step: targets and inputs of the loss, distinct ids, and counts."""
 
-    losses: list[Judged]
+    loss_inputs: list[Judged]
     unique: Tensor
     num: int  # micro-batches
     num_tokens: int

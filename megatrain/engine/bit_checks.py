@@ -272,7 +272,7 @@ class BitChecks:
             if on_device:
                 self._count_difference(part.text, expected, computed)
             else:
-                _require_equal(part.text, expected, computed, part.buffer)
+                _compare(part.text, expected, computed, part.buffer)
 
     def _count_difference(self, text: str, expected: Tensor, computed: Tensor) -> None:
         expected = expected.to(computed.device)
@@ -285,7 +285,7 @@ class BitChecks:
         copies, self._copies = self._copies, None
         if differing:
             for comparison in comparisons:
-                _require_equal(*comparison)
+                _compare(*comparison)
             raise RunFailed(
                 "a plane on the device of another rank has changed; see what that one says"
             )
@@ -307,7 +307,7 @@ class BitChecks:
                 if not torch.equal(of_visit, expected) and tile.version == version:
                     self._compare_now(_parts(tile))  # raises first if the source has changed
                 text = f"{tile.name}: the copy of weights on the device"
-                _require_equal(text, expected, of_visit)
+                _compare(text, expected, of_visit)
 
     def update_sums(self, tile: Tile, host_gradient: Buffer) -> UpdateSums | None:
         """Return zero checksums for a tile's update to add to; None: this run takes none."""
@@ -333,7 +333,7 @@ class BitChecks:
                 continue
             expected, read = self._checksums.get(part.key), sums.read.get(part.plane)
             if expected is not None and read is not None:
-                _require_equal(part.text, expected, read, part.buffer)
+                _compare(part.text, expected, read, part.buffer)
             self._store(part, sums.written[part.plane], sums.version)
         if tile.layout.copies:  # copies of masters, which the update has renewed
             for part in _parts(tile):
@@ -341,7 +341,7 @@ class BitChecks:
                     self._sum_part(part, sums.version)
         landed = self._gradients.pop(tile.index, None)
         if landed is not None and sums.gradient is not None:
-            _require_equal(f"{tile.name}: the gradient (host)", landed, sums.gradient)
+            _compare(f"{tile.name}: the gradient (host)", landed, sums.gradient)
 
     @contextmanager
     def averaging(self, tile: Tile, state: Buffer, start: int) -> Iterator[None]:
@@ -385,19 +385,20 @@ class BitChecks:
                 tile.updated = self._device.record(UPDATE)
 
 
-def _require_equal(text: str, saved: Tensor, now: Tensor, buffer: Buffer | None = None) -> None:
+def _compare(text: str, expected: Tensor, computed: Tensor, buffer: Buffer | None = None) -> None:
     """Raise RunFailed if checksums differ; say where, and if one flipped bit may explain that."""
-    saved, now = saved.cpu(), now.cpu()
-    if torch.equal(saved, now):
+    expected, computed = expected.cpu(), computed.cpu()
+    if torch.equal(expected, computed):
         return
-    blocks = (saved != now).any(1).nonzero().flatten().tolist()
+    blocks = (expected != computed).any(1).nonzero().flatten().tolist()
     first, address = blocks[0] * SUMMED_BYTES, ""
     if isinstance(buffer, disk.DiskBuffer):
         address = f", {buffer.at + first} of the file on the disk"
     elif buffer is not None:
         address = f", address {buffer.data.data_ptr() + first:#x}"
     cause = "no single flipped bit explains it"
-    if len(blocks) == 1 and (place := _flipped(*(now - saved)[blocks[0]].tolist())) is not None:
+    changes = (computed - expected)[blocks[0]].tolist()
+    if len(blocks) == 1 and (place := _flipped(*changes)) is not None:
         cause = f"one flipped bit may explain it{place}, a fault of the hardware"
     raise RunFailed(
         f"{text} differs from its checksum in {len(blocks)} blocks of {SUMMED_BYTES:,} bytes, the "

@@ -58,7 +58,7 @@ class Head(StreamedModule):
 
         Empties `h`.
         """
-        batch, joint = self._weighed(slot, batch, h)
+        batch, joint = self._with_slopes(slot, batch, h)
         balance, slopes = self.balanced(batch, h)
         losses: list[Any] = []
         dh: list[Any] = []
@@ -146,11 +146,11 @@ class Head(StreamedModule):
         shape = self.program.spec.routed_shape
         return sum(sums, torch.zeros(shape, dtype=torch.float64, device=self.program.device))
 
-    def _weighed(self, slot: Buffer, batch: Batch, h: State) -> tuple[Batch, list[Any]]:
-        """For a joint loss, visit the head for log-probabilities, and compute the loss from them.
+    def _with_slopes(self, slot: Buffer, batch: Batch, h: State) -> tuple[Batch, list[Any]]:
+        """For a joint loss, visit the head for log-probabilities; compute loss and slopes of them.
 
-        Returns the batch with a loss that multiplies each label's log-probability by its slope, and
-        the micro-batches' shares of the joint loss; for other losses `batch` and no shares.
+        Returns the batch with these slopes for its loss, and the shares of the joint loss by
+        micro-batch; with another loss `batch` and no shares.
         """
         loss = batch.micro[0].loss if batch.micro else None
         if not isinstance(loss, JointLoss):
@@ -183,7 +183,7 @@ class Head(StreamedModule):
             zero = torch.zeros((), dtype=torch.float32, device=self.program.device)
             return sum(parts, zero) / batch.normaliser
 
-        _, joint = self._weighed(slot, batch, h)
+        _, joint = self._with_slopes(slot, batch, h)
         return joint or self.run_each(_NAME, batch, share, h, reads=[slot])
 
     def losses(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:

@@ -203,6 +203,7 @@ class Stream:
             self._loaded += 1
 
     def _load(self, tile: Tile, place: _Place) -> None:
+        """Start copying a tile's weights to `place`, when they are updated and `place` is free."""
         if tile.rests.weights is Tier.DISK:
             for slot in place.slots:
                 self._device.wait(DISK_WEIGHTS, slot.free, "slot free for the disk")
@@ -212,7 +213,7 @@ class Stream:
             self._device.wait(COPY_IN, tile.updated, "version due")
             for slot in place.slots:
                 self._device.wait(COPY_IN, slot.free, "slot free")
-            for span in tile.spans_beside(self._stacks.get(tile.index, ())):
+            for span in tile.spans_without(self._stacks.get(tile.index, ())):
                 to = place.buffer.piece(span.slot, span.slot + span.numel)
                 source = tile.weights.piece(span.start, span.start + span.numel)
                 self._device.copy(COPY_IN, to, source)

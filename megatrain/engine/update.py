@@ -376,11 +376,12 @@ class Update:
         self._started = []
 
     def _check(self, measured: tuple[float, float]) -> None:
+        """Raise an error if a step's loss and gradient norm forbid its updates; see `finish`."""
         loss, norm = measured
         if self.expected is not None and not all(map(_same_result, measured, self.expected)):
-            now, before = (" and ".join(f"{n:.6g}" for n in e) for e in (measured, self.expected))
+            new, old = (" and ".join(f"{n:.6g}" for n in e) for e in (measured, self.expected))
             raise RunFailed(
-                f"loss and gradient norm are {now}, and were {before} when the same step was "
+                f"loss and gradient norm are {new}, and were {old} when the same step was "
                 "computed from the same state before: a fault of the hardware. No weight has been "
                 "changed; test this machine's memory and GPU, and go on from the last checkpoint"
             )

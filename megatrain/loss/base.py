@@ -100,8 +100,8 @@ class Loss(ABC):
 
     def bare(self, step: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
         """The micro-batches without the loss's `inputs` and `choices`."""
-        own = {*self.inputs, *self.choices}
-        return [{n: value for n, value in micro.items() if n not in own} for micro in step]
+        dropped = {*self.inputs, *self.choices}
+        return [{n: value for n, value in micro.items() if n not in dropped} for micro in step]
 
     def pooled(self, values: Tensor, targets_BT: Tensor) -> Tensor:
         """The values `[B, T, ...]` of tokens, or pooled ones `[B, ...]` of rows."""
@@ -184,12 +184,10 @@ class TokenWeights(Loss):
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
         used = [w[t != IGNORED] for t, [w] in zip(targets, extras, strict=True)]
-        lowest = min(
-            (float(used_weights.min()) for used_weights in used if len(used_weights)), default=0.0
-        )
+        lowest = min((float(weights.min()) for weights in used if len(weights)), default=0.0)
         if lowest < 0:
             raise InputError(f"token_weights holds {lowest}; weights must not be negative")
-        total = float(sum(used_weights.double().sum() for used_weights in used))
+        total = float(sum(weights.double().sum() for weights in used))
         if total == 0 and any(map(len, used)):
             raise InputError("token_weights are 0 for all labels of this step; leave the step out")
         return total

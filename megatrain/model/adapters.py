@@ -241,7 +241,8 @@ def draw_adapters(
             continue
         torch.default_generator.manual_seed(derived_seed(seed, number, num_parameters))
         weights = {n: value() for n, value in base.items()} if adapters.config.use_dora else {}
-        for name, value in peft.drawn(module, adapters.config, adapters.name, weights).items():
+        values = peft.initial_values(module, adapters.config, adapters.name, weights)
+        for name, value in values.items():
             write(f"{path}.{name}", value)
 
 

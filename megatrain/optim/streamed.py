@@ -287,9 +287,8 @@ def _scalar(value: Any) -> Any:
 def _plain(name: str, value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(name, item) for item in value]
-    if getattr(value, "ndim", None) == 0 or (
-        isinstance(value, torch.Tensor) and value.numel() == 1
-    ):
+    is_tensor = isinstance(value, Tensor)
+    if getattr(value, "ndim", None) == 0 or (is_tensor and value.numel() == 1):
         value = _scalar(value)
     if value is not None and not isinstance(value, int | float | str):
         raise InputError(

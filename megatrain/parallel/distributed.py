@@ -116,20 +116,22 @@ class Ranks:
             return [make()]
         try:
             results = [make()]
-        except BaseException as error:
+        except BaseException as error:  # on this rank
             kind = next((k for k in (InputError, DoesNotFit) if isinstance(error, k)), RunFailed)
-            ours = isinstance(error, MegatrainError)  # else other ranks raise another error
+            is_ours = isinstance(error, MegatrainError)  # else other ranks raise another error
             with suppress(RunFailed):  # if the other ranks are lost, raise this rank's own error
-                self.all_gather_object(([], (kind, str(error) if ours else repr(error), ours)))
+                message = str(error) if is_ours else repr(error)
+                self.all_gather_object(([], (kind, message, is_ours)))
                 if isinstance(error, MegatrainError):
                     error.by_all = True
             raise
         outcomes: list[tuple[list[T], Any]] = self.all_gather_object((results, None))
-        for rank, (_, other) in enumerate(outcomes):
-            if other is not None:
-                failure = other[0](f"rank {rank}: {other[1]}")
-                failure.by_all = other[2]
-                raise failure
+        for rank, (_, failure) in enumerate(outcomes):
+            if failure is not None:
+                kind, message, is_ours = failure
+                raised = kind(f"rank {rank}: {message}")
+                raised.by_all = is_ours
+                raise raised
         return [value for values, _ in outcomes for value in values]
 
     def from_first(self, make: Callable[[], T]) -> T:

@@ -170,17 +170,17 @@ class Tile:
         numel = self.layout.local.trainable_numel
         return [slice(s.slot, min(s.slot + s.numel, numel)) for s in self.spans if s.slot < numel]
 
-    def spans_beside(self, stacks: Sequence[Entry]) -> list[Span]:
+    def spans_without(self, stacks: Sequence[Entry]) -> list[Span]:
         """The `spans` without the rows of the parameters `stacks` (with one rank only)."""
         size = self.weights.data.itemsize
         left_out = [place for e in stacks for place in e.places_of(range(e.shape[0]), size)]
         if not left_out:
             return self.spans
-        spans, at, numel = [], 0, self.layout.numel
+        spans, end, numel = [], 0, self.layout.numel  # the end of what was left out before
         for start, stop in sorted([*left_out, (numel, numel)]):
-            if at < start:
-                spans.append(Span(at, at, start - at, at))
-            at = max(at, stop)
+            if end < start:
+                spans.append(Span(end, end, start - end, end))
+            end = max(end, stop)
         return spans
 
     def shards(self, plane: Plane, numel: int) -> Iterator[Span]:
@@ -421,8 +421,7 @@ def planes(
     rank: int = 0,
     disk_room: disk.DiskRoom | None = None,
 ) -> list[Buffer]:
-    """Allocate one plane of all tiles; returns each tile's piece of the host range or the file, or
-    its buffer on the device."""
+    """Allocate a plane: each tile's piece of a host range or file, or a device buffer."""
     step = BLOCK // plane.dtype.itemsize  # planes of different tiles start on pages of their own
     lengths = [plane.own_numel(layout, rank) for layout in layouts]
     on_host = sum(

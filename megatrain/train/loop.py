@@ -78,7 +78,7 @@ class Checkpointing:
             except (MegatrainError, OSError) as error:
                 self._failed(step, error)
 
-    def now(self, state: RunState) -> None:
+    def save_now(self, state: RunState) -> None:
         """Save this state and wait until it is written. Raises RunFailed: that is impossible."""
         self.settle(wait=True)
         if self.saved == state.step:
@@ -100,7 +100,7 @@ class Checkpointing:
 
     def _rescue(self, state: RunState) -> None:
         try:
-            self.now(state)
+            self.save_now(state)
             if state.step:
                 log.info("the state after step %d is saved; --resume goes on there", state.step)
         except Exception as error:
@@ -329,7 +329,7 @@ def _run(job: Job, signals: Signals, on_record: Listener | None) -> Outcome:
             run.take_steps()
             done = run.is_last or run.watch.stop is not None
             if stopped := None if done else signals.stop:
-                run.checkpoints.now(run.steps.state)
+                run.checkpoints.save_now(run.steps.state)
             else:
                 best = run.finish()
         finally:

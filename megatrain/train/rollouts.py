@@ -80,18 +80,15 @@ class Rewards:
         rewards = []
         for name, function in zip(self.names, self._functions, strict=True):
             try:
-                values = function(
-                    **copy.deepcopy({"prompts": prompts, "completions": replies, **columns})
-                )
+                arguments = {"prompts": prompts, "completions": replies, **columns}
+                values = function(**copy.deepcopy(arguments))
                 if inspect.isawaitable(values):
                     with ThreadPoolExecutor(1) as thread:  # notebooks have a running loop
                         values = thread.submit(asyncio.run, _awaited(values)).result()
             except (Exception, SystemExit) as error:  # whatever a user's function does
                 log.error("the reward function %s failed", name, exc_info=error)
-                kind = type(error).__name__
-                raise RunFailed(
-                    f"reward {name} failed: {kind}: {in_one_line(error, 200)}"
-                ) from None
+                reason = f"{type(error).__name__}: {in_one_line(error, 200)}"
+                raise RunFailed(f"reward {name} failed: {reason}") from None
             rewards.append(_column(name, values, len(replies)))
         return torch.stack(rewards, 1)
 
@@ -394,10 +391,10 @@ class Rollouts:
 
         old = logps(self.engine)
         reference = old if self.reference is None else logps(self.reference)
-        for micro, ours, theirs in zip(micros, old, reference, strict=True):
-            micro["old_logp"] = ours
+        for micro, old_logp, reference_logp in zip(micros, old, reference, strict=True):
+            micro["old_logp"] = old_logp
             if "reference_logp" in self._loss.inputs:
-                micro["reference_logp"] = theirs
+                micro["reference_logp"] = reference_logp
         return micros, order
 
 

@@ -35,8 +35,8 @@ _IMPOSSIBLE = -1e9  # the log-probability of a token that the trained model does
 log = logging.getLogger(__name__)
 
 
-def begun_model(
-    config: Config, begun: ResolvedModel, tokenizer: PreTrainedTokenizerBase, group: Any = None
+def open_reference(
+    config: Config, model: ResolvedModel, tokenizer: PreTrainedTokenizerBase, group: Any = None
 ) -> Engine:
     """Open the model at the run's beginning in an engine of `group` without an optimizer."""
     log.info("the reference model rests in host memory beside the one that is trained")
@@ -47,7 +47,7 @@ def begun_model(
         compiled = config.engine.device != "cpu" and find_gpu() is not None and can_compile()
     return _frozen_engine(
         config,
-        begun.for_engine(tokenizer),
+        model.for_engine(tokenizer),
         placement=Placement(compile=compiled),
         seed=config.training.seed,
         base=config.model.base,
@@ -224,12 +224,12 @@ def find_teacher(
         return None
     with explained("loss.teacher", of=InputError):
         resolved = ResolvedModel.of(ModelSection(path=name, trust_remote_code=trusted))
-        theirs = model_config(resolved.section, tokenizer)
-        check_sequence_length(theirs, config.data.sequence_length)
+        teacher_config = model_config(resolved.section, tokenizer)
+        check_sequence_length(teacher_config, config.data.sequence_length)
         assert resolved.section.path is not None and resolved.source is not None
         folder = resolve_model(resolved.section.path)
         vocab = load_tokenizer(str(folder), trust_remote_code=trusted).get_vocab()
-    sizes = theirs.get_text_config(decoder=True).vocab_size, text_config.vocab_size
+    sizes = teacher_config.get_text_config(decoder=True).vocab_size, text_config.vocab_size
     if vocab != tokenizer.get_vocab():
         raise InputError(
             f"loss.teacher: {name} has another vocabulary than the model that is trained, so their "

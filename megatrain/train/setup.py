@@ -174,7 +174,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     if has_prompts:
         reference = None
         if frozen is not None:
-            reference = second_model.begun_model(config, frozen, tokenizer, ranks.host)
+            reference = second_model.open_reference(config, frozen, tokenizer, ranks.host)
             stack.enter_context(reference)
         rollouts = Rollouts(
             config, rewards, engine, tokenizer, loader, reference, total_steps, ranks
@@ -224,10 +224,11 @@ def _check_images(config: Config, sets: Sequence[Any], teacher: Teacher | None) 
     if not pictured:
         return
     if teacher is not None:
-        theirs = resolve.run_images(teacher.model.section)
-        if theirs.digest != pictured[0].image_processor.digest:
+        processor = resolve.run_images(teacher.model.section)
+        if processor.digest != pictured[0].image_processor.digest:
+            difference = "another" if processor.identity else "no"
             raise InputError(
-                f"loss.teacher: {config.loss.teacher} has {'another' if theirs.identity else 'no'} "
+                f"loss.teacher: {config.loss.teacher} has {difference} "
                 "processor of images; add the files of model.path (processor_config.json or "
                 "preprocessor_config.json), take another teacher, or leave the images out"
             )
@@ -257,8 +258,7 @@ def _loader(config: Config, training: PackedDataset | Prompts, ranks: Ranks) -> 
 
 
 def _rows_per_micro_batch(config: Config, engine: Engine, start: Start | None) -> int:
-    """Examples in a micro-batch: the configured number, else the resumed run's, the engine's, the
-    usual one."""
+    """Examples in a micro-batch: as configured, else as before the resume, by the engine, usual."""
     rows_per_example = config.loss.lines
     usual = max(1, usual_micro_batch(config.data.sequence_length) // rows_per_example)
     resumed = None if start is None else start.state.data.get("rows_per_micro_batch")

@@ -71,9 +71,9 @@ class Signals:
             return
         if not self._shared:
             self._shared, self._heard = True, self.stop
-        heard = ranks.all_gather_object((self._heard, self.take_save()))
-        self.stop = next((stop for stop, _ in heard if stop), None)
-        self._save = any(save for _, save in heard)
+        requests = ranks.all_gather_object((self._heard, self.take_save()))
+        self.stop = next((stop for stop, _ in requests if stop), None)
+        self._save = any(save for _, save in requests)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:

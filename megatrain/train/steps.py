@@ -181,9 +181,9 @@ class Steps:
             if job.rollouts is not None:
                 step_rows, logged = job.rollouts.take(step)
             else:
-                drawn: list[Step] = []
-                job.ranks.agree(lambda: drawn.append(next(job.loader)))
-                step_rows = drawn[0]
+                steps: list[Step] = []
+                job.ranks.agree(lambda: steps.append(next(job.loader)))
+                step_rows = steps[0]
             check_rows(job.ranks, step_rows)
             ranks, counted = job.engine.batch_ranks, job.engine.counts_experts
             tokens = sum(micro["input_ids"].numel() for micro in step_rows)

@@ -67,14 +67,14 @@ class Trackers:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Pass the numbers of a record of `metrics.jsonl` on."""
-        shown = {}
+        numbers = {}
         for key, value in record.items():
             if key != "step" and isinstance(value, int | float):
                 is_evaluated = key.startswith("eval_")
                 name = f"eval/{key[5:]}" if is_evaluated else f"train/{_SHOWN_AS.get(key, key)}"
-                shown[name] = value
-        for name, tracker in [*self._running.items()] if shown else ():
-            self._do(name, partial(tracker.log, shown, step=record["step"]))
+                numbers[name] = value
+        for name, tracker in [*self._running.items()] if numbers else ():
+            self._do(name, partial(tracker.log, numbers, step=record["step"]))
 
     def close(self) -> None:
         """Let each tracker finish its writing."""
@@ -90,8 +90,8 @@ class Trackers:
             log.warning("%s: %s; it gets no more, the run goes on", name, in_one_line(error, 200))
 
 
-def _options(name: str, config: Config, run: Path, first: int, known: Any) -> dict[str, Any]:
-    """Arguments of accelerate's class; `known`: a resumed run's id in the tracker."""
+def _options(name: str, config: Config, run: Path, first: int, run_id: Any) -> dict[str, Any]:
+    """Arguments of accelerate's tracker `name`; `run_id`: a resumed run's id in the tracker."""
     settings, folder = config.tracking, run / TRACKING
     title = settings.run_name or run.resolve().name
     options: dict[str, Any] = {"run_name": settings.project, "name": title}
@@ -105,12 +105,12 @@ def _options(name: str, config: Config, run: Path, first: int, known: Any) -> di
                 raise InputError(f"{variable} sends metrics away; unset it, or set tracking.online")
         options["resume"] = "allow" if first else "never"
     elif name == "wandb":
-        options |= {"dir": str(folder), "id": known, "resume": "allow"}
+        options |= {"dir": str(folder), "id": run_id, "resume": "allow"}
         options |= {} if settings.online else {"mode": "offline"}
     else:
         import mlflow
 
-        options = {"experiment_name": settings.project, "run_name": title, "run_id": known}
+        options = {"experiment_name": settings.project, "run_name": title, "run_id": run_id}
         if not settings.online:
             mlflow.set_tracking_uri(f"sqlite:///{(folder / 'mlflow.db').absolute()}")
             options["logging_dir"] = str((folder / "mlflow").absolute())

@@ -145,7 +145,7 @@ def test_each_key_of_a_run_file_reaches_whom_it_is_for(run_file, monkeypatch):
     assert {name: engine.call_args.kwargs[name] for name in FOR_ENGINE} == FOR_ENGINE
     assert (loader.call_args.kwargs["seed"], loader.call_args.kwargs["rows_per_step"]) == (7, 6)
     with pytest.raises(InterruptedError):
-        second_model.begun_model(config, SimpleNamespace(taken=str), "tokenizer")
+        second_model.open_reference(config, SimpleNamespace(for_engine=str), "tokenizer")
     wanted = {name: FOR_ENGINE[name] for name in OF_SECOND} | {"host_memory": "9GiB"}
     assert {name: engine.call_args.kwargs[name] for name in wanted} == wanted
 
