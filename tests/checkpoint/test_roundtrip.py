@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -29,18 +29,27 @@ PLACEMENTS = placements("roundtrip")
 CASES = list(itertools.product(("fp32", "bf16"), (0.5, None), (False, True), (0.0, 0.3)))
 
 
-def check(engine, tmp_path, load=None, steps=4):
-    """Save in the middle of a run, go on, and go on again from what was saved."""
+def saved_in_the_middle(engine, folder, steps=4):
+    """A checkpoint, and what the rest of the run says and leaves."""
     given = batches(steps)
     go_on(engine, given[: steps // 2])
-    saving = engine.save(tmp_path / "saved", wait=False)
+    saving = engine.save(folder / "saved", wait=False)
     wanted, _ = go_on(engine, given[steps // 2 :])
     saving.wait()
-    again = Engine.load(tmp_path / "saved", **{"device": "cpu", "disk": tmp_path, **(load or {})})
-    assert again.steps == steps // 2
-    assert go_on(again, given[steps // 2 :])[0] == wanted
-    assert same(state(again), state(engine))
+    return saving.folder, given[steps // 2 :], wanted, state(engine)
+
+
+def goes_on(saved, rest, wanted, end, **load):
+    """The engine that is loaded of a checkpoint, and has gone on as the one that was saved."""
+    again = Engine.load(saved, device="cpu", **load)
+    assert again.steps == len(rest)
+    assert go_on(again, rest)[0] == wanted
+    assert same(state(again), end)
     return again
+
+
+def check(engine, tmp_path):
+    return goes_on(*saved_in_the_middle(engine, tmp_path), disk=tmp_path)
 
 
 @swept(
@@ -53,16 +62,27 @@ def test_a_loaded_engine_goes_on_bit_for_bit(precision, clip, tied, dropout, tmp
     check(engine_of(sizes=sizes, precision=precision, clip=clip, placement=placement), tmp_path)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run by its placement and rule, for all placements that go on with it; and its rule."""
+
+    @cache
+    def made(name, rule):
+        with engine_of(precision="bf16", placement=PLACEMENTS[name], rule=rule) as engine:
+            run = saved_in_the_middle(engine, tmp_path_factory.mktemp("saved"), steps=2)
+            return run, engine.optimizer.rule
+
+    return made
+
+
 @pytest.mark.parametrize(
     ("before", "after", "rule"),
     with_rules(list(itertools.permutations(PLACEMENTS, 2)), 20, plain=6),
 )
-def test_another_placement_goes_on_bit_for_bit(before, after, rule, tmp_path):
-    first, then = PLACEMENTS[before], PLACEMENTS[after]
-    engine = engine_of(precision="bf16", placement=first, rule=rule)
-    again = check(engine, tmp_path, {"placement": then}, steps=2)
-    assert again.placement == then
-    assert again.optimizer.rule == engine.optimizer.rule
+def test_another_placement_goes_on_bit_for_bit(before, after, rule, saved, tmp_path):
+    run, kept = saved(before, rule)
+    again = goes_on(*run, disk=tmp_path, placement=PLACEMENTS[after])
+    assert again.placement == PLACEMENTS[after] and again.optimizer.rule == kept
 
 
 def test_frozen_parameters_stay_frozen(tmp_path):
