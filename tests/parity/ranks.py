@@ -2,9 +2,9 @@
 
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Mapping
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from megatrain import Engine
 from megatrain.loss import Loss
 from tests.families.plain import Step
 from tests.forks import start
-from tests.parity.cases import masters
+from tests.parity.cases import masters, same
 
 Work = Callable[[Any], Any]
+Case = Callable[[Any], dict[str, Tensor]]  # a training by a group of ranks, or of one alone
 
 
 def run_ranks(size: int, folder: Path, work: Work, *, whole: bool = True) -> list[Any]:
@@ -86,6 +87,35 @@ def assert_as_one(
                     mine, value, rtol=2 * bound, atol=bound
                 )
                 assert close, (name, what, mine, value)
+
+
+@cache
+def _alone(case: Case) -> dict[str, Tensor]:
+    """What one rank leaves, which other numbers of ranks are compared with as well."""
+    return case(None)
+
+
+def train_as_one(
+    size: int,
+    folder: Path,
+    cases: Mapping[str, Case],
+    names: Iterable[str],
+    exact: Container[str] = (),
+    mesh: Callable[[Any], Any] = lambda group: group,
+) -> list[dict[str, dict[str, Tensor]]]:
+    """What ranks leave of each case, which is what one leaves, to the order of sums.
+
+    Args: `exact`: cases whose bits are the same, but for norms and evaluations, which are sums;
+        `mesh`: the layout of a group.
+    """
+    alone = {name: _alone(cases[name]) for name in names}
+    ranks = run_ranks(size, folder, lambda group: {n: cases[n](mesh(group)) for n in alone})
+    assert_as_one(alone, ranks)
+    for name in (name for name in alone if name in exact):
+        left = alone[name].keys() - {"norms", "evaluated"}
+        for found in ranks:
+            assert same({n: found[name][n] for n in left}, {n: alone[name][n] for n in left}), name
+    return ranks
 
 
 def refused(kind: type[Exception], wanted: str, call: Any, *given: Any, **options: Any) -> None:

@@ -16,7 +16,7 @@ from megatrain.model.trained import Trained
 from tests.families.tiny import tiny_model
 from tests.inside import store_of
 from tests.parity.cases import llama, make_batches, make_engine, masters, same
-from tests.parity.ranks import assert_as_one, refused, run_ranks, training
+from tests.parity.ranks import assert_as_one, refused, run_ranks, train_as_one, training
 from tests.parity.test_ranks import ROUTED, SHAPES, pairs, part_of, weighed
 from tests.sweeps import few
 
@@ -88,16 +88,7 @@ LAYOUTS = [(2, USUAL), (2, REST), (3, [n for n in CLOSE | EXACT if n not in OF_F
 @pytest.mark.parametrize(("size", "names"), few(LAYOUTS))
 def test_ranks_that_own_experts_train_as_one(size, names, tmp_path):
     """To the order of sums; and to the bit where all ranks but one have gradients of zero."""
-
-    def work(group):
-        return {name: (CLOSE | EXACT)[name](group) for name in names}
-
-    alone, ranks = work(None), run_ranks(size, tmp_path, work)
-    assert_as_one(alone, ranks)
-    for name in set(names).intersection(EXACT):
-        left = alone[name].keys() - {"norms", "evaluated"}
-        for found in ranks:
-            assert same({n: found[name][n] for n in left}, {n: alone[name][n] for n in left}), name
+    train_as_one(size, tmp_path, CLOSE | EXACT, names, EXACT)
 
 
 def test_a_rank_streams_its_own_experts_and_no_others(tmp_path):

@@ -40,7 +40,7 @@ from tests.parity.cases import (
     replies,
     same,
 )
-from tests.parity.ranks import assert_as_one, refused, run_ranks, training
+from tests.parity.ranks import refused, run_ranks, train_as_one, training
 from tests.sweeps import few
 
 SHAPES = ((2, 12), (1, 7), (3, 5), (2, 9))
@@ -273,19 +273,12 @@ def of_hosts(hosts, each):
 def test_ranks_train_as_one(hosts, each, names, tmp_path):
     """To the order of sums; and to the bit where all ranks but one have gradients of zero."""
 
-    def work(group):
-        group = of_hosts(hosts, each) if group and hosts > 1 else group
-        return {name: (CLOSE | EXACT)[name](group) for name in names}
+    def mesh(group):
+        return of_hosts(hosts, each) if hosts > 1 else group
 
-    alone, ranks = work(None), run_ranks(hosts * each, tmp_path, work)
-    assert_as_one(alone, ranks)
-    for name in names:
-        for found in ranks:
-            assert hosts == 1 or same(found[name], ranks[0][name]), name
-            if name in EXACT:
-                left = alone[name].keys() - {"norms", "evaluated"}
-                wanted = {n: alone[name][n] for n in left}
-                assert same({n: found[name][n] for n in left}, wanted), name
+    ranks = train_as_one(hosts * each, tmp_path, CLOSE | EXACT, names, EXACT, mesh)
+    for found in ranks if hosts > 1 else []:
+        assert all(same(found[name], ranks[0][name]) for name in names)
 
 
 def other_weights():

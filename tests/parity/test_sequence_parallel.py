@@ -26,7 +26,7 @@ from tests.parity.cases import (
     replies,
     same,
 )
-from tests.parity.ranks import assert_as_one, refused, run_ranks, training
+from tests.parity.ranks import refused, run_ranks, train_as_one, training
 from tests.parity.test_ranks import LORA, RATES
 from tests.parity.test_ranks import case as case_of
 
@@ -116,11 +116,7 @@ USUAL = ("a single head of keys, attention kept, tokens in chunks",)
 )
 def test_ranks_that_share_rows_train_as_one(size, names, tmp_path):
     """To the order of sums, with rows of lengths that they cannot share evenly."""
-
-    def work(group):
-        return {name: CASES[name](group) for name in names}
-
-    assert_as_one(work(None), run_ranks(size, tmp_path, work))
+    train_as_one(size, tmp_path, CASES, names)
 
 
 @pytest.mark.exhaustive
