@@ -57,6 +57,9 @@ LoraRank = Annotated[
 FrozenBase = Annotated[
     Literal["bf16", "fp8", "nf4", "folder"], Option(help="Keep frozen linear layers in this type.")
 ]
+TrustRemoteCode = Annotated[
+    bool, Option("--trust-remote-code", help="Run code that the model's folder brings.")
+]
 AsJson = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
 
 
@@ -238,6 +241,7 @@ def export(
         Path | None,
         Option(help="Pack weights as this folder in mxfp4 or float8 does, say the run's base."),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a model as a Hugging Face folder.
 
@@ -245,7 +249,8 @@ def export(
     """
     from megatrain.train.export import export as export_model
 
-    export_model(run, out, dtype, merged=merged, gguf=gguf, like=like)
+    trusted = trust_remote_code
+    export_model(run, out, dtype, merged=merged, gguf=gguf, like=like, trusted=trusted)
     print(out)
 
 
@@ -308,6 +313,7 @@ def generate(
     precision: SamplingPrecision = "bf16",
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Continue texts, or reply to messages.
 
@@ -321,7 +327,8 @@ def generate(
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
     if output is not None:
         require_new(output)
-    with opened(model, device, precision, device_memory, host_memory) as run:
+    limits, trusted = (device_memory, host_memory), trust_remote_code
+    with opened(model, device, precision, *limits, trusted=trusted) as run:
         print_texts(*run, texts, sampling, batch_size=batch_size, output=output)
 
 
@@ -339,13 +346,15 @@ def chat(
     precision: SamplingPrecision = "bf16",
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Talk with a model, by its own chat template."""
     from megatrain.cli.generate import opened, talk
     from megatrain.generate import Sampling
 
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
-    with opened(model, device, precision, device_memory, host_memory) as run:
+    limits, trusted = (device_memory, host_memory), trust_remote_code
+    with opened(model, device, precision, *limits, trusted=trusted) as run:
         talk(*run, system, sampling)
 
 

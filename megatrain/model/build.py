@@ -48,9 +48,13 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
 
     Raises InputError: there is none, or transformers does not know it.
     """
+    remedy = ""
     if (path := folder / "config.json").exists():
-        _refuse_nan(read_json(path), path)  # `read_json` refuses sizes, nesting and double keys
-    with explained(f"cannot read the model configuration in {folder}"):  # errors of many types
+        values = read_json(path)  # refuses sizes, nesting and double keys
+        _refuse_nan(values, path)
+        if "auto_map" in values and not trust_remote_code:
+            remedy = "if you trust it: model.trust_remote_code: true, or --trust-remote-code"
+    with explained(f"cannot read the model configuration in {folder}", remedy):  # of many types
         return read_config(folder, trust_remote_code=trust_remote_code)
 
 

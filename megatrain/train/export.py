@@ -29,6 +29,7 @@ def export(
     merged: bool = False,
     gguf: str | None = None,
     like: Path | None = None,
+    trusted: bool = False,
 ) -> None:
     """Write the model of `run` to `out`, whole or not at all.
 
@@ -40,6 +41,7 @@ def export(
         merged: write a model with an adapter as one model, not the adapter alone.
         gguf: f16 or q8_0: write a GGUF file of this type into the folder, too.
         like: pack weights as this folder stores them (`pack_like`).
+        trusted: run code that the model's folder brings.
 
     Raises:
         InputError: `run` has no model (or no adapter to merge); `out` is not empty; llama.cpp's
@@ -57,9 +59,9 @@ def export(
     packed = {} if like is None else packed_weights_of(like)  # raises before anything is written
     with whole_folder(out) as folder:
         if isinstance(model, Checkpoint):
-            write_saved(model, folder, cast, merged=merged)
+            write_saved(model, folder, cast, merged=merged, trusted=trusted)
         else:
-            _write_copy(run, Path(model), folder, cast, merged=merged)
+            _write_copy(run, Path(model), folder, cast, merged=merged, trusted=trusted)
         if like is not None:
             if adapter_folder(folder) is not None:
                 raise InputError("--like packs a whole model, not an adapter; add --merged")
@@ -70,7 +72,13 @@ def export(
 
 
 def _write_copy(
-    run: str, source: Path, folder: Path, dtype: torch.dtype | None, *, merged: bool
+    run: str,
+    source: Path,
+    folder: Path,
+    dtype: torch.dtype | None,
+    *,
+    merged: bool,
+    trusted: bool,
 ) -> None:
     source = unpacked(source) if is_gguf(source) else source
     if not holds_model(source):
@@ -80,7 +88,7 @@ def _write_copy(
     if not any(source.glob("*.safetensors")):
         raise InputError(f"{source}: a configuration without weights (.safetensors); not a model")
     if merged or dtype is not None:
-        write_saved(source, folder, dtype, merged=merged)
+        write_saved(source, folder, dtype, merged=merged, trusted=trusted)
         return
     for path in source.iterdir():
         if path.suffix == ".safetensors" or REPLACED.fullmatch(path.name):

@@ -476,7 +476,8 @@ def write_model(job: Job, step: int | None) -> None:
         if step is None:
             job.engine.save_pretrained(partial)
         else:
-            write_saved(open_checkpoint(layout.checkpoint_folder(job.folder, step)), partial)
+            best = open_checkpoint(layout.checkpoint_folder(job.folder, step))
+            write_saved(best, partial, trusted=job.config.model.trust_remote_code)
         job.write_tokenizer(partial)
 
 

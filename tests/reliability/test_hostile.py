@@ -88,15 +88,26 @@ def with_code(tmp_path, tokenizer_folder):
 
 def test_code_of_a_model_runs_only_if_asked_for(with_code, tmp_path):
     run, mark = with_code
-    refused = start_run("train", run, log=tmp_path / "1", HF_HOME=str(tmp_path / "hf"))
+    home = {"HF_HOME": str(tmp_path / "hf")}
+    refused = start_run("train", run, log=tmp_path / "1", **home)
     assert refused.wait() == 2, refused.output
     assert not mark.exists()
     for option in (["--resume"], []):
         assert start_run("train", run, *option, log=tmp_path / "2").wait() == 2
     assert not mark.exists()
-    asked = [*sets(model__trust_remote_code=True)]
-    start_run("train", run, *asked, log=tmp_path / "3", HF_HOME=str(tmp_path / "hf")).wait()
-    assert mark.exists()
+    best = {"checkpoint__best": "eval_loss", "checkpoint__load_best": True, "optimizer__lr": 9.0}
+    asked = sets(model__trust_remote_code=True, training__eval_every=1, training__steps=2, **best)
+    trained = start_run("train", run, *asked, log=tmp_path / "3", **home)
+    assert trained.wait() == 0, trained.output
+    text = ("generate", run.with_name("run"), "--prompt", "a", "--max-new-tokens", "1")
+    for command in (("export", run.with_name("run"), tmp_path / "out", "--dtype", "float16"), text):
+        mark.unlink()
+        told = start_run(*command, log=tmp_path / command[0], **home)
+        assert told.wait() == 2 and "or --trust-remote-code" in " ".join(told.output.split())
+        assert not mark.exists()
+        again = start_run(*command, "--trust-remote-code", log=tmp_path / "4", **home)
+        assert again.wait() == 0, again.output
+        assert mark.exists()
 
 
 @pytest.mark.parametrize("text", ['{"eos_token": "<a>", "eos_token": "<b>"}', "{", "[" * 10**5])
