@@ -133,9 +133,9 @@ def task_of(model: object) -> str:
     """PEFT's `task_type` for a model."""
     if models.embeds(model):
         return EMBEDDINGS
-    return (
-        _ROWS if models.scores_rows(model) else _TOKENS if models.classifies(model) else "CAUSAL_LM"
-    )
+    if models.scores_rows(model):
+        return _ROWS
+    return _TOKENS if models.classifies(model) else "CAUSAL_LM"
 
 
 def scoring(config: Any, model: nn.Module) -> Any:

@@ -82,30 +82,9 @@ class Intake:
         outside the vocabulary, positions that the model does not have, or (with a loss) no position
         that has a target.
         """
-        spec, setup = self._program.spec, self._setup
-        ranks = setup.ranks
+        setup, ranks = self._setup, self._setup.ranks
         shares: list[Mapping[str, Tensor]] = []
-
-        def check_and_share() -> _Part:
-            if not isinstance(micro_batches, list | tuple) or not micro_batches:
-                got = "none" if micro_batches == [] else f"a {type(micro_batches).__name__}"
-                raise InputError(f"a step needs a list of at least one micro-batch; it got {got}")
-            has_media = False
-            for index, micro in enumerate(micro_batches):
-                text = _without_media(f"micro-batch {index}", micro, spec.capture.is_media)
-                self._check(f"micro-batch {index}", text, loss)
-                has_media |= text is not micro
-            shift = spec.label_shift
-            inputs = [] if loss is None else [_loss_inputs(m, loss, shift) for m in micro_batches]
-            checksum = share.check(micro_batches, inputs, loss, self._max_tokens)
-            shares.extend(share.micro(micro) for micro in micro_batches)
-            ids = torch.cat([micro["input_ids"].reshape(-1) for micro in shares])
-            # Some forwards embed token 0 where features then overwrite the embedding.
-            constants = [*spec.constants, 0] if has_media else spec.constants
-            unique = torch.unique(torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)]))
-            return _Part(share.judged(inputs), unique, len(shares), len(ids), checksum, has_media)
-
-        parts = ranks.agree(check_and_share)
+        parts = ranks.agree(lambda: self._checked_part(micro_batches, loss, share, shares))
         require_same([{"checksum of the step's rows": str(part.checksum)} for part in parts])
         all_inputs = [inputs for part in parts for inputs in part.loss_inputs]
         normaliser = 0.0 if loss is None else loss.normaliser(*zip(*all_inputs, strict=True))
@@ -144,6 +123,28 @@ class Intake:
             is_joint = isinstance(loss, JointLoss)
             _give_loss(batch, loss, all_inputs if is_joint else own_part.loss_inputs)
         return batch
+
+    def _checked_part(
+        self, micro_batches: MicroBatches, loss: Loss | None, share: SequenceShare, shares: list
+    ) -> "_Part":
+        """Check this rank's micro-batches, and add its shares of their rows to `shares`."""
+        if not isinstance(micro_batches, list | tuple) or not micro_batches:
+            got = "none" if micro_batches == [] else f"a {type(micro_batches).__name__}"
+            raise InputError(f"a step needs a list of at least one micro-batch; it got {got}")
+        spec, has_media = self._program.spec, False
+        for index, micro in enumerate(micro_batches):
+            text = _without_media(f"micro-batch {index}", micro, spec.capture.is_media)
+            self._check(f"micro-batch {index}", text, loss)
+            has_media |= text is not micro
+        shift = spec.label_shift
+        inputs = [] if loss is None else [_loss_inputs(m, loss, shift) for m in micro_batches]
+        checksum = share.check(micro_batches, inputs, loss, self._max_tokens)
+        shares += [share.micro(micro) for micro in micro_batches]
+        ids = torch.cat([micro["input_ids"].reshape(-1) for micro in shares])
+        # Some forwards embed token 0 where features then overwrite the embedding.
+        constants = [*spec.constants, 0] if has_media else spec.constants
+        unique = torch.unique(torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)]))
+        return _Part(share.judged(inputs), unique, len(shares), len(ids), checksum, has_media)
 
     def _moved(
         self, micro: Mapping[str, Tensor], unique_U: Tensor, on_device_U: Tensor

@@ -377,7 +377,7 @@ class BitChecks:
             self._device.synchronize(tile.updated, "planes compared")
 
     def put_comparisons(self) -> None:
-        """Put comparisons of host and disk planes on UPDATE, for which saves of them wait."""
+        """Put comparisons of host and disk planes on UPDATE; a save of a tile waits for its own."""
         for tile in self._tiles if self._sums_any else ():
             if parts := [part for part in _parts(tile) if part.tier is not Tier.DEVICE]:
                 self._device.wait(UPDATE, tile.written, "disk version to check")

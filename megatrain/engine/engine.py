@@ -178,11 +178,8 @@ class PlacedEngine:
         old = self._opened.max_grad_norm
         if norm == old:
             return
-        if (
-            old is None
-            or not (is_number(norm) and 0 < norm < inf)
-            or not isinstance(self._parts, TrainingParts)
-        ):
+        is_valid = is_number(norm) and 0 < norm < inf
+        if old is None or not is_valid or not isinstance(self._parts, TrainingParts):
             raise InputError(
                 f"max_grad_norm is {old}, and cannot become {norm!r} while the engine is open; "
                 "make the engine with it"

@@ -148,6 +148,7 @@ class Sink:
         self._reached = set[str]()  # encoders' parameters with a gradient, in any pass of the step
         self.with_rows = set[int]()
         self.landed: dict[int, tuple[Lane, Any]] = {}
+        # Lanes: device buffers for rounded pieces of gradients on their way to the host.
         largest = max([1, *(tile.layout.local.trainable_numel for tile in visited)])
         layer = max((tile.layout.local.trainable_numel for tile in shared.layers), default=0)
         self._piece = min(self._lane_numel(layer, placement.gradient_lanes), largest)
@@ -160,6 +161,7 @@ class Sink:
         ]
         self._next_lane = cycle(self._lanes)
         summed = summed_in_place(waiting, dtype)
+        # fp32 sums that stay on the device from one pass to the next.
         self._sums = {
             id(tile): device.empty(
                 Name(Memory.KEPT_SUMS, f"{tile.name} sums"),
@@ -171,6 +173,7 @@ class Sink:
         }
         self.squares = device.empty("squares", len(tiles) + 1, torch.float32)
         device.run(COMPUTE, "clear squares", self.squares.data.zero_, writes=[self.squares])
+        # Host gradients: one for each waiting tile, and a few for all other tiles.
         layouts, tiers = [t.layout for t in waiting], [t.rests.gradient for t in waiting]
         buffers = planes(device, gradient_plane(dtype), layouts, tiers)
         self._own = {t.index: Lane(b) for t, b in zip(waiting, buffers, strict=True)}

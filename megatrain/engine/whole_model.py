@@ -57,6 +57,7 @@ def whole_model(
         places, dtype = _Places(model), store.tiles[0].weights.data.dtype
         stack.callback(places.restore)
         first_name, _ = next(model.named_parameters())  # `model.device` is that of this one
+        # Until their weights come, and if they never do, parameters are NaN, without memory.
         nan = torch.full((), torch.nan, device=device.torch_device, dtype=dtype)
         for name in {first_name, *spec.unused, *spec.media}:
             places.put(name, nan.expand(model.get_parameter(name).shape))
@@ -82,7 +83,7 @@ def whole_model(
             numel += sum(entry.numel for _, entry in gathered)
             fits = spare + numel * dtype.itemsize <= _USABLE * free_bytes(device, opened.host_limit)
         tables = {entry.name: _table(opened, tile, entry) for tile, entry in gathered}
-        if fits:
+        if fits:  # copy all weights once, through the slots
             for name, table in tables.items():
                 places.put(name, table)
             parts.stream.begin(units)
@@ -90,7 +91,7 @@ def whole_model(
                 data = slot.data if parts.stream.keeps(unit.tile) else slot.data.clone()
                 for name, values in unit.tile.layout.values(data).items():
                     places.put(name, values)
-        else:
+        else:  # stream them in each forward
             feed = _Feed(parts, places, tables)
             for hook in feed.hooks(model, [layer.module for layer in spec.layers]):
                 stack.callback(hook.remove)

@@ -99,12 +99,11 @@ class GRPO(JointLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         least = {"num_generations": 2, "num_iterations": 1, "max_completion_length": 1}
-        for key in ("beta", "epsilon", "high", *least):
-            if not least.get(key, 0) <= getattr(self, key) < math.inf:
-                value, name = getattr(self, key), "epsilon_high" if key == "high" else key
-                raise InputError(
-                    f"GRPO's {name} is {value!r}; it must be {least.get(key, 0)} or more"
-                )
+        for name in ("beta", "epsilon", "epsilon_high", *least):
+            value = self.high if name == "epsilon_high" else getattr(self, name)
+            if not least.get(name, 0) <= value < math.inf:
+                bound = f"it must be {least.get(name, 0)} or more"
+                raise InputError(f"GRPO's {name} is {value!r}; {bound}")
         check_type("GRPO", self.loss_type, PolicyVariant)
         for name, choices in (("importance_sampling_level", Level), ("scale_rewards", Scale)):
             check_type("GRPO", getattr(self, name), choices, name)

@@ -188,17 +188,20 @@ class TileLayout:
         ]
         packed_last = {name for name, packing in formats.items() if packing is not FP32}
         packed_last.update(multiplied)
-        order = sorted(
-            marked, key=lambda p: (p[2] is None, not p[3], p[0] in packed_last, p[2] or 0)
-        )
         self.parts: list[tuple[int, int]] = []
         self.moved: list[int] = []
         self.trainable_numel = one_rank_offset = 0  # the offset in the layout of one rank
 
-        def part_of(p: Any) -> tuple[bool, bool, str]:
-            return p[2] is None, p[3], p[0] if p[0] in self.owned else ""
+        def place_in_order(parameter: Any) -> tuple[bool, bool, bool, int]:
+            parameter_name, _, group, is_wide = parameter
+            return group is None, not is_wide, parameter_name in packed_last, group or 0
 
-        for (is_frozen, _, is_owned), members in groupby(order, key=part_of):
+        def part_of(parameter: Any) -> tuple[bool, bool, str]:
+            parameter_name, _, group, is_wide = parameter
+            return group is None, is_wide, parameter_name if parameter_name in self.owned else ""
+
+        in_order = sorted(marked, key=place_in_order)
+        for (is_frozen, _, is_owned), members in groupby(in_order, key=part_of):
             if is_frozen and not any(entry.group is None for entry in entries):
                 offset = self._place_copies(entries, offset, cut)
             start = offset

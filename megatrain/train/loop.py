@@ -327,8 +327,9 @@ def _run(job: Job, signals: Signals, on_record: Listener | None) -> Outcome:
         run, best = _Run(job, signals, listeners, first), None
         try:
             run.take_steps()
-            done = run.is_last or run.watch.stop is not None
-            if stopped := None if done else signals.stop:
+            has_ended = run.is_last or run.watch.stop is not None
+            stopped = None if has_ended else signals.stop
+            if stopped is not None:
                 run.checkpoints.save_now(run.steps.state)
             else:
                 best = run.finish()

@@ -200,11 +200,7 @@ def open_data(
         )
 
     sets: dict[str, Any] = {name: opened(path) for name, path in data.eval_sets.items()}
-    training: Any
-    if config.loss.kind == "prompts":
-        training = opened(data.path)
-    else:
-        training = opened(data.path, weights=data.weights, repeat=data.repeat)
+    training: Any = opened(data.path, weights=data.weights, repeat=data.repeat)
     if not sets and data.eval_fraction:
         training, sets[""] = training.hold_out(data.eval_fraction)
     return training, sets
