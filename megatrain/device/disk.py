@@ -170,6 +170,7 @@ class DiskBuffer(Buffer):
 
     @property
     def names(self) -> tuple[str, ...]:
+        """A name for each piece of `moved` elements that the range touches, for access checks."""
         first, stop = self.start // self.moved, -(-(self.start + len(self.data)) // self.moved)
         return tuple(f"{self.name} {piece}" for piece in range(first, stop))
 

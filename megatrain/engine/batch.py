@@ -92,9 +92,8 @@ class Intake:
             raise InputError(
                 "no token of this step has a label; check the data's labels (all -100)"
             )
-        unique_U, own_slice = _by_owner(
-            [part.unique for part in parts], ranks.shards, self._rows_each
-        )
+        ids_by_rank = [part.unique for part in parts]
+        unique_U, own_slice = _by_owner(ids_by_rank, ranks.shards, self._rows_each)
         own_part = parts[ranks.rank]
         if share.cuts_rows:  # parts of rows are padded, whole rows are not
             all_tokens = sum(micro["input_ids"].numel() for micro in micro_batches)

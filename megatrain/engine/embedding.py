@@ -234,7 +234,7 @@ class Embedding:
                     self._copy_staged(table, batch)
                     self._device.wait(COMPUTE, table.free, "rows arrived")
             else:
-                host_grad = ready[index][1] if index in ready else self._cleared(table)
+                host_grad = ready[index][1] if index in ready else self._claim_cleared(table)
             self._add_up(table, batch)
             ready[index] = table.tile, host_grad, self._scatter(table, host_grad, batch)
         for arguments in ready.values():
@@ -256,7 +256,7 @@ class Embedding:
         device.copy(COPY_IN, rows, table.staging, len(rows.data))
         table.free = device.record(COPY_IN)
 
-    def _cleared(self, table: _Table) -> Lane:
+    def _claim_cleared(self, table: _Table) -> Lane:
         """Claim the host gradient of the table's tile, and set it to zero."""
         tile = table.tile
         stream = COMPUTE if tile.rests.local else ROWS

@@ -358,7 +358,7 @@ class JointLoss(Loss):
 def as_numbers(measured: Mapping[str, Tensor]) -> dict[str, float]:
     """Measures as Python numbers, without undefined ones (NaN)."""
     numbers = {name: float(value) for name, value in measured.items()}
-    return {name: number for name, number in numbers.items() if number == number}
+    return {name: number for name, number in numbers.items() if not math.isnan(number)}
 
 
 _NOT_KEPT = -1e8  # a lower log-probability stands for "no token"

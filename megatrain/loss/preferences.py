@@ -202,7 +202,7 @@ class TokenScore(Loss):
     scores: ClassVar[bool] = True
 
     def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
-        return logits_NV.logsumexp(1)
+        return logits_NV.logsumexp(1)  # of one logit: V is 1
 
 
 @dataclass(frozen=True)

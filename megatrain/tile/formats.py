@@ -163,10 +163,9 @@ def _nf4_wide_sections(shape: Sequence[int]) -> tuple[int, ...]:
 
 def is_nf4(codes: Tensor, scale_codes: Tensor | None) -> bool:
     """True if a folder's tables of codes are this file's; scales in fp32 have no table."""
-    has_codes = torch.equal(codes, _nf4_values(codes.device))
-    return has_codes and (
-        scale_codes is None or torch.equal(scale_codes, _dynamic_values(scale_codes.device))
-    )
+    if scale_codes is not None and not scale_codes.equal(_dynamic_values(scale_codes.device)):
+        return False
+    return codes.equal(_nf4_values(codes.device))
 
 
 def _nf4_parts(_: Any, floats: Tensor, codes: Tensor, scale_codes: Tensor) -> tuple[Tensor, Tensor]:

@@ -184,8 +184,7 @@ class Rollouts:
         self._layout = Layout("chat", config.data.sequence_length, False, "error", self._pad)
         self._at_once = config.rollout.batch_size or config.training.batch_size * loss.lines
         self._step: Step = []
-        self._left = 0  # steps that will still learn from the newest rollout
-        self._rollouts = self._without_signal = 0
+        self._steps_left = self._rollouts = self._without_signal = 0
 
     def take(self, step: int) -> tuple[Step, dict[str, Any]]:
         """The micro-batches of a step, and values for the log if they are new replies.
@@ -197,24 +196,24 @@ class Rollouts:
         """
         logged: dict[str, Any] = {}
         self.step = step
-        if self._left == 0:
+        if self._steps_left == 0:
             step_rows: Any = next(self.loader)
             self._step, logged = self._roll([row for micro in step_rows for row in micro], step)
-            self._left = self._loss.num_iterations
-        self._left -= 1
+            self._steps_left = self._loss.num_iterations
+        self._steps_left -= 1
         return self._step, logged
 
     def state_dict(self) -> dict[str, Any]:
         """The replies that later steps will learn from, as JSON; empty if there are none."""
-        if self._left == 0:
+        if self._steps_left == 0:
             return {}
         rows = [{name: t.tolist() for name, t in micro.items()} for micro in self._step]
-        return {"left": self._left, "step": rows, "temperature": self._loss.temperature}
+        return {"left": self._steps_left, "step": rows, "temperature": self._loss.temperature}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the replies to those of `state_dict`. Raises InputError: damaged, other settings."""
         with explained("the saved replies are damaged", of=(ValueError, TypeError, AttributeError)):
-            self._left = int(state.get("left", 0))
+            self._steps_left = int(state.get("left", 0))
             temperature = float(state.get("temperature", 1))  # older checkpoints lack the key
             self._step = [
                 {
@@ -228,10 +227,10 @@ class Rollouts:
             changed = f"rollout.temperature ({temperature:g}, and now {self._loss.temperature:g})"
         elif any({*micro} - {*PLAIN} != {*self._loss.inputs} for micro in self._step):
             changed = "loss.name or loss.beta"
-        if changed and self._left:
+        if changed and self._steps_left:
             raise InputError(
-                f"{self._left} more steps learn from replies made for another {changed}; set it "
-                "back, or begin a new run with model.path: this one"
+                f"{self._steps_left} more steps learn from replies made for another {changed}; set "
+                "it back, or begin a new run with model.path: this one"
             )
 
     def _roll(self, rows: Sequence[PromptRow], step: int) -> tuple[Step, dict[str, Any]]:
@@ -251,13 +250,14 @@ class Rollouts:
         times.append(time.perf_counter())
         micros, order = self._with_logprobs(replies)
         times.append(time.perf_counter())
-        for at, name in enumerate(("generate", "reward", "logprobs")):
-            logged[f"{name}_seconds"] = round(times[at + 1] - times[at], 6)
+        names = ("generate", "reward", "logprobs")
+        for name, start, end in zip(names, times[:-1], times[1:], strict=True):
+            logged[f"{name}_seconds"] = round(end - start, 6)
         advantages = self._loss.advantages(rewards)
-        numbers = iter(order)
+        reply_numbers = iter(order)  # of all micro-batches' rows
         for micro in micros:
             shape = micro["labels"].shape
-            replies_R = torch.tensor([next(numbers) for _ in micro["labels"]])
+            replies_R = torch.tensor([next(reply_numbers) for _ in micro["labels"]])
             micro["example"] = replies_R[:, None].expand(shape).float().contiguous()
             micro["advantage"] = advantages[replies_R][:, None].expand(shape).contiguous()
         logged |= measured(rewards_RF, rewards, self.rewards.names) | _described(replies)
