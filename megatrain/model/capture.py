@@ -419,7 +419,7 @@ def ties(model: nn.Module) -> list[tuple[str, str]]:
         for path, module in model.named_modules()
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
     ]
-    return [(first[key], name) for key, name in places if first[key] != name]
+    return [(first[key], name) for key, name in places if first.get(key, name) != name]
 
 
 def last_hidden(output: Any) -> Tensor:

@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from megatrain import AdamW, Engine, InputError
 from megatrain.errors import Unsupported
 from megatrain.model.build import empty_model, loaded_types
+from megatrain.model.capture import ties
 from megatrain.model.probe import spec
 from megatrain.model.rebuilt import emptied
 from tests.families.tiny import tiny_model, tiny_multimodal
@@ -172,6 +173,14 @@ def test_a_table_that_is_read_as_a_whole_without_gradients_is_there_as_a_whole()
         wanted = model(ids, labels=ids).loss.item()
     with Engine(model, precision="fp32", device="cpu", saveable=False) as engine:
         assert engine.evaluate([{"input_ids": ids, "labels": ids}]) == pytest.approx(wanted, 1e-6)
+
+
+def test_parameters_that_a_part_makes_anew_are_no_ties():
+    class Anew(nn.Linear):  # as PEFT's attention
+        def named_parameters(self, *args, **kwargs):
+            return iter([("weight", nn.Parameter(torch.ones(1)))])
+
+    assert ties(nn.Sequential(Anew(1, 1))) == []
 
 
 def test_states_that_the_configuration_asks_for_are_left_out():
