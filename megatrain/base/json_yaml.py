@@ -99,9 +99,9 @@ def parse_yaml(text: str) -> Any:
         mark = error.problem_mark
         place = f"line {mark.line + 1}: " if mark else ""
         problem = ", ".join(filter(None, (error.context, error.problem)))
-        remedy = "; indent by spaces, all keys of a section alike"
-        indented = r"\t" in problem or "<block" in problem
-        raise ValueError(f"{place}not valid: {problem}{remedy * indented}") from error
+        is_indented_badly = r"\t" in problem or "<block" in problem
+        remedy = "; indent by spaces, all keys of a section alike" if is_indented_badly else ""
+        raise ValueError(f"{place}not valid: {problem}{remedy}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"not valid: {in_one_line(error, 200)}") from error
 

@@ -105,6 +105,7 @@ class Saving:
         self.seconds = time.perf_counter() - self._started
 
     def _fail(self, error: BaseException) -> None:
+        """End the save: remove its hidden folder, and set `self.error`."""
         self.abandon()
         reason = os_reason(error) if isinstance(error, OSError) else repr(error)
         if isinstance(error, MegatrainError):

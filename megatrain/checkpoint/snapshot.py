@@ -212,6 +212,7 @@ class Snapshot:
             file.tile.readers += (Reader(event, "what left is saved"),)
 
     def _leave(self, device: Device, piece: Piece) -> None:
+        """Copy a piece from the device or a disk into a spare block, and release it."""
         block = self._block_for(piece, leaves=True)
         if block is None:
             return

@@ -308,8 +308,8 @@ def _check_value(where: str, micro: Mapping[str, Tensor], key: str, loss: Loss |
     inputs, choices = ((), ()) if loss is None else (loss.inputs, loss.choices)
     value, shape = micro[key], [*micro["input_ids"].shape]
     if key in choices:
-        of_ids = micro[choices[0]].shape[2:3]
-        shape.append(max([1, *of_ids]))
+        ids_shape = micro[choices[0]].shape
+        shape.append(max(1, ids_shape[2]) if len(ids_shape) > 2 else 1)  # K of the ids
     is_number = key in inputs or key in choices[1:]
     has_type = value.is_floating_point() if is_number else value.dtype == torch.int64
     if [*value.shape] != shape or not has_type or value.device.type != "cpu":

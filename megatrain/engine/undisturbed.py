@@ -29,10 +29,10 @@ def undisturbed(device: Device, dtype: torch.dtype, *, clips: bool) -> Iterator[
         with random, autocast, plain_tensors():
             yield
     except torch.OutOfMemoryError as error:
+        unchanged = " (no weight has been changed)" if clips else ""
         raise DoesNotFit(
             f"the device has no memory left ({str(error).split('. ')[0]}); use smaller "
-            "micro-batches, placement.layer_inputs: host, fewer resident tiles or slots"
-            f"{' (no weight has been changed)' * clips}"
+            f"micro-batches, placement.layer_inputs: host, fewer resident tiles or slots{unchanged}"
         ) from error
     except TypeError as error:
         if "float64" not in str(error):

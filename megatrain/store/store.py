@@ -507,7 +507,7 @@ class DiskStaging:
             parts = {p: b.piece(places[p].start, places[p].stop) for p, b in tile.planes.items()}
             lane = next(self._next_lane)
             present = [plane for plane in planes if len(parts[plane].data)]  # some planes are short
-            buffers = self._rooms(lane, {plane: parts[plane] for plane in present})
+            buffers = self._lane_buffers(lane, {plane: parts[plane] for plane in present})
             device.wait(DISK_IN, lane.free, "disk lane free")
             for plane in present:
                 device.copy(DISK_IN, buffers[plane], parts[plane])
@@ -518,7 +518,8 @@ class DiskStaging:
                 device.copy(DISK_OUT, parts[plane], buffers[plane])
             lane.free = tile.written = device.record(DISK_OUT)
 
-    def _rooms(self, lane: Lane, parts: Mapping[Plane, Buffer]) -> dict[Plane, Buffer]:
+    def _lane_buffers(self, lane: Lane, parts: Mapping[Plane, Buffer]) -> dict[Plane, Buffer]:
+        """Buffers for `parts` of planes, one after the other in a lane's memory."""
         buffers, start = {}, 0
         for plane, part in parts.items():
             memory = lane.buffer.data[start : start + align(part.data.nbytes, BLOCK)]

@@ -42,10 +42,9 @@ class Evaluations:
         self._loss = step_loss(config.loss, config.rollout)
         # As many rows at once as in a step: more would need memory that no plan counts.
         at_once = -(-config.training.batch_size // job.loader.rows_per_micro_batch)
+        shift = self._engine.label_shift
         self._sets: dict[str, Any] = {
-            name: rows
-            if isinstance(rows, Prompts)
-            else _parts(rows, at_once, self._engine.label_shift)
+            name: rows if isinstance(rows, Prompts) else _parts(rows, at_once, shift)
             for name, rows in job.evaluation.items()
         }
         self._every = config.training.eval_every

@@ -80,6 +80,7 @@ def _write_copy(
     merged: bool,
     trusted: bool,
 ) -> None:
+    """Write a model folder or GGUF file to `folder`: cast or merged if asked, else file by file."""
     source = unpacked(source) if is_gguf(source) else source
     if not holds_model(source):
         raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")

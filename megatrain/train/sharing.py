@@ -127,13 +127,10 @@ def check_rows(ranks: Ranks, step: Step) -> None:
     if ranks.size == 1:
         return
     checksum = 0
-    for tensor in (
-        micro[name]  # without images, which differ between ranks
-        for micro in step
-        for name in sorted(micro)
-        if micro[name].shape == micro["input_ids"].shape and not name.endswith("token_type_ids")
-    ):
-        checksum = zlib.crc32(tensor.contiguous().numpy().data, checksum)
+    for tensors, name in ((micro, name) for micro in step for name in sorted(micro)):
+        is_shared = tensors[name].shape == tensors["input_ids"].shape  # ranks have other images
+        if is_shared and not name.endswith("token_type_ids"):
+            checksum = zlib.crc32(tensors[name].contiguous().numpy().data, checksum)
     require_same(ranks.all_gather_object({"checksum of the step's rows": str(checksum)}))
 
 
