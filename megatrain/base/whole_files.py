@@ -30,7 +30,7 @@ def user_cache(name: str) -> Path:
 _HEAD_BYTES, _PAGE_BYTES, _PAGES = 1 << 20, 4096, 64  # the parts of a file that are hashed
 
 
-def known_by(path: Path) -> tuple[int, int, str]:
+def file_fingerprint(path: Path) -> tuple[int, int, str]:
     """A file's size, time of change, and a hash of samples of its bytes."""
     digest = hashlib.blake2b(digest_size=12)
     with explained(f"{path}: cannot be read", of=OSError), path.open("rb") as file:

@@ -12,7 +12,7 @@ import transformers
 from filelock import FileLock
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from megatrain.base.whole_files import known_by, user_cache, whole_folder
+from megatrain.base.whole_files import file_fingerprint, user_cache, whole_folder
 from megatrain.errors import InputError, explained
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
@@ -33,7 +33,7 @@ def unpacked(path: Path) -> Path:
     """
     path = Path(os.path.expanduser(path)).resolve()
     time = path.stat().st_mtime_ns
-    key = hashlib.blake2b(str(known_by(path)).encode(), digest_size=8)
+    key = hashlib.blake2b(str(file_fingerprint(path)).encode(), digest_size=8)
     cached = user_cache("gguf") / f"{path.stem}-{key.hexdigest()}"
     cached.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{cached}.lock"):

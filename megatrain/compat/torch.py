@@ -175,7 +175,7 @@ def mark_dynamic(tensor: Tensor, dim: int = 0) -> None:
 
 def not_compiled() -> AbstractContextManager[Any]:
     """A context in which functions that a model's own code has compiled run uncompiled."""
-    loaded = "torch._dynamo" in sys.modules  # by whoever compiles
+    loaded = "torch._dynamo" in sys.modules  # else nothing is compiled
     return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
 
 

@@ -1,13 +1,11 @@
 """The flat layout of a tile: one list of offsets, the same in every plane.
 
 Trainable parameters come first, one contiguous run for each optimizer group, frozen ones last. So
-the gradient and the states cover a prefix, and the update is one kernel call for each group, unless
-the groups change. Frozen parameters whose source has more bits than bf16 come before the other
-frozen ones, so that the remainder covers a prefix, too.
+gradient and states cover a prefix, and an update is one kernel call for each group. Of the frozen
+ones those come first whose source has more bits than bf16, so the remainder covers a prefix.
 
-Layers may compute with some parameters in fp32, whatever the type of the others. The weights plane
-has all their bits: of frozen ones in the format `FP32`, of trained ones as copies of their masters,
-which lie behind the trained parameters.
+Parameters that layers compute with in fp32 have all bits in the weights plane: frozen ones in the
+format `FP32`, trained ones as copies of their masters behind all trained parameters.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -101,7 +99,8 @@ class Entry:
 
     def cut_in_rows(self) -> bool:
         """True if each row of the first dimension can be copied and unpacked alone."""
-        return not any(size % self.shape[0] for size in self._sections(1)[1:])
+        _, *row_sections = self._sections(1)
+        return not any(num_bytes % self.shape[0] for num_bytes in row_sections)
 
     def places_of(self, rows: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
         """Yield `(start, stop)` in the weights plane of bytes that belong to `rows` alone.
@@ -120,6 +119,7 @@ class Entry:
             first += num_bytes
 
     def _sections(self, itemsize: int) -> tuple[int, ...]:
+        """The parameter's bytes as in `WeightFormat.sections`; `itemsize`: of a plain value."""
         plain = 0, self.numel * itemsize
         return plain if self.packed is None else self.packed.sections(self.shape)
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
-from megatrain.base.whole_files import known_by, user_cache
+from megatrain.base.whole_files import file_fingerprint, user_cache
 from megatrain.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
 from megatrain.config import Config, ModelSection, nearest
 from megatrain.data import (
@@ -113,7 +113,7 @@ class ResolvedModel:
         elif self.source is not None and (folder := Path(self.source).expanduser()).is_dir():
             folders.add(folder)
         files = [
-            [str(path.relative_to(folder)), *known_by(path)]
+            [str(path.relative_to(folder)), *file_fingerprint(path)]
             for folder in sorted(folders)
             for path in sorted(folder.rglob("*"))
             if path.is_file()
