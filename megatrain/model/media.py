@@ -49,7 +49,8 @@ class Encoded:
     """The result of one call of an encoder, without its features.
 
     Attributes:
-        leaves: of the result; a `_Feature` stands for features, None for a leaf that is not read.
+        leaves: of the result; a `_Feature` stands for features, a tensor on `meta` for a leaf that
+            is not read (hooks of transformers count what layers return, and pass over None).
     """
 
     leaves: Sequence[Any]
@@ -136,7 +137,7 @@ class Recorder:
             for index, leaf in enumerate(leaves):
                 if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                     continue
-                leaves[index] = None
+                leaves[index] = torch.empty_like(leaf, device="meta")
                 if id(leaf) in self._read:
                     leaves[index] = _Feature(leaf.shape, leaf.dtype)
                     features.append(leaf)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatrain.base.changed import changed
 from megatrain.compat.torch import pytree, without_torch_function
 from megatrain.compat.transformers import finding_once, set_owners
-from megatrain.errors import InputError, RunFailed
+from megatrain.errors import InputError, RunFailed, explained
 from megatrain.model import attention
 from megatrain.model.adapters import adapted
 from megatrain.model.build import loaded_types
@@ -408,7 +408,10 @@ class ModelProgram:
         find = partial(self._document_indices, batch, uses)
         has_lengths = attention.set_to(bool(documents), attention.HAS_LENGTHS)
         padded = batch.counted_N is not None
-        with has_lengths, finding_once(batch.document_indices, find, padded=padded):
+        finding = finding_once(batch.document_indices, find, padded=padded)
+        problem = f"a micro-batch with {', '.join(batch.media)} cannot be run"
+        remedy = "give all that the model's processor makes, and cut off none of its tokens"
+        with explained(problem, remedy, of=ValueError if batch.media else ()), has_lengths, finding:
             return self.capture.forward(unwatched, outer, arguments, batch.rows, uses)
 
     def _document_indices(

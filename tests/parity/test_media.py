@@ -25,6 +25,7 @@ from tests.families.plain import EPS, LR, go_on, plain_training
 from tests.families.tiny import tiny_multimodal
 from tests.parity.cases import masters, parameters, resumes, same
 from tests.parity.ranks import run_ranks
+from tests.refusals import refused
 from tests.sweeps import few, placements
 from tests.unit.trainer_cases import alike, lines
 
@@ -48,10 +49,11 @@ CASES = {
     "a last layer and norm that feed nothing": ("llava", ALL),  # they do not even decay
     "frozen layers between trained ones": ("qwen3_vl", Trained(["visual.blocks"], ["."])),
     "used layers of a tower": ("llava", Trained(["tower.*layers.2", "post_layernorm"], ["."])),
+    "frozen layers whose results are counted": ("mistral3", Trained((), ["layers.2"])),
 }
 
 
-@pytest.mark.parametrize("case", few(CASES, 1))
+@pytest.mark.parametrize("case", few(CASES, 1, 4))
 def test_images_train_as_in_plain_torch(case):
     family, trained = CASES[case]
     model, steps = tiny(family)
@@ -323,9 +325,12 @@ def test_adapters_of_encoders_and_text_train_as_in_peft():
 
 def test_what_encoders_cannot_have_is_refused():
     model, [[batch, *_], *_] = tiny("llava")
-    infinite = pytest.raises(InputError, match="pixel_values must be a tensor of finite numbers")
-    with engine_of(model, trained=ALL) as engine, infinite:
-        engine.step([batch | {"pixel_values": batch["pixel_values"] / 0}])
+    without = torch.full_like(batch["input_ids"], 20)  # no placeholders
+    with engine_of(model, trained=ALL) as engine:
+        with refused("pixel_values must be a tensor of finite numbers"):
+            engine.step([batch | {"pixel_values": batch["pixel_values"] / 0}])
+        with refused("with pixel_values cannot be run: Image features .* do not match.*; give all"):
+            engine.step([batch | {"input_ids": without}])
 
 
 def test_features_that_are_added_after_the_last_layer_are_refused():
