@@ -72,10 +72,10 @@ def pass_cache_by(descriptor: int) -> bool:
     try:
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-    except AttributeError:
+    except AttributeError:  # a Mac has no O_DIRECT
         return False
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno != errno.EINVAL:  # which the file system answers if it has no O_DIRECT
             raise
         return False
     return True

@@ -61,7 +61,7 @@ class _Table:
         ranks = self.tile.layout.ranks
         if ranks == 1:
             return self.entry.shape[0]
-        stops = dict(self.tile.layout.parts)
+        stops = dict(self.tile.layout.parts)  # a part is cut between rows if a table begins it
         if self.entry.offset not in stops:
             raise InputError(
                 f"several ranks cannot share the rows of {self.entry.name!r}, which is not first "

@@ -21,7 +21,7 @@ from megatrain.engine.bit_checks import UpdateSums
 from megatrain.engine.shared import Shared
 from megatrain.engine.sink import Sink
 from megatrain.errors import InputError, RunFailed, StepRefused
-from megatrain.optim import Plane, StreamedOptimizer, TileRange, UpdateOptions
+from megatrain.optim import Plane, PlaneKind, StreamedOptimizer, TileRange, UpdateOptions
 from megatrain.store.store import DiskStaging, Lane, Tier, Tile, in_place
 from megatrain.tile import Entry, TileKind
 from megatrain.tile.layout import MOST_ELEMENTS
@@ -485,10 +485,8 @@ class Update:
         if self._refused:
             return
         gradient = host_grad.buffer.data
-        weights, remainder = (
-            next((plane for plane, b in tile.planes.items() if b is buffer), None)
-            for buffer in (tile.weights, tile.remainder)
-        )
+        by_kind = {plane.kind: plane for plane in tile.planes}
+        weights, remainder = by_kind[PlaneKind.WEIGHTS], by_kind.get(PlaneKind.REMAINDER)
         for run in runs:
             in_part = slice(run.start - first, run.stop - first)
             part = TileRange(

@@ -113,6 +113,7 @@ def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) 
             part = pad(part, (first, SUMMED_BYTES - first - len(part)))
         words = part.view(torch.int64).view(count, -1, _SIDE)
         rows, columns = words.sum(2), words.sum(1)
+        # The word in row r and column c has place `r * _SIDE + c` in its block.
         number = torch.arange(_SIDE, device=words.device)
         weighted = (rows * number[: rows.shape[1]]).sum(1) * _SIDE + (columns * number).sum(1)
         blocks[block : block + count] += torch.stack((rows.sum(1), weighted), 1)

@@ -149,6 +149,7 @@ class Checkpointing:
                 log.warning("an old checkpoint cannot be deleted: %s", error)
 
     def _failed(self, step: int, error: Exception) -> None:
+        """Warn that a step's checkpoint could not be written, and set when to try again."""
         retry = self._retry = step + _RETRY_AFTER
         when = f" and tries again after step {retry}" if retry <= self.job.total_steps else ""
         log.warning("%s; the run goes on%s", error, when)
