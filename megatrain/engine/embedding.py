@@ -122,6 +122,12 @@ class Embedding:
         """Start copying a step's rows to the device, and let every micro-batch refer to them."""
         self._lay_out(len(batch.unique_U))
         for table in self._tables:
+            name, rows = table.entry.name, table.entry.shape[0]
+            if (token := int(batch.unique_U.max())) >= rows:
+                raise InputError(
+                    f"{name} has {rows} rows, and the batch has token {token}: the model's forward "
+                    "looks rows up by other numbers than its tokens, which is not supported"
+                )
             if not table.tile.rests.local:
                 self._gather(table, table.tile.weights, table.tile.updated, batch)
             self._bring(table, batch)

@@ -503,6 +503,22 @@ def test_a_model_without_values_of_its_buffers_is_refused():
         emptied(model)
 
 
+def test_a_table_of_fewer_rows_than_tokens_is_refused():
+    class WithFew(nn.Embedding):
+        def forward(self, ids):
+            return super().forward(ids) + self.few(ids % 7)
+
+    model = tiny_model("llama")
+    model.model.embed_tokens.few = nn.Embedding(7, model.config.hidden_size)
+    model.model.embed_tokens.__class__ = WithFew
+    ids = torch.arange(9)[None]
+    with (
+        engine_of(model) as engine,
+        refused("embed_tokens.few.weight has 7 rows, and the batch has token 8"),
+    ):
+        engine.step([{"input_ids": ids, "labels": ids}])
+
+
 def test_a_number_that_is_read_later_breaks_the_step_off():
     """The structure is found out on short rows; nothing may be guessed after that."""
 
