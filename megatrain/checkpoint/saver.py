@@ -212,6 +212,7 @@ class Saving:
             raise failures[0]
 
     def _write_tile(self, partial: Path, job: snapshot.TileFile) -> files.Sums:
+        """Write this rank's pieces of a tile's file; return their checksums."""
         checksum, pieces = files.ALGORITHMS[files.ALGORITHM], list[tuple[int, int, str]]()
         writes = self._ranks.replicas.rank == 0  # other hosts only compute checksums
         with ExitStack() as stack:

@@ -45,17 +45,18 @@ class Collectives:
         device, shards, replicas = self._device, self.ranks.shards, self.ranks.replicas
         if not (self.ranks.size > 1 and len(sums.data)):
             return
-        done, own_block = device.record(COMPUTE), sums
+        done, block = device.record(COMPUTE), sums  # this rank's block, summed so far
         if shards.size > 1:
             device.wait(REDUCE, done, "sums ready")
             self._run(REDUCE, f"sum {name}", shards.reduce_scatter, sums)
             numel = len(sums.data) // shards.size
-            own_block = sums.piece(shards.rank * numel, (shards.rank + 1) * numel)
+            block = sums.piece(shards.rank * numel, (shards.rank + 1) * numel)
             done = device.record(REDUCE)
         if replicas.size > 1:
             device.wait(HOSTS, done, "sums of this host")
-            name = f"sum {name} of all hosts"
-            self._run(HOSTS, name, replicas.all_reduce, own_block, Kind.ALL_REDUCE)
+            self._run(
+                HOSTS, f"sum {name} of all hosts", replicas.all_reduce, block, Kind.ALL_REDUCE
+            )
             done = device.record(HOSTS)
         device.wait(COMPUTE, done, "sums of all ranks")
 

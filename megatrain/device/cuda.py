@@ -220,6 +220,7 @@ class CudaDevice(Device):
             self._stream(stream).wait_event(event)
 
     def _wait_for_counter(self, stream: str, event: HostEvent) -> None:
+        """Let a device stream wait for a host stream; if the driver cannot, block this thread."""
         if event.worker.passed(event.count):
             return
         self._pace.note_wait(event.worker, event.count)

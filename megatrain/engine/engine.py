@@ -63,10 +63,7 @@ _MEDIA_UNPLANNED = (
 _TORN = "a step was broken off when updates had begun"
 
 # Attributes that hold memory; `close` deletes them.
-_BUILT = (
-    *("_parts", "_store", "_saver", "_program", "_policies", "_intake", "_checks"),
-    "_expert_loads",
-)
+_BUILT = ("_parts", "_store", "_saver", "_program", "_policies", "_intake", "_checks", "_loads")
 
 
 class PlacedEngine:
@@ -108,6 +105,7 @@ class PlacedEngine:
             raise
 
     def _build(self, opened: EngineSetup, placement: Placement) -> None:
+        """Allocate planes and load weights, then build the model's program and a step's parts."""
         layouts = opened.model.placed(placement).layouts
         self._store = Store(
             self.device,
@@ -159,7 +157,7 @@ class PlacedEngine:
         )
         self._policies = assembly.policies
         buffers = self._opened.source.untrained.buffers
-        self._expert_loads = ExpertLoads(self.device, self._spec, buffers)
+        self._loads = ExpertLoads(self.device, self._spec, buffers)
         rows_each = self._parts.embedding.rows_each
         losses = partial(self._forward_only, finish=Head.losses)
         self._intake = Intake(opened, self._program, rows_each, losses)
@@ -252,7 +250,7 @@ class PlacedEngine:
                 _log.warning(_LEANER, self._steps + 1, str(error).partition(";")[0])
         if measured is not None:
             seconds, measures = time.perf_counter() - start, as_numbers(batch.measured)
-            experts = self._expert_loads.after_step(batch.loads)
+            experts = self._loads.after_step(batch.loads)
             return StepResult(*measured, batch.all_tokens, seconds, measures, experts)
         self._lean = True
         del batch

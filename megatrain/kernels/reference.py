@@ -42,10 +42,9 @@ def split(master_fp32: Tensor, weights: Tensor, remainder: Tensor, *, threads: i
     away from zero because the remainder is signed. The remainder is the low half of `u`, or the
     upper byte of that half, for which numbers are first rounded to 24 bits, to nearest, ties away
     from zero. So the largest finite numbers stream as infinity and still join back exactly, unless
-    rounding to 24 bits makes them infinite.
-
-    A NaN becomes quiet and keeps its sign and the upper six bits of its payload: its weight is a
-    NaN, its remainder zero. With 16 bits, `join` returns all other numbers bit for bit.
+    rounding to 24 bits makes them infinite. A NaN becomes quiet and keeps its sign and the upper
+    six bits of its payload: its weight is a NaN, its remainder zero. With 16 bits, `join` returns
+    all other numbers bit for bit.
 
     Args:
         master_fp32: [N] float32, read.
