@@ -140,7 +140,7 @@ class Directions:
             device.wait(COMPUTE, lane.ready, "directions' state arrived")
             state = lane.buffer.piece(0, len(at_rest.data))
         start_in_plane, _ = self._range(tile)
-        state_start = tile.trained.start + start_in_plane
+        state_start = tile.trained.start + start_in_plane  # the state's first element
         parameters = self._parameters_here(tile)
 
         def work() -> None:

@@ -384,16 +384,15 @@ def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
     unvisited = TileKind.EMBEDDING, TileKind.UNUSED
     shared = {t.name for t in others if not placement.slots and t.ranks == 1}
     shared -= disk_names["weights"]
-    return [
-        replace(_RESIDENT, stays=layout.ranks > 1 and layout.kind not in unvisited)
-        if layout.name in placement.resident
-        else Rests(
-            **{plane: Tier.DISK for plane, names in disk_names.items() if layout.name in names},
-            stays=layout.name in staying - shared,
-            shared=layout.name in shared,
-        )
-        for layout in layouts
-    ]
+
+    def tiers_of(layout: TileLayout) -> Rests:
+        if layout.name in placement.resident:  # several ranks gather its weights once an update
+            return replace(_RESIDENT, stays=layout.ranks > 1 and layout.kind not in unvisited)
+        tiers = {plane: Tier.DISK for plane, names in disk_names.items() if layout.name in names}
+        stays, is_shared = layout.name in staying - shared, layout.name in shared
+        return Rests(**tiers, stays=stays, shared=is_shared)
+
+    return [tiers_of(layout) for layout in layouts]
 
 
 def on_disk(placement: Placement, layouts: Sequence[TileLayout]) -> dict[str, set[str]]:
