@@ -4,9 +4,10 @@ There are no streams, slots or copies here: tensors in, tensors out, one micro-b
 Legend: B rows, T tokens of a row, D width, V vocabulary.
 """
 
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -194,7 +195,7 @@ class ModelProgram:
         values, calls, _ = self._recorded(weights, batch, features_N)
         if not batch.calls:
             if len(calls) < len(self.spec.layers):
-                _expect(self.spec.layers[len(calls)], None)
+                _expect(self.spec.layers, len(calls), None)
             batch.calls = calls
         return values
 
@@ -235,7 +236,7 @@ class ModelProgram:
                 raise _text_alone(
                     "with images or sounds, the forward calls other layers than for text"
                 )
-            _expect(self.spec.layers[visit], module)
+            _expect(self.spec.layers, visit, module)
             leaves, tree_spec = pytree.tree_flatten((args, kwargs))
             alive.append(leaves)
             calls.append(Call([argument(visit, leaf) for leaf in leaves], tree_spec))
@@ -352,12 +353,12 @@ class ModelProgram:
 
     def _replay(self, batch: MicroBatch, values: Activations) -> Any:
         """A handler that returns the layers' real outputs where they are known, else zeros."""
-        count = iter(range(len(self.spec.layers)))
+        visits = count()
         zeros: dict[int, Tensor] = {}  # by the example's id: each costs a kernel launch
 
         def handler(module: nn.Module, args: tuple, kwargs: dict) -> Any:
-            visit = next(count)
-            _expect(self.spec.layers[visit], module)
+            visit = next(visits)
+            _expect(self.spec.layers, visit, module)
             return self._output(visit, known_or_zeros)
 
         def known_or_zeros(ref: Ref, example: Tensor) -> Tensor:
@@ -446,10 +447,13 @@ def _gives_ids_alone(batch: MicroBatch) -> bool:
     return batch.inputs.keys() == {"input_ids"} and not batch.media
 
 
-def _expect(layer: Layer, called: nn.Module | None) -> None:
+def _expect(layers: Sequence[Layer], visit: int, called: nn.Module | None) -> None:
     """Raises RunFailed: the forward has called another layer than in the structure run."""
-    if layer.module is not called:
-        raise RunFailed(f"the model's forward left out {layer.name}, which it called at first")
+    if visit == len(layers):
+        raise RunFailed("the model's forward calls more layers than at first")
+    if layers[visit].module is not called:
+        name = layers[visit].name
+        raise RunFailed(f"the model's forward left out {name}, which it called at first")
 
 
 def _beyond_sums(layer: Layer) -> InputError:

@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from transformers import LlamaModel
 
 from megatrain import AdamW, Engine, InputError, Placement, RunFailed
+from megatrain.base.changed import changed as changing
 from megatrain.model.probe import find_stacks
 from megatrain.model.rebuilt import emptied
 from tests.families.plain import EPS, LR, make_steps, plain_training, train_in_place
@@ -501,6 +503,18 @@ def test_a_model_without_values_of_its_buffers_is_refused():
         model = type(tiny_model("llama"))(tiny_config("llama"))
     with refused("buffers of the model given are on the meta device"):
         emptied(model)
+
+
+def test_layers_that_evaluations_alone_call_end_them():
+    class Fewer(LlamaModel):
+        def forward(self, *args, **kwargs):
+            with changing([self.config], num_hidden_layers=3 - self.training):
+                return super().forward(*args, **kwargs)
+
+    model, ids = tiny_model("llama"), torch.arange(9)[None]
+    model.model.__class__ = Fewer
+    with engine_of(model) as engine, pytest.raises(RunFailed, match="calls more layers than at"):
+        engine.evaluate([{"input_ids": ids, "labels": ids}])
 
 
 def test_a_table_of_fewer_rows_than_tokens_is_refused():
