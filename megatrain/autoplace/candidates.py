@@ -261,35 +261,35 @@ class Spending:
         self._forecasts, self._workload, self._frame = forecasts, workload, frame
         self._budget, self._passes = budget, passes
         self._layers = len(forecasts.spec.layers)
-        self._micro = -(-workload.rows // frame.micro_batch)
-        at_once = -(-self._micro // passes)
+        self._micro_batches = -(-workload.rows // frame.micro_batch)
+        at_once = -(-self._micro_batches // passes)
         measured = forecasts.measured(workload, frame.placement)
         self._work = measured.layer(0, frame.micro_batch)
         self._first = first_tiles(forecasts, workload, replace(frame.placement, passes=passes))
         self._costs = CostModel(budget.machine, workload.rule, workload.ranks)
-        # Bytes of a layer's graph, and those that a whole graph (`save_all`) takes besides.
-        self._graph = self._work.keeping.kept_bytes * at_once
-        self._rest = self._work.again.kept_bytes * at_once - self._graph
-        self._attention = self._work.again.attention_bytes * at_once
+        # Bytes of a layer's graph, and those that a whole one (`save_all`) has beyond it.
+        self._graph_bytes = self._work.keeping.kept_bytes * at_once
+        self._whole_bytes = max(0, self._work.again.kept_bytes * at_once - self._graph_bytes)
+        self._attention_bytes = self._work.again.attention_bytes * at_once
         self._spare = budget.spare(frame)
         if passes > 1:
             waiting = frame.device_bytes.get(Place.ACTIVATIONS, 0)
-            freed = waiting * (self._micro - at_once) // self._micro
+            freed = waiting * (self._micro_batches - at_once) // self._micro_batches
             self._spare += freed - self._first.sums_bytes
 
-    def _more(self, where: Literal["device", "host"]) -> int:
-        """Bytes of a graph there, beyond the attention results that it takes the place of."""
+    def _graph_bytes_on(self, where: Literal["device", "host"]) -> int:
+        """Bytes that a kept graph adds to a memory, less the attention results that it replaces."""
         is_kept = self._frame.placement.save_attention == where
-        return max(1, self._graph - is_kept * self._attention)
+        return max(1, self._graph_bytes - is_kept * self._attention_bytes)
 
-    def _held(self, num_bytes: int, offload: int) -> Graphs:
-        """The graphs that fit in `num_bytes` of the device, and `offload` of other layers."""
-        kept_bytes = self._more("device")
+    def _fitting_graphs(self, num_bytes: int, offload: int) -> Graphs:
+        """The graphs that fit in `num_bytes` of the device, and of other layers `offload`."""
+        kept_bytes = self._graph_bytes_on("device")
         kept = min(self._layers, num_bytes // kept_bytes)
         offloaded = max(0, min(offload, self._layers - kept))
         whole = 0
-        if kept == self._layers and self._rest > 0:
-            whole = min(kept, (num_bytes - kept * kept_bytes) // self._rest)
+        if kept == self._layers and self._whole_bytes > 0:
+            whole = min(kept, (num_bytes - kept * kept_bytes) // self._whole_bytes)
         return Graphs(kept, whole, offloaded)
 
     def all(self) -> Iterator[Way]:
@@ -317,21 +317,22 @@ class Spending:
         """Choices of graphs: on the host none, all that fit, or those whose copies are hidden."""
         if spare < 0:
             return set()
-        if not self._graph:
-            return {self._held(spare, 0)}
-        most_on_host = min(self._layers, host_spare // self._more("host"))
-        hidden = min(most_on_host, int(self._forward() / self._costs.copy(COPY_OUT, self._graph)))
+        if not self._graph_bytes:
+            return {self._fitting_graphs(spare, 0)}
+        most_on_host = min(self._layers, host_spare // self._graph_bytes_on("host"))
+        copy_seconds = self._costs.copy(COPY_OUT, self._graph_bytes)
+        hidden = min(most_on_host, int(self._forward() / copy_seconds))
         lanes_bytes = 2 * LANES * self._work.keeping.kept_bytes
         choices = set()
         for offload in (0, most_on_host, hidden, hidden // 2):
             spare_beside_lanes = spare - lanes_bytes if offload > 0 else spare
             if offload >= 0 and spare_beside_lanes >= 0:
-                choices.add(self._held(spare_beside_lanes, offload))
+                choices.add(self._fitting_graphs(spare_beside_lanes, offload))
         return choices
 
     def _forward(self) -> float:
         """Seconds that all layers' forwards compute in a step."""
-        return self._layers * self._micro * self._costs.seconds(self._work.forward)
+        return self._layers * self._micro_batches * self._costs.seconds(self._work.forward)
 
     def _seconds(self, count: int, staying: int, graphs: Graphs) -> tuple[float, float]:
         """Seconds of the busiest resource, which the step takes at least, and the likely seconds.
@@ -357,7 +358,7 @@ class Spending:
         if passes > 1 and self._workload.clip:
             alone = max(0.0, bounds[UPDATE] * on_host - self._forward() / passes)
         crossing_graphs = graphs.offloaded * passes  # each pass has its own graphs
-        leaving = crossing_graphs * copy(COPY_OUT, self._graph)
+        leaving = crossing_graphs * copy(COPY_OUT, self._graph_bytes)
         compute = self._compute(graphs) + max(0.0, leaving - self._forward())
         # Without a kernel on the device, a rule launches operations to update resident tiles.
         rule = self._workload.rule
@@ -373,7 +374,7 @@ class Spending:
         least = max(
             compute + alone,
             bounds[UPDATE] * on_host,
-            arriving + crossing_graphs * copy(COPY_IN, self._graph),
+            arriving + crossing_graphs * copy(COPY_IN, self._graph_bytes),
             bounds[COPY_OUT] * crossing + leaving,
             read,
         )
@@ -385,14 +386,14 @@ class Spending:
 
     def _compute(self, graphs: Graphs) -> float:
         """Seconds that a step computes when layers keep these graphs."""
-        work, seconds = self._work, self._costs.seconds
+        work, seconds, micro_batches = self._work, self._costs.seconds, self._micro_batches
         saved = sum(map(seconds, work.computed_twice))
         if self._frame.placement.save_attention != "none":
             saved -= seconds(work.again) - seconds(work.again._replace(attention_flops=0))
         halves = seconds(work.keeping) + seconds(work.kept_backward)
         gain = halves - seconds(work.again) - seconds(work.backward)
-        spared = (graphs.kept + graphs.offloaded) * max(0.0, saved - halves) * self._micro
-        return self._frame.bounds[COMPUTE] - spared - graphs.whole * max(0.0, gain) * self._micro
+        spared = (graphs.kept + graphs.offloaded) * max(0.0, saved - halves) * micro_batches
+        return self._frame.bounds[COMPUTE] - spared - graphs.whole * max(0.0, gain) * micro_batches
 
     def _placement(self, count: int, staying: int, graphs: Graphs = _NONE) -> Placement:
         return replace(
@@ -406,7 +407,7 @@ class Spending:
         )
 
     def spent(self, way: Way) -> Forecast | None:
-        """The forecast of a way, its number of graphs corrected to fit; None: none fits."""
+        """The forecast of a way, its number of graphs corrected to fit; None if none fits."""
         graphs, best, rows = way.graphs, None, self._frame.micro_batch
         for _ in range(3):
             placement = self._placement(way.resident, way.staying, graphs)
@@ -416,10 +417,10 @@ class Spending:
             host_spare = self._budget.host_spare(spent)
             if host_spare < 0 and not graphs.offloaded:
                 break  # graphs on the device spare the host nothing
-            on_device = graphs.kept * self._more("device") + graphs.whole * max(0, self._rest)
-            for_graphs = on_device + self._budget.spare(spent)
-            fewer_on_host = min(0, host_spare // self._more("host"))
-            fitting = self._held(for_graphs, graphs.offloaded + fewer_on_host)
+            for_graphs = self._budget.spare(spent) + graphs.whole * self._whole_bytes
+            for_graphs += graphs.kept * self._graph_bytes_on("device")
+            fewer_on_host = min(0, host_spare // self._graph_bytes_on("host"))
+            fitting = self._fitting_graphs(for_graphs, graphs.offloaded + fewer_on_host)
             if for_graphs < 0 or fitting == graphs:
                 break
             graphs = fitting

@@ -126,7 +126,7 @@ def least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> For
 
 
 def _least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> Forecast:
-    """The same for a machine of two memories."""
+    """`least`, for a machine whose device and host have separate memories."""
     *_, all_on_disk = _spills(forecasts, machine, workload)
     search = Search(forecasts, machine, workload)
     if not all_on_disk or not search.lacks_host():

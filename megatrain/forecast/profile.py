@@ -190,7 +190,7 @@ class Profile(Once):
         def extrapolated() -> Value:
             first, second = map(measured, _ROWS)
             if getattr(first, "structure", None) != getattr(second, "structure", None):
-                return measured(rows)
+                return measured(rows)  # other operations, so that no line leads through both
             return cast(Value, on_line(first, second, rows - _ROWS[0], 1))
 
         return measured(rows) if rows in (1, *_ROWS) else self.once((*part, rows), extrapolated)

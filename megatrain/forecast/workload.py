@@ -248,5 +248,5 @@ class Workload:
 
 
 def usual_micro_batch(sequence_length: int) -> int:
-    """Rows that keep a large GPU busy, and of which a small one can compute a layer."""
+    """Rows of a micro-batch: enough to keep a large GPU busy, few enough for a small one."""
     return max(1, _USUAL_TOKENS // sequence_length)

@@ -72,7 +72,7 @@ class ModelStandIn:
 
     def open(self, engine: Engine, save: Callable[..., None], dropped: Callable[[], None]) -> None:
         """Stand for an engine's model from now on; `dropped` is called as `zero_grad`."""
-        # A Trainer changes tokens of both: generation_config is exported, config is a copy.
+        # A Trainer sets token ids in both: in a copy of config; in generation_config, for exports.
         vars(self).update(config=deepcopy(engine.config), zero_grad=lambda *_: dropped())
         vars(self).update(save_pretrained=save)
         if self._generates:

@@ -169,8 +169,8 @@ def machine_for(
     """The expected rates of a GPU in `gpus.json`, by its common name or the driver's.
 
     Args:
-        device_memory: that programs see; None: the advertised size, less 2 %. If GPU and host share
-            one memory, its size; `host_memory` is then ignored: the host has a sixteenth of it.
+        device_memory: bytes that programs see; None: the advertised size, less 2 %. If GPU and host
+            share one memory, its size: the host has a sixteenth of it, whatever `host_memory` is.
 
     Raises InputError: the GPU is not listed; the message has the nearest names.
     """

@@ -228,13 +228,12 @@ def draw_adapters(
         seed: of random values; torch's default generator is seeded for each module.
     """
     adapters = _adapted[model]
-    first = {
-        id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())
-    }
+    state = model.state_dict(keep_vars=True)
+    first_names = {id(tensor): name for name, tensor in reversed(state.items())}
     num_parameters = len(dict(model.named_parameters()))
     for number, (path, module) in enumerate(peft.wrappers(model)):
         tensors = peft.inner(module).state_dict(keep_vars=True)
-        base = {name: read[first[id(tensor)]] for name, tensor in tensors.items()}
+        base = {name: read[first_names[id(tensor)]] for name, tensor in tensors.items()}
         if peft.is_copy(module):
             for name, original in base.items():
                 write(f"{path}.modules_to_save.{adapters.name}.{name}", original())

@@ -317,11 +317,11 @@ def _pieces(model: PreTrainedModel, metas: Tensors, value: Callable[[str], Tenso
         return {name: _cast(source, value(source), metas[source].dtype)}
 
     def converted(get: Callable[[str], Tensor], group: Sequence[str]) -> Tensors:
-        # Parameters of one tensor need one dtype: the widest loses nothing.
+        """The tensors that a folder has for a group of parameters, all in the widest dtype."""
         dtype = max((metas[name].dtype for name in group), key=lambda dtype: dtype.itemsize)
         values = {name: _cast(name, get(name), dtype) for name in group}
-        made = hf.loading.revert_weight_conversion(model, values)
-        return {name: _one(tensors) for name, tensors in made.items()}
+        on_hub = hf.loading.revert_weight_conversion(model, values)
+        return {name: _one(tensors) for name, tensors in on_hub.items()}
 
     on_hub = hf.loading.revert_weight_conversion(model, dict(metas))
     name_of = {id(meta): name for name, meta in metas.items()}

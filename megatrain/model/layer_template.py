@@ -214,15 +214,15 @@ def compile_and_tell(function: Callable[..., Any], what: str, name: str = "") ->
     keep_tuning_off_the_host()
     code_name = f"{name or getattr(function, '__name__', what)}_{next(_numbers)}"
     usual, any_size = (torch.compile(_with_own_code(function, code_name)) for _ in range(2))
-    first: dict[int, list[torch.Size]] = {}  # by the number of tensors, which buffers change
+    first_sizes: dict[int, list[torch.Size]] = {}  # by the number of tensors, which buffers change
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Sizes of integer tensors do not count: the number of documents differs every time.
         leaves = pytree.tree_leaves((args, kwargs))
         sizes = [x.shape for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
-        if not first:
+        if not first_sizes:
             _log.info("compiling %s...", what)
-        is_usual = first.setdefault(len(sizes), sizes) == sizes
+        is_usual = first_sizes.setdefault(len(sizes), sizes) == sizes
         return (usual if is_usual else any_size)(*args, **kwargs)
 
     return call

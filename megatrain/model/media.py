@@ -266,7 +266,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def in_one_row(features: Sequence[Tensor], like: Tensor) -> Tensor:
-    """All features end to end `[N]`; none on the device of `like`."""
+    """All features end to end `[N]`; without features, an empty tensor on the device of `like`."""
     if not features:
         return torch.empty(0, device=like.device)
     return torch.cat([feature.reshape(-1) for feature in features])

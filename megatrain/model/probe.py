@@ -321,7 +321,7 @@ class _Probe:
         return self.origin.get(identity(leaf))
 
     def _refuse_other_gradients(self, leaf: Tensor, path: str) -> None:
-        """Raises Unsupported: code between layers changes gradients alone."""
+        """Raises Unsupported: an autograd.Function between layers, whose backward would be lost."""
         ends, node = {value.grad_fn for value in self.alive}, leaf.grad_fn
         while node is not None and node not in ends:
             if isinstance(node, torch.autograd.function.BackwardCFunction):

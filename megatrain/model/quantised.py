@@ -350,10 +350,10 @@ def _compressed(module: str, stored: Mapping[str, Stored], settings: Settings) -
 
 
 def _shape(codes: Stored, scales: Stored, block: Block) -> tuple[int, ...]:
-    """The shape of the values of codes; empty: their number of scales is not that of `block`."""
-    (rows, columns), (_, along) = codes.shape, block
+    """The shape of the values of codes; () if there is not one scale for each block of values."""
+    (rows, columns), (_, width) = codes.shape, block
     if codes.dtype == torch.int32:  # 8 values each, but maybe fewer at a row's end
-        columns = min(8 * columns, prod(scales.shape[-1:]) * (along or 8 * columns))
+        columns = min(8 * columns, prod(scales.shape[-1:]) * (width or 8 * columns))
         if ceil(columns / 8) != codes.shape[1]:
             return ()
     return (rows, columns) if _fits((rows, columns), scales, block) else ()
@@ -380,7 +380,7 @@ def _of_int4(
     packed: Tensor,
     *zeros: Tensor,
 ) -> Tensor:
-    """The values of int32 codes, of which each has eight values of a row; zeros: of a column."""
+    """The values of `packed`: an int32 has eight of a row; one of `zeros` has eight of a column."""
     if of_values:
         zeros, stored_shape = zeros[:-1], zeros[-1]
         if stored_shape.tolist() != [*shape]:

@@ -79,7 +79,7 @@ class Metrics:
         return float(values[-1]) if len(values) else None
 
     def median(self, name: str) -> float | None:
-        """The median; of ten or more steps without the first ones, which compile."""
+        """The median of steps; of ten or more, the first five are left out, as they compile."""
         values = self.finite(name)
         values = values[5:] if len(values) >= 10 else values
         return float(np.median(values)) if len(values) else None
