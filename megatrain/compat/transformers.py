@@ -51,6 +51,14 @@ def encoder_calls(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return [(m, name) for m in model.modules() for name in names if hasattr(type(m), name)]
 
 
+def uncollected(module: nn.Module) -> list[nn.Module]:
+    """The module, or its parts if the model around it collects results inside it, by hooks."""
+    inside = [part for part in module.modules() if part is not module]
+    if isinstance(module, PreTrainedModel) or not any(part._forward_hooks for part in inside):
+        return [module]
+    return [part for child in module.children() for part in uncollected(child)]
+
+
 def demands_types(model: nn.Module) -> bool:
     """True if the model's forward in training requires `mm_token_type_ids`, also for text."""
     return type(model).__name__ == "Molmo2ForConditionalGeneration"

@@ -219,6 +219,9 @@ class FrozenParts:
             with replayed(self._calls, *kept.pop(), _require_constant):
                 yield None
         elif torch.is_grad_enabled():
+            from megatrain.compat.transformers import uncollected  # the forward has set hooks
+
+            self._calls = [(part, name) for m, name in self._calls for part in uncollected(m)]
             with replaced(self._calls, self._watched):
                 yield None
             self._tried.add(frozenset(media))

@@ -50,10 +50,11 @@ CASES = {
     "frozen layers between trained ones": ("qwen3_vl", Trained(["visual.blocks"], ["."])),
     "used layers of a tower": ("llava", Trained(["tower.*layers.2", "post_layernorm"], ["."])),
     "frozen layers whose results are counted": ("mistral3", Trained((), ["layers.2"])),
+    "a norm behind frozen layers": ("aya_vision", Trained((), ["post_layernorm", "l.layers.2"])),
 }
 
 
-@pytest.mark.parametrize("case", few(CASES, 1, 4))
+@pytest.mark.parametrize("case", few(CASES, 1, 4, 5))
 def test_images_train_as_in_plain_torch(case):
     family, trained = CASES[case]
     model, steps = tiny(family)
