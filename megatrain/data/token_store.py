@@ -168,7 +168,7 @@ def alone(path: Path, doing: str) -> Iterator[None]:
         yield
 
 
-def _kept(path: Path) -> tuple[int, int, list[int]]:
+def _checksummed(path: Path) -> tuple[int, int, list[int]]:
     """A file's size, its time (ns), and the CRC-32 of each block, which finds 3 flipped bits."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
@@ -180,7 +180,7 @@ class _KeptFile:
     """A file to read, whose bytes must be as they were written."""
 
     def __init__(self, path: Path, record: tuple[int, int, list[int]]) -> None:
-        """Open a file; `record`: of `_kept`. Raises OSError, ValueError: the file has changed."""
+        """Open a file that was `_checksummed`. Raises OSError, ValueError: it has changed since."""
         self._path, (self.num_bytes, time_ns, sums) = path, record
         self._sums = array("I", sums)
         self._file = path.open("rb", buffering=0)
@@ -252,7 +252,7 @@ def _build(
                 f"{', '.join(names[:4])}: none of the {num_documents} rows has text, or a reply of "
                 "the assistant whose weight is not 0, to learn from"
             )
-        files = [_kept(part / name) for name in _FILES]
+        files = [_checksummed(part / name) for name in _FILES]
         meta = {"names": names, "notes": notes, "digest": digest, "files": files}
         (part / "meta.json").write_text(json.dumps(meta | {"crc32": json_crc32(meta)}))
 

@@ -84,18 +84,18 @@ def difference(
 
 
 def _again(model: PreTrainedModel, dtype: torch.dtype, with_code: bool) -> PreTrainedModel:
-    """The model of the saved configuration; shared by all that are equal, so never change it."""
+    """A model made of the saved configuration; equal ones give one object, so never change it."""
     of_folder = with_code and type(model).__module__.startswith("transformers_modules.")
     config_class: Any = type(model.config) if of_folder else CONFIG_MAPPING[model.config.model_type]
     model_class: Any = type(model) if of_folder else None
     kinds: set[Any] = set(map(type, model.modules()))
-    wide = "_keep_in_fp32_modules_strict"
+    fp32_names = "_keep_in_fp32_modules_strict"
     return _built(
         config_class,
         model_class,
         saved_config(model, dtype).to_json_string(use_diff=True),
         tuple((hf.attention_of(part), hf.experts_of(part)) for _, part in hf.configs(model.config)),
-        frozenset((kind, kind.__init__, str(vars(kind).get(wide))) for kind in kinds),
+        frozenset((kind, kind.__init__, str(vars(kind).get(fp32_names))) for kind in kinds),
     )
 
 

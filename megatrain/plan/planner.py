@@ -118,8 +118,8 @@ class Remedy:
     @property
     def text(self) -> str:
         """The changes in words."""
-        *words, last = [words for words, _ in self._changes()]
-        return f"{', '.join(words)} and {last}" if words else last
+        *earlier, last = [words for words, _ in self._changes()]
+        return f"{', '.join(earlier)} and {last}" if earlier else last
 
     @property
     def settings(self) -> dict[str, Any]:
