@@ -37,6 +37,7 @@ _ENGINES_OWN = {"use_cache": False, "logits_to_keep": 0, "return_dict": True}
 _ENGINES_OWN |= {"output_attentions": False, "output_hidden_states": False}
 _SAVED = {"is_main_process": True, "save_function": torch.save, "safe_serialization": True}
 _SAVED |= {"push_to_hub": False}
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # as the tokenizer has them
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 _OPTIONS = ("compute_loss_func", "model_init", "optimizer_cls_and_kwargs")
 _NO_LOGITS = "there are no logits for pairs; their metrics are logged"
@@ -352,11 +353,13 @@ class StreamedTrainer(_Trainer):
         super().log(logs, *arguments, **options)
 
     def _export(self, folder: str | Path, **options: Any) -> None:
-        """Save as the engine does; the routers' settings are those of the model's source."""
+        """Save as the engine does, with the routers' settings as given and aligned token ids."""
         for name in options.keys() - signature(self.engine.save_pretrained).parameters.keys():
             if options.pop(name) != _SAVED.get(name):
                 refuse(f"save_pretrained's {name}", "leave it out")
-        with changed([self.engine.config.get_text_config()], **self._routers):
+        text = self.model.config.get_text_config()
+        ids = {name: getattr(text, name) for name in _TOKEN_IDS if hasattr(text, name)}
+        with changed([self.engine.config.get_text_config()], **self._routers, **ids):
             self.engine.save_pretrained(folder, **options)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:

@@ -235,6 +235,18 @@ def test_dropout_that_trl_switches_off_is_off_in_what_is_saved(tmp_path):
     assert AutoConfig.from_pretrained(tmp_path).resid_pdrop == 0
 
 
+def test_a_saved_configuration_has_the_token_ids_of_the_tokenizer(tmp_path):
+    """A Trainer aligns them as training begins: a model generates until the tokenizer's end."""
+    options = {"processing_class": chat_tokenizer("qwen")}
+    configs = []
+    for made in alike(lambda kind: trainer(kind, tmp_path, options=options, **SHORT)):
+        made.save_model(str(tmp_path))
+        configs.append(AutoConfig.from_pretrained(tmp_path).to_dict())
+    plain, streamed = configs
+    assert plain["eos_token_id"] == options["processing_class"].eos_token_id
+    assert streamed == plain
+
+
 def test_a_method_of_a_step_may_not_be_overridden():
     """By a class, on whichever side, by whoever changes the library's, or by a newer version."""
     for plain in TRAINERS:
