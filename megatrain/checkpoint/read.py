@@ -105,6 +105,7 @@ def tile_planes(checkpoint: Checkpoint, record: TileRecord) -> dict[str, Stored]
     """The places of planes in a tile's file. Raises InputError: they contradict the manifest."""
     path = checkpoint.folder / record.file
     _, first, checksum = next(checkpoint.manifest.files[record.file].spans(), (0, 0, ""))
+    # Read for the checksum alone: the first piece has the header, which is parsed next.
     checkpoint.read(record.file, memoryview(bytearray(first)), 0, checksum)
     stored = {tensor.name: tensor for tensor in read_header(path)}
     planes = {n: (DTYPES[plane.dtype], (plane.numel,)) for n, plane in record.planes.items()}

@@ -25,7 +25,7 @@ from megatrain.loss import IGNORED
 MicroBatch = dict[str, Tensor]
 Overlong = Literal["truncate", "drop", "error"]
 
-ROWS = "image_rows"
+ROWS = "image_rows"  # for each line of a micro-batch: a row of the data set, a line of that row
 """Name of a micro-batch's tensor `[lines, 2]`: each line's row, and its number in the row."""
 CLASSES = ("classes", "class_sets", "tags")
 """Kinds of data with classes: one for each text, several, or one for each word."""
@@ -227,6 +227,7 @@ class PackedDataset:
         if ROWS not in batch:  # it has no images, or has their tensors already
             return batch
         batch, packed = dict(batch), self.packing
+        # A packed row is one line of several documents; in others each line is a document.
         images = [
             self.images(row, slice(document, document + 1))
             for row, line in batch.pop(ROWS).tolist()

@@ -309,7 +309,10 @@ class ReplySpans:
         return ends
 
     def _shown(self, num_messages: int, *, asking: bool = False, empty: bool = False) -> str:
-        """The text of the first messages with signs; `empty`: in empty replies as well."""
+        """The template's text of the first messages, with two signs in each content.
+
+        `empty`: in empty contents, too. Messages have none where signs have run out.
+        """
         talk = self._talk.upto(num_messages)
         signed = [with_signs(*signs, empty=empty) for signs in self._signs[:num_messages]]
         talk = talk._replace(messages=[*signed, *talk.messages[len(signed) :]])

@@ -176,6 +176,7 @@ class BitChecks:
         self._store(part, checksum, part.tile.version if version is None else version)
 
     def _store(self, part: _Part, checksum: Tensor, version: int) -> None:
+        """Keep a part's checksum; of weights the newest two, as copies on the device may be old."""
         self._checksums[part.key] = checksum
         if self._sums_steps and part.buffer is part.tile.weights:
             self._weights.pop(part.copy_key(version - 2), None)

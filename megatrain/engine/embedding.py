@@ -300,14 +300,17 @@ class Embedding:
         self._device.run(COMPUTE, "add up rows", work, writes=writes)
 
     def _scatter(self, table: _Table, host_grad: Lane, batch: Batch) -> Any:
-        """Write the rows' gradients into the table's gradient; return the event of that."""
+        """Write the rows' gradients into the table's gradient; return the event of that.
+
+        `_add_up` has left them, rounded, in `table.rows`.
+        """
         device, ids_U, name = self._device, table.local_ids(batch), f"scatter {table.entry.name}"
-        rows = table.own_rows(table.rows, batch)
+        gradients = table.own_rows(table.rows, batch)
         if table.tile.rests.local:
             gradient = in_place(device, table.tile, host_grad.buffer)
 
             def put() -> None:
-                rows_UD = rows.data.view(-1, table.width)
+                rows_UD = gradients.data.view(-1, table.width)
                 table.rows_of(gradient).index_copy_(0, ids_U.to(rows_UD.device), rows_UD)
 
             device.run(COMPUTE, name, put, [table.rows], [gradient])
@@ -315,7 +318,7 @@ class Embedding:
         plane, rows_UD = table.rows_of(host_grad.buffer), table.as_rows(table.staging, ids_U)
         work = partial(kernels.scatter_rows, plane, ids_U, rows_UD, threads=self._threads)
         device.wait(COPY_OUT, device.record(COMPUTE), "row gradients ready")
-        device.copy(COPY_OUT, table.staging, rows, rows_UD.numel())
+        device.copy(COPY_OUT, table.staging, gradients, rows_UD.numel())
         device.wait(ROWS, device.record(COPY_OUT), "row gradients landed")
         device.run(ROWS, name, work, [table.staging], [host_grad.buffer])
         return device.record(ROWS)

@@ -214,6 +214,7 @@ class Prologue(StreamedModule):
         return self.run_each(name, batch, work, h, reads=[slot, *self.embedding.rows])
 
     def forward(self, slot: Buffer, micro: MicroBatch, h: Activations) -> Activations:
+        """The first layers' inputs; the micro-batch's rows become leaves, for `backward`."""
         tables = micro.rows.tables
         tables.update({n: table.detach().requires_grad_() for n, table in tables.items()})
         # `requires_grad` tells the program which of the layers' arguments are activations.

@@ -527,13 +527,15 @@ def _without_data(value: Any) -> Any:
 
 @contextmanager
 def fakes(layers: int = 1, buffers: Iterable[dict[str, Tensor | None]] = ()) -> Iterator[None]:
-    """Tensors made within this context have no data; `layers`: as of `OneAttention`.
+    """Tensors made within this context have no data.
 
-    Args: `buffers`: of modules; forwards may replace them, and they are put back.
+    Args:
+        layers: those that run in the context, by which `OneAttention` limits operations.
+        buffers: of modules; forwards may replace them, and they are put back.
     """
     old = [(of_module, of_module.copy()) for of_module in buffers]
     unchecked = changed([Distribution], _validate_args=False)  # arguments (Gemma 3n) have no data
-    try:  # a forecast may be in the middle of its own counting
+    try:  # without modes: the caller may itself be counting operations
         with compat.without_modes(), hf.unpacked(), unchecked, _WithoutData(), OneAttention(layers):
             yield
     finally:

@@ -256,7 +256,7 @@ class Ledger:
         self.total_bytes = self.peak_bytes = 0
         # `made_bytes` is the peak of bytes that are newer than the last `restart` (OpCounter).
         self.made_bytes = self._old_bytes = 0
-        self._old = set[int]()  # storages that are older, and alive
+        self._old = set[int]()  # storages older than the last `restart`, and alive
         self._known: dict[int, Any] = {}  # weak references that report the end of a storage
 
     def hold(self, place: str, num_bytes: int, counted: int | None = None) -> Any:
@@ -277,6 +277,7 @@ class Ledger:
         return tensor
 
     def _gone(self, key: int, place: str, num_bytes: int, _: Any) -> None:
+        """Count a storage no more, also among `_old`: the callback of its weak reference."""
         self._known.pop(key, None)
         self.add_bytes(place, -num_bytes)
         if key in self._old:
@@ -476,11 +477,16 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
 
 
 def _grouped_product(a: Tensor, b: Tensor, out: Tensor) -> Work:
-    """The work of `[S, I] x [E, I, O]`, or of `[E, I, O]` gradients from `[S, O]` and `[S, I]`."""
-    *groups, rows, columns = out.shape
-    inner = len(a) if groups else a.shape[-1]
-    # The last tile of each group's rows is half empty on average.
-    rows = align(rows, _TILE_ROWS) if groups else rows + len(b) * _TILE_ROWS // 2
+    """The work of a product for E experts, of S rows that are sorted by expert.
+
+    `[S, I] x [E, I, O]`, the rows' gradient `[S, O] x [E, O, I]`, or the weights' gradient
+    `[E, I, O]` from `[S, O]` and `[S, I]`.
+    """
+    *experts, rows, columns = out.shape
+    is_weight_gradient = bool(experts)
+    inner = len(a) if is_weight_gradient else a.shape[-1]
+    # Of S rows, the last tile of each expert is half empty on average.
+    rows = align(rows, _TILE_ROWS) if is_weight_gradient else rows + len(b) * _TILE_ROWS // 2
     columns = align(columns, _NARROW if columns <= _NARROW else _TILE_COLUMNS)
     touched = a.nbytes + b.nbytes + out.nbytes
     return Work(

@@ -373,7 +373,11 @@ class CoarseSink(Sink):
         return PIECE if lanes else max(PIECE, -(-align(layer, PIECE) // _PIECES))
 
     def _pieces(self, numel: int) -> Iterator[tuple[int, int]]:
-        """Pieces as of a `Sink` at both ends, one for each lane; those between leave together."""
+        """Starts and stops of pieces: as large as a `Sink`'s in the first and the last lanes.
+
+        A gradient's start and end decide when other work waits. Each piece between may have
+        `_GROWTH` times the elements of the one before.
+        """
         size, in_lanes = self._piece, len(self._lanes) * self._piece
         start, stop = 0, min(size, numel)
         yield start, stop

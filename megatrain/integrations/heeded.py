@@ -56,9 +56,10 @@ def refuse(name: str, reason: str) -> NoReturn:
 
 
 def check_class(kind: type, mixed_in: type) -> None:
-    """Raises InputError: a class, or a patch of one, overrides a method that is never called.
+    """Raises InputError: the trainer's class cannot be supported.
 
-    Args: `mixed_in`: `StreamedTrainer`, whose own methods may override all.
+    It derives from another trainer of transformers or TRL, or it overrides (or a patch does) a
+    method that decides a step. Args: `mixed_in`: `StreamedTrainer`, which may override all.
     """
     library = _library(kind)
     trainers = [c for c in library if any(base.__name__ == "Trainer" for base in c.__mro__)]
@@ -72,7 +73,7 @@ def check_class(kind: type, mixed_in: type) -> None:
         method = vars(owner)[name]
         made_in = getattr(unwrap(method) if callable(method) else method, "__module__", None)
         if not _of_library(made_in or owner.__module__):
-            remedy = REFUSED_METHODS.get(name, _UNKNOWN) or _REPLACED
+            remedy = REFUSED_METHODS.get(name, _UNKNOWN) or _REPLACED  # listed without a reason
             refuse(f"{owner.__name__}.{name}", remedy)
 
 

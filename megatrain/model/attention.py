@@ -280,8 +280,11 @@ def _attention_with_sinks(
 
 
 def _lengths_or_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """`eager_mask`'s mask; None: only order, window and documents hide tokens. For rows padded at
-    their end, lengths `[B, 1, 1, 1]` int32, if each token attends to one that counts."""
+    """`eager_mask`'s mask; None: only order, window and documents hide tokens.
+
+    For rows padded at their end, lengths `[B, 1, 1, 1]` int32, if the window of every token, also
+    of padding, has a token that is not padding: the last token's begins at `tokens - local_size`.
+    """
     if lengths_suffice(kwargs) or is_causal_alone(kwargs):
         return None
     padding = kwargs.get("attention_mask")

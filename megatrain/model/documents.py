@@ -389,7 +389,10 @@ def with_media(micro: Micro, placeholders: Tensor) -> Comparison:
 
 
 def _lengths(micro: Micro) -> list[int]:
-    """Lengths of documents in the row with most documents, not all of one token."""
+    """Lengths of the documents of one row: of the rows with a longer document, that with most.
+
+    In a row whose documents all have one token nothing is predicted.
+    """
     begins_BT = document_starts(micro["position_ids"])[:, 1:]
     count_B = begins_BT.sum(1).where(~begins_BT.all(1), -1)
     begins_T = begins_BT[int(count_B.argmax())].nonzero()[:, 0] + 1

@@ -557,8 +557,10 @@ def _weight(
     packing: WeightFormat | None = None,
     pack: Callable[[Tensor], Sequence[Tensor]] | None = None,
 ) -> Packed:
-    num_bytes = prod(shape) * dtype.itemsize + sum(part.num_bytes for part in parts)
-    place = name, parts[1].file, dtype, shape, 0, num_bytes
+    """A weight of stored parts: scales, then codes, whose file messages name, then others."""
+    _, codes, *_ = parts
+    num_bytes = prod(shape) * dtype.itemsize + sum(part.num_bytes for part in parts)  # at once
+    place = name, codes.file, dtype, shape, 0, num_bytes
     return Packed(*place, parts=parts, unpack=unpack, packing=packing, pack=pack)
 
 

@@ -202,7 +202,7 @@ class RowTrial:
         rows = self._rows(tokens, pool)
         self._program.attend(self._of_shares)
         try:
-            with set_to(tokens, _tried), unpacked():
+            with set_to(tokens, _trial_tokens), unpacked():
                 calls, losses = self._losses(rows)
         finally:
             self._program.attend(self._of_ranks)
@@ -258,7 +258,7 @@ def _same(every: Sequence[Call], alone: Sequence[Call], share: int) -> bool:
 
 
 # In a trial: the tokens of a row. Masks that matter in rows of this length are refused.
-_tried: ContextVar[int | None] = ContextVar("_tried", default=None)
+_trial_tokens: ContextVar[int | None] = ContextVar("_trial_tokens", default=None)
 
 
 def _gathered(ranks: int, size: int, *shares: Tensor) -> list[Tensor]:
@@ -340,10 +340,14 @@ def _repeated(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[Ten
 
 
 def _mask(*args: Any, **kwargs: Any) -> None:
-    """No mask, as attention is causal. Raises InputError: a model's mask does more than that."""
-    tokens, reach = _tried.get(), kwargs.get("local_size")
+    """No mask, as attention is causal by itself: transformers calls this to make one.
+
+    Raises InputError: the model wants another mask, or a window shorter than the trial's rows.
+    """
+    tokens, reach = _trial_tokens.get(), kwargs.get("local_size")
     if tokens is not None and reach is not None and reach < tokens:
         raise _refused(f"its attention reaches {reach} tokens, rows have {tokens}")
+    # Attention to later tokens, a function for the mask, or a mask that must be made.
     is_special = kwargs.get("allow_is_bidirectional_skip") or kwargs.get("use_vmap")
     is_special = is_special or not kwargs.get("allow_is_causal_skip", True)
     if is_special or kwargs.get("attention_mask") is not None:

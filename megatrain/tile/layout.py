@@ -380,9 +380,13 @@ class TileLayout:
         return tuple(entry for entry in self.entries if entry.group is not None)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Every parameter of the tile in its whole weights; fp32 ones are views of their copies."""
+        """Each parameter's values in the weights of all ranks; of one kept in fp32, its fp32 copy.
+
+        A copy of which several ranks have pieces is joined in new memory.
+        """
         views = {entry.name: entry.view(flat) for entry in self.entries}
         for name, pieces in self.copies.items():
+            # An fp32 value takes two elements of the bf16 weights.
             parts = [flat[offset : offset + 2 * (stop - start)] for start, stop, offset in pieces]
             copy = parts[0] if len(parts) == 1 else torch.cat(parts)
             views[name] = copy.view(torch.float32).view(self.by_name[name].shape)

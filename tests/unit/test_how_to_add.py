@@ -36,15 +36,15 @@ def shown():
     return names
 
 
-def test_the_rule_moves_every_weight_by_its_rate(shown):
+def test_the_rule_decays_every_weight_and_moves_it_by_its_rate(shown):
     model = llama()
     before = {name: value.clone() for name, value in parameters(model).items()}
-    options = {"optimizer": shown["SignSGD"](lr=1e-3), "precision": "fp32", "device": "cpu"}
-    with Engine(model, **options) as engine:
+    rule = shown["SignSGD"](lr=1e-3, weight_decay=0.5)
+    with Engine(model, optimizer=rule, precision="fp32", device="cpu") as engine:
         engine.step(STEP)
         after = masters(engine)
     name = "model.layers.0.mlp.up_proj.weight"
-    moved = (after[name] - before[name]).abs()
+    moved = (after[name] - before[name] * (1 - 1e-3 * 0.5)).abs()
     torch.testing.assert_close(moved, torch.full_like(moved, 1e-3), rtol=0, atol=1e-6)
 
 
