@@ -18,7 +18,6 @@ from megatrain.forecast.notes import Notes, Once, Value
 from megatrain.forecast.op_counter import LayerWork, MediaWork, Prologue, Shape, Work
 from megatrain.forecast.workload import Workload
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
-from megatrain.model.adapters import adapted
 from megatrain.model.capture import Ref, Rows
 from megatrain.model.media import as_computed
 from megatrain.model.micro_batch import Batch, MicroBatch
@@ -212,6 +211,8 @@ class Profile(Once):
         work = self._notes.noted(LayerWork, (*self._key, "layer", visit, rows), measure)
         if not self._float8:
             return work
+        from megatrain.model.adapters import adapted
+
         return work.in_float8(trained=adapted(self.spec.capture.model) is None)
 
     def _entering(self, visit: int, rows: int) -> dict[Ref, Shape]:

@@ -230,8 +230,8 @@ def test_a_key_that_shares_a_row_is_answered_with_its_own_key():
     assert foreign()["weight_decay"] == "its name here is optimizer.weight_decay"
     assert foreign()["adam_beta2"] == "its name here is optimizer.betas"
     assert foreign()["lmbda"] == (  # the row has no key of its own for each
-        "its name here is loss.teacher, loss.beta (with loss.name: distill, of replies that the "
-        "data have)"
+        "its name here is loss.teacher, loss.beta (with loss.name: distill; it learns from the "
+        "replies in the data)"
     )
 
 
