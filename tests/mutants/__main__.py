@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,9 @@ def run_in(tree: Path, tests: list[str], failure: Path) -> None:
         for name in [n for n in sys.modules if n.partition(".")[0] in ("tests", "megatrain")]:
             del sys.modules[name]
         sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
+        # An editable installation's finder would import the package of the tree without the fault.
+        sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in type(f).__module__]
+        assert find_spec("megatrain").origin == str(tree / "megatrain" / "__init__.py")
         os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
         options = ["-x", "-q", "-m", PLAIN, f"--timeout={LIMIT_SECONDS}", "-p", "no:cacheprovider"]
         code = int(pytest.main([*options, *tests], plugins=[FirstFailure(failure)]))
