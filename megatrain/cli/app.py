@@ -249,8 +249,9 @@ def export(
     """
     from megatrain.train.export import export as export_model
 
-    trusted = trust_remote_code
-    export_model(run, out, dtype, merged=merged, gguf=gguf, like=like, trusted=trusted)
+    export_model(
+        run, out, dtype, merged=merged, gguf=gguf, like=like, trust_remote_code=trust_remote_code
+    )
     print(out)
 
 
@@ -327,8 +328,10 @@ def generate(
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
     if output is not None:
         require_new(output)
-    limits, trusted = (device_memory, host_memory), trust_remote_code
-    with opened(model, device, precision, *limits, trusted=trusted) as run:
+    context = opened(
+        model, device, precision, device_memory, host_memory, trust_remote_code=trust_remote_code
+    )
+    with context as run:
         print_texts(*run, texts, sampling, batch_size=batch_size, output=output)
 
 
@@ -353,8 +356,10 @@ def chat(
     from megatrain.generate import Sampling
 
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
-    limits, trusted = (device_memory, host_memory), trust_remote_code
-    with opened(model, device, precision, *limits, trusted=trusted) as run:
+    context = opened(
+        model, device, precision, device_memory, host_memory, trust_remote_code=trust_remote_code
+    )
+    with context as run:
         talk(*run, system, sampling)
 
 

@@ -34,7 +34,7 @@ def opened(
     device_memory: str | None = None,
     host_memory: str | None = None,
     *,
-    trusted: bool = False,
+    trust_remote_code: bool = False,
 ) -> Iterator[tuple[Any, Any]]:
     """Within this context the model of a run, checkpoint, folder or hub id, and its tokenizer.
 
@@ -42,12 +42,12 @@ def opened(
         InputError: one of them cannot be read, or the model writes no texts.
         DoesNotFit: host memory cannot hold the model.
     """
-    resolved = ResolvedModel.of(ModelSection(path=model, trust_remote_code=trusted))
+    resolved = ResolvedModel.of(ModelSection(path=model, trust_remote_code=trust_remote_code))
     resolve_model(str(resolved.section.path))  # first, for its message on a misspelt folder
     tokenizer = run_tokenizer(resolved.section)
     with Engine(
         resolved.source,
-        trust_remote_code=trusted,
+        trust_remote_code=trust_remote_code,
         precision=precision,
         device=device,
         device_memory=device_memory,

@@ -22,7 +22,7 @@ from transformers.integrations import moe
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.models.auto import modeling_auto as auto
-from transformers.utils import import_utils
+from transformers.utils import flatten_dict, import_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 from transformers.utils.import_utils import is_torchvision_available
 from transformers.video_utils import load_video, make_batched_metadata
@@ -31,7 +31,7 @@ from megatrain.base.changed import changed
 from megatrain.compat.torch import FORWARD_HOOKS, contiguous_copy
 
 __all__ = [
-    "auto", "eager_mask", "get_model_conversion_mapping", "load_audio", "loading",
+    "auto", "eager_mask", "flatten_dict", "get_model_conversion_mapping", "load_audio", "loading",
     "render_jinja_template", "sdpa_attention_forward", "sdpa_mask",
 ]  # fmt: skip
 
@@ -110,6 +110,13 @@ def scores_rows(model: object) -> bool:
 def embeds(model: object) -> bool:
     """True if a model has no head: it gives the last hidden state of each token."""
     return type(model).__name__ in BASE_CLASSES.values()
+
+
+def quantises(module: str, left_out: Iterable[str]) -> bool:
+    """True unless a quantised model's configuration leaves this module out."""
+    from transformers.quantizers.quantizers_utils import should_convert_module  # imports all kinds
+
+    return should_convert_module(module, list(left_out))
 
 
 def runs_on(model: PreTrainedModel, layers: Iterable[nn.Module]) -> bool:

@@ -4,7 +4,6 @@ The Trainer's loop, callbacks, loggers, schedulers and evaluations stay. The eng
 micro-batches of an optimizer step together, in one layer-major step, updates weights, and saves.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,11 +18,12 @@ from torch import Tensor
 from megatrain.api import Engine, StepResult
 from megatrain.base.changed import changed
 from megatrain.compat.peft import KEYS, is_peft_model, without_wrapper
-from megatrain.compat.transformers import num_items
+from megatrain.compat.transformers import flatten_dict, num_items
 from megatrain.errors import InputError
 from megatrain.integrations import heeded, objectives, trainer_model
 from megatrain.integrations.heeded import REFUSED_OPTIONS, refuse
 from megatrain.model.adapters import adapted
+from megatrain.model.rebuilt import read_by_forward
 from megatrain.model.routers import set_router_losses
 from megatrain.model.sizes import most_tokens
 from megatrain.optim import AdamW
@@ -50,7 +50,6 @@ _NOT_THE_BASE = (
     "it as ref_model, or train get_peft_model(model, config)"
 )
 _ROUTERS = ("output_router_logits", "router_aux_loss_coef")
-_NOTES = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 _ENGINE, _SCHEDULER = "megatrain", "scheduler.pt"
 
 _Trainer: Any = object  # stands for the trainer's class
@@ -400,7 +399,7 @@ class StreamedTrainer(_Trainer):
             "number of parameters": self.engine.num_parameters,
             "set of trained or decayed parameters": optimizer.group_of(),
             **{key: keys[key] for key in keys.keys() & KEYS - {"init_lora_weights"}},
-            **_read_by_forward(json.loads(self.engine.config.to_json_string(use_diff=False))),
+            **flatten_dict(read_by_forward(self.engine.config)),
         }
 
     def _restore(self, folder: Path) -> None:
@@ -427,17 +426,6 @@ class StreamedTrainer(_Trainer):
         assert self.lr_scheduler is not None and self.optimizer is not None
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER))
         self.optimizer.load_state_dict(self._groups)  # as callbacks may have set them
-
-
-def _read_by_forward(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The keys of a configuration and of inner ones that the model's forward may read."""
-    keys: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            keys |= _read_by_forward(value, f"{prefix}{key}.")
-        elif key not in _NOTES:
-            keys[prefix + key] = value
-    return keys
 
 
 def _settings(args: Any) -> dict[str, Any]:

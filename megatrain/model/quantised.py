@@ -14,7 +14,6 @@ https://github.com/pytorch/ao (prototype/safetensors).
 Legend: E experts, O outputs, I inputs, G groups of inputs that share a scale.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -107,11 +106,12 @@ def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8
 
 
 def stays_whole(config: Mapping[str, Any], module: str) -> bool:
-    """True if a model comes with this module unpacked among others (transformers' own rule)."""
+    """True if a quantised model's configuration leaves this module as it is."""
+    from megatrain.compat.transformers import quantises
+
     settings = quantisation(config)
     keys = settings.get("llm_int8_skip_modules") or settings.get("modules_to_not_convert") or ()
-    end = r"(?:(?<=\.)|(?=\.|$))"
-    return any(re.match(f"(?:{key}){end}", module) or module.endswith(key) for key in keys)
+    return not quantises(module, keys)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -215,13 +215,18 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def _as_json(config: PreTrainedConfig) -> Any:
+def read_by_forward(config: PreTrainedConfig) -> dict[str, Any]:
     """All fields of a configuration and of inner ones on which a forward's numbers depend."""
 
     def kept(fields: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in fields.items() if key not in _OF_CONFIG_LEFT_OUT}
 
-    tree = json.loads(config.to_json_string(use_diff=False), object_hook=kept)
+    return json.loads(config.to_json_string(use_diff=False), object_hook=kept)
+
+
+def _as_json(config: PreTrainedConfig) -> Any:
+    """`read_by_forward`, with the implementations of attention and experts that are chosen."""
+    tree = read_by_forward(config)
     return tree, [(hf.attention_of(part), hf.experts_of(part)) for _, part in hf.configs(config)]
 
 

@@ -136,7 +136,7 @@ def write_saved(
     dtype: torch.dtype | None = None,
     *,
     merged: bool = False,
-    trusted: bool = False,
+    trust_remote_code: bool = False,
 ) -> None:
     """Write a model to the folder `out` from its files, one parameter in memory at a time.
 
@@ -144,10 +144,10 @@ def write_saved(
         saved: a checkpoint, or the folder of an adapter.
         dtype: of all floating tensors; None: that of the model with which the run began.
         merged: write the whole model, with its adapter merged, and not the adapter alone.
-        trusted: run code that the model's folder brings.
+        trust_remote_code: run code that the model's folder brings.
     """
     resumes = isinstance(saved, Checkpoint)
-    source = open_source(saved, resumes=resumes, trust_remote_code=trusted)
+    source = open_source(saved, resumes=resumes, trust_remote_code=trust_remote_code)
     model, stored, names = source.model, source.stored, source.names
     assert stored is not None
     if not merged:

@@ -29,7 +29,7 @@ def export(
     merged: bool = False,
     gguf: str | None = None,
     like: Path | None = None,
-    trusted: bool = False,
+    trust_remote_code: bool = False,
 ) -> None:
     """Write the model of `run` to `out`, whole or not at all.
 
@@ -41,7 +41,7 @@ def export(
         merged: write a model with an adapter as one model, not the adapter alone.
         gguf: f16 or q8_0: write a GGUF file of this type into the folder, too.
         like: pack weights as this folder stores them (`pack_like`).
-        trusted: run code that the model's folder brings.
+        trust_remote_code: run code that the model's folder brings.
 
     Raises:
         InputError: `run` has no model (or no adapter to merge); `out` is not empty; llama.cpp's
@@ -59,9 +59,11 @@ def export(
     packed = {} if like is None else packed_weights_of(like)  # raises before anything is written
     with whole_folder(out) as folder:
         if isinstance(model, Checkpoint):
-            write_saved(model, folder, cast, merged=merged, trusted=trusted)
+            write_saved(model, folder, cast, merged=merged, trust_remote_code=trust_remote_code)
         else:
-            _write_copy(run, Path(model), folder, cast, merged=merged, trusted=trusted)
+            _write_copy(
+                run, Path(model), folder, cast, merged=merged, trust_remote_code=trust_remote_code
+            )
         if like is not None:
             if adapter_folder(folder) is not None:
                 raise InputError("--like packs a whole model, not an adapter; add --merged")
@@ -78,7 +80,7 @@ def _write_copy(
     dtype: torch.dtype | None,
     *,
     merged: bool,
-    trusted: bool,
+    trust_remote_code: bool,
 ) -> None:
     """Write a model folder or GGUF file to `folder`: cast or merged if asked, else file by file."""
     source = unpacked(source) if is_gguf(source) else source
@@ -89,7 +91,7 @@ def _write_copy(
     if not any(source.glob("*.safetensors")):
         raise InputError(f"{source}: a configuration without weights (.safetensors); not a model")
     if merged or dtype is not None:
-        write_saved(source, folder, dtype, merged=merged, trusted=trusted)
+        write_saved(source, folder, dtype, merged=merged, trust_remote_code=trust_remote_code)
         return
     for path in source.iterdir():
         if path.suffix == ".safetensors" or REPLACED.fullmatch(path.name):

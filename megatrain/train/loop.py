@@ -479,7 +479,7 @@ def write_model(job: Job, step: int | None) -> None:
             job.engine.save_pretrained(partial)
         else:
             best = open_checkpoint(layout.checkpoint_folder(job.folder, step))
-            write_saved(best, partial, trusted=job.config.model.trust_remote_code)
+            write_saved(best, partial, trust_remote_code=job.config.model.trust_remote_code)
         job.write_tokenizer(partial)
 
 
