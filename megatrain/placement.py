@@ -238,16 +238,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class Planned:
-    """The step of one rank for which a placement was chosen.
-
-    Attributes:
-        micro_batch_tokens: tokens of a micro-batch.
-        has_media: True if rows have images or sounds.
-    """
+    """The step of one rank for which a placement was chosen."""
 
     tokens_per_step: int
-    micro_batch_tokens: int
-    has_media: bool = False
+    micro_batch_tokens: int  # tokens of a micro-batch
+    has_media: bool = False  # True if rows have images or sounds
 
 
 def _written(value: Any) -> str:

@@ -105,19 +105,13 @@ class TileRecord(_Strict):
 
 @dataclass(frozen=True)
 class BaseReference(_Strict):
-    """Names the base of an adapter, whose frozen weights are read again from their source.
+    """Names the base of an adapter, whose frozen weights are read again from their source."""
 
-    Attributes:
-        path: the base's folder, checkpoint or hub id, with the hub's `revision`.
-        fingerprint: of the values of all parameters that the checkpoint leaves out.
-        packed: the formats of packed parameters, by name.
-        carried: fingerprint of the base's tensors without a use; None in older checkpoints.
-    """
-
-    path: str
+    path: str  # the base's folder, checkpoint or hub id, with the hub's `revision`
     revision: str | None
-    fingerprint: str
-    packed: dict[str, str]
+    fingerprint: str  # of the values of all parameters that the checkpoint leaves out
+    packed: dict[str, str]  # the formats of packed parameters, by name
+    # fingerprint of the base's tensors without a use; None in older checkpoints
     carried: str | None = None
 
 

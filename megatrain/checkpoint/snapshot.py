@@ -50,21 +50,15 @@ class Stage(Enum):
 
 @dataclass(eq=False)
 class Piece:
-    """Some bytes of a plane to be written into a file.
-
-    Attributes:
-        source: the bytes in the plane, as uint8.
-        offset: place of the first byte in the file.
-        memory: host memory that has the bytes to write: the plane itself, or spare memory.
-        block: the spare block that the piece has taken, if any.
-    """
+    """Some bytes of a plane to be written into a file."""
 
     plane: Buffer
-    source: Buffer
-    offset: int
+    source: Buffer  # the bytes in the plane, as uint8
+    offset: int  # place of the first byte in the file
     tier: Tier
+    # host memory that has the bytes to write: the plane itself, or spare memory
     memory: Tensor | None = None
-    block: Tensor | None = None
+    block: Tensor | None = None  # the spare block that the piece has taken, if any
     stage: Stage = Stage.WAITING
 
     @property

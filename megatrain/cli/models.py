@@ -29,22 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model by its configuration, for a plan.
-
-    Attributes:
-        adapter: the adapter to train, or None.
-        frozen: the format of frozen layers.
-        opening: further arguments of `open_source`.
-        trained: arguments of `Trained`.
-        pretrained: False if weights are random, with which encoders of images are trained as well.
-    """
+    """A model by its configuration, for a plan."""
 
     name: str
     config: "PreTrainedConfig"
-    adapter: Any = None
-    frozen: "Base" = "bf16"
-    opening: Mapping[str, Any] = field(default_factory=dict)
-    trained: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Any = None  # the adapter to train, or None
+    frozen: "Base" = "bf16"  # the format of frozen layers
+    opening: Mapping[str, Any] = field(default_factory=dict)  # further arguments of `open_source`
+    trained: Mapping[str, Any] = field(default_factory=dict)  # arguments of `Trained`
+    # False if weights are random, with which encoders of images are trained as well
     pretrained: bool = True
 
     @property

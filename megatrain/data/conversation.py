@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatrain.base.json_yaml import parse_json
-from megatrain.data.images import PARTS, PLACES, source_of
+from megatrain.data.images import PARTS, PLACES, MediumSource, source_of
 from megatrain.data.refused_fields import empty, refuse_unheeded_of_message
 from megatrain.errors import InputError, explained
 
@@ -29,7 +29,8 @@ class Conversation(NamedTuple):
     """Messages for a chat template, and its other inputs.
 
     learnt: for each message, True if it is a reply to learn.
-    images: for each character of `PLACES` in the messages, the image's kind and source.
+    images: for each character of `PLACES` in the messages, the source of the medium; once files
+        are read, the medium.
     """
 
     messages: list[Message]
@@ -77,12 +78,11 @@ def tools(value: object, where: str, *, wrap: bool = False) -> list[Any] | None:
     value = from_json(value, "tools", where)
     if empty(value):
         return None
-    return [
-        {"type": "function", "function": tool}
-        if wrap and isinstance(tool, dict) and "name" in tool and "function" not in tool
-        else tool
-        for tool in _objects(value, "tools", where)
-    ]
+    listed = [*_objects(value, "tools", where)]
+    for index, tool in enumerate(listed):
+        if wrap and isinstance(tool, dict) and "name" in tool and "function" not in tool:
+            listed[index] = {"type": "function", "function": tool}
+    return listed
 
 
 def _message(message: object, where: str, images: bool) -> tuple[Message, bool]:
@@ -139,7 +139,8 @@ def _learnt(message: Message, where: str) -> bool:
 
 def _of_parts(parts: Sequence[object], message: Message, where: str, images: bool) -> Message:
     """The fields of a message with these content parts: text, media, reasoning, tool calls."""
-    is_reply, media = message["role"] == "assistant", list[tuple[str, object]]()
+    is_reply = message["role"] == "assistant"
+    media: list[MediumSource] = []
     texts_of: dict[str, list[str]] = {"content": [], "reasoning_content": [], "tool_calls": []}
     for part in parts:
         entries = part if isinstance(part, Mapping) else {"type": type(part).__name__}
@@ -148,8 +149,9 @@ def _of_parts(parts: Sequence[object], message: Message, where: str, images: boo
         text = entries.get(kind, entries.get("value"))
         if images and not is_reply and kind in PARTS:
             medium = PARTS[kind]
-            media.append((medium, source_of(entries, medium, where)))
-            name, text = "content", PLACES[medium]  # a character marks the place of the medium
+            media.append(MediumSource(medium, source_of(entries, medium, where)))
+            name = "content"
+            text = PLACES[medium]  # this character marks the place of the medium
         if name is None or not isinstance(text, str):
             raise InputError(
                 f"{where}: 'content' must be a string or a list of parts of text (and of images, "

@@ -18,7 +18,7 @@ from megatrain.data import row_packing
 from megatrain.data.images import ImageProcessor, Medium
 from megatrain.data.row_packing import Ints, PackedRows, Segments, shuffled
 from megatrain.data.sources import DataKind
-from megatrain.data.token_store import TokenStore
+from megatrain.data.token_store import Tokens, TokenStore
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED
 
@@ -73,15 +73,15 @@ class Layout:
         longest = np.maximum.reduceat(rows.segments.lengths, rows.first[:-1])
         return rows.keep(longest > 1)
 
-    def batch(self, rows: Sequence[Sequence[tuple[Ints, Ints]]]) -> MicroBatch:
-        """A micro-batch of rows, each given as its segments' ids and labels; on the CPU.
+    def batch(self, rows: Sequence[Sequence[Tokens]]) -> MicroBatch:
+        """A micro-batch of rows, each given as its segments' tokens; on the CPU.
 
         Its tensors are int64 `[rows, width]`: input_ids, and labels (-100: not predicted). Packed
         rows have `sequence_length` tokens, and position_ids if a row has several segments; padding
         is a segment of its own, as transformers separates segments only without an attention_mask.
         Unpacked rows are as wide as the longest, with an attention_mask if others are shorter.
         """
-        lengths = np.array([sum(len(ids) for ids, _ in row) for row in rows])
+        lengths = np.array([sum(len(segment.ids) for segment in row) for row in rows])
         width = self.sequence_length
         if not self.packing:
             width = min(align(int(lengths.max()), _WIDTH_MULTIPLE), width)
@@ -93,7 +93,8 @@ class Layout:
             start = 0
             for ids, targets in row:
                 stop = start + len(ids)
-                input_ids[line, start:stop], labels[line, start:stop] = ids, targets
+                input_ids[line, start:stop] = ids
+                labels[line, start:stop] = targets
                 labels[line, start] = -100
                 positions[line, stop:] = np.arange(width - stop)
                 start = stop
@@ -199,7 +200,7 @@ class PackedDataset:
     def images(self, row: int, lines: slice, *, whole: bool = True) -> list[Medium]:
         """The images of documents (`lines`) in a row; not `whole`: without bytes in the store."""
         documents = self._segments(row).document[lines].tolist() if self.has_images else ()
-        return [image for n in documents for image in self.store.images_of(n, whole=whole)[1]]
+        return [image for n in documents for image in self.store.images_of(n, whole=whole).media]
 
     def most_images(self) -> MicroBatch | None:
         """A micro-batch of blank images, as large as those of the row with most tokens of images.
@@ -210,7 +211,8 @@ class PackedDataset:
         """
         if not self.has_images:
             return None
-        processor, lines = self.image_processor, slice(None if self.packing else 1)
+        processor = self.image_processor
+        lines = slice(None if self.packing else 1)
         rows = (self.images(row, lines, whole=False) for row in range(len(self)))
 
         def tokens(images: list[Medium]) -> int:
@@ -226,13 +228,12 @@ class PackedDataset:
         """
         if ROWS not in batch:  # it has no images, or has their tensors already
             return batch
-        batch, packed = dict(batch), self.packing
-        # A packed row is one line of several documents; in others each line is a document.
-        images = [
-            self.images(row, slice(document, document + 1))
-            for row, line in batch.pop(ROWS).tolist()
-            for document in (range(len(self._segments(row).document)) if packed else (line,))
-        ]
+        batch = dict(batch)
+        images: list[list[Medium]] = []  # of each document
+        for row, line in batch.pop(ROWS).tolist():
+            # A packed row is one line of several documents; in others each line is a document.
+            documents = range(len(self._segments(row))) if self.packing else (line,)
+            images += [self.images(row, slice(n, n + 1)) for n in documents]
         return batch | self.image_processor.inputs(batch["input_ids"].tolist(), images)
 
     def describe(self, row: int) -> str:
@@ -248,8 +249,8 @@ class PackedDataset:
             for document, begin, _ in self._segments(row)
         ]
 
-    def pieces(self, row: int) -> Iterator[tuple[Ints, Ints]]:
-        """Ids and labels (-100: not predicted) of each segment of a row."""
+    def pieces(self, row: int) -> Iterator[Tokens]:
+        """The tokens of each segment of a row."""
         for segment in self._segments(row):
             yield self.store.read(*segment)
 
@@ -265,15 +266,16 @@ class PackedDataset:
 class ClassDataset(PackedDataset):
     """Rows of one text each, whose labels are classes."""
 
-    def pieces(self, row: int) -> Iterator[tuple[Ints, Ints]]:
-        [(ids, labels)] = super().pieces(row)
-        labels[:-1] = IGNORED  # a text's class is the label of its last token
+    def pieces(self, row: int) -> Iterator[Tokens]:
+        [text] = super().pieces(row)
+        text.labels[:-1] = IGNORED  # a text's class is the label of its last token
         if self.kind == "tags":
-            labels[:] = self._labels(row)[: len(ids)]
-        yield ids, labels
+            text.labels[:] = self._labels(row)[: len(text.ids)]
+        yield text
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
-        batch, of_rows = super().batch(rows), [self._labels(row) for row in rows]
+        batch = super().batch(rows)
+        of_rows = [self._labels(row) for row in rows]
         if self.kind == "tags":  # the first token has a tag, although texts do not predict it
             batch["labels"][:, 0] = torch.tensor([int(labels[0]) for labels in of_rows])
             return batch
@@ -282,7 +284,8 @@ class ClassDataset(PackedDataset):
             labels = labels.where(labels < 0, torch.tensor(np.stack(of_rows)))
         else:
             count = self._layout.num_classes
-            shape, truths = (*labels.shape, count), torch.zeros(len(rows), count)
+            shape = (*labels.shape, count)
+            truths = torch.zeros(len(rows), count)
             for truth, classes in zip(truths, of_rows, strict=True):
                 truth[torch.from_numpy(classes)] = 1
             batch["classes"] = torch.arange(count).expand(shape).contiguous()
@@ -309,12 +312,13 @@ class ReplyDataset(PackedDataset):
         """Lines of a row."""
         return self._layout.lines
 
-    def pieces(self, row: int) -> Iterator[tuple[Ints, Ints]]:
-        """Ids and labels of each line; a cut text to embed keeps its closing special tokens."""
+    def pieces(self, row: int) -> Iterator[Tokens]:
+        """The tokens of each line; a cut text to embed keeps its closing special tokens."""
         num_after = self.store.notes.get("after", 0) if self.kind == "anchors" else 0
         for (document, _, end), piece in zip(self._segments(row), super().pieces(row), strict=True):
             if num_after and end < (length := self.store.length(document)):
-                piece[0][-num_after:] = self.store.read(document, length - num_after, length)[0]
+                closing = self.store.read(document, length - num_after, length)
+                piece.ids[-num_after:] = closing.ids
             yield piece
 
     def plain(self, rows: Sequence[int]) -> MicroBatch:
@@ -327,7 +331,7 @@ class ReplyDataset(PackedDataset):
     def batch(self, rows: Sequence[int]) -> MicroBatch:
         """The micro-batch of these rows, a line for each reply, with the loss's inputs."""
         batch = self.plain(rows)
-        labels, ids = batch["labels"], batch["input_ids"]
+        ids, labels = batch["input_ids"], batch["labels"]
         pairs = torch.arange(len(rows)).repeat_interleave(self.lines)
         text = torch.arange(self.lines).repeat(len(rows))
         of_lines = {"pair": pairs}
@@ -338,10 +342,10 @@ class ReplyDataset(PackedDataset):
         for name, values in of_lines.items():
             batch[name] = values[:, None].expand(labels.shape).float().contiguous()
         if self.reference is not None:
-            sums, first = self.reference[list(rows)].view(-1, 1), (labels != IGNORED).float()
-            batch["reference_logp"] = torch.zeros(labels.shape).scatter(
-                1, first.argmax(1, keepdim=True), sums.float()
-            )
+            # A reply's sum is at its first learnt token.
+            first = (labels != IGNORED).float().argmax(1, keepdim=True)
+            sums = self.reference[list(rows)].view(-1, 1).float()
+            batch["reference_logp"] = torch.zeros(labels.shape).scatter(1, first, sums)
         mask = batch.get("attention_mask")
         if self.loss.scores:
             batch["labels"] = scored(ids, mask, self.pad)
@@ -400,11 +404,12 @@ def _shorten(
     store: TokenStore, lengths: NDArray[np.int64], learnable: NDArray[np.bool_], layout: Layout
 ) -> NDArray[np.int64]:
     """The number of tokens to keep of each conversation, by `overlong`; 0: it is dropped."""
-    limit, documents = layout.sequence_length, documents_named(layout.kind)
+    limit = layout.sequence_length
+    documents = documents_named(layout.kind)
     overlong = np.flatnonzero(learnable & (lengths > limit))
     if len(overlong) == 0:
         return lengths
-    with_cut_images = [n for n in overlong.tolist() if store.images_of(n, whole=False)[0] > limit]
+    with_cut_images = [n for n in overlong.tolist() if store.images_of(n, whole=False).end > limit]
     example = f"{store.place(overlong[0])} has {lengths[overlong[0]]}"
     if layout.overlong == "error":
         raise InputError(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,11 +200,11 @@ class Encoder:
         return Template(self._tokenizer)
 
     @cached_property
-    def _own_surroundings(self) -> tuple[list[int], list[int]]:
-        return surroundings(self._tokenizer)
+    def _around_texts(self) -> "SpecialTokens":
+        return SpecialTokens.of(self._tokenizer)
 
     @cached_property
-    def _surroundings(self) -> tuple[list[int], list[int]]:
+    def _around_documents(self) -> "SpecialTokens":
         """The special tokens around a document. Raises InputError: there is no end token."""
         eos = self._tokenizer.eos_token_id
         if eos is None:
@@ -212,8 +212,8 @@ class Encoder:
                 "the tokenizer has no end-of-sequence token, which parts documents: "
                 "set eos_token in its tokenizer_config.json"
             )
-        opening, closing = self._own_surroundings
-        return opening, closing if closing[-1:] == [eos] else [*closing, eos]
+        opening, closing = self._around_texts
+        return SpecialTokens(opening, closing if closing[-1:] == [eos] else [*closing, eos])
 
     def documents(self, examples: Examples) -> Iterator[Document]:
         """All documents in order. Raises InputError: the data or the tokenizer cannot be used."""
@@ -227,7 +227,8 @@ class Encoder:
             num_chars += len(placed.example.text)
             if len(batch) >= _BATCH_PIECES or num_chars >= _BATCH_CHARS:
                 yield from self._pieces(batch)
-                batch, num_chars = [], 0
+                batch = []
+                num_chars = 0
         if batch:
             yield from self._pieces(batch)
 
@@ -255,14 +256,14 @@ class Encoder:
     def _encoded(self, placed: PlacedExample, talk: Any, examples: Examples) -> Document:
         """A labelled text, a completion, or a conversation with its images, as a document."""
         if isinstance(talk, Labelled):
-            examples.notes["after"] = len(self._own_surroundings[1])
+            examples.notes["after"] = len(self._around_texts.closing)
             return self._labelled(placed, talk)
         if not isinstance(talk, Conversation):
             return self._completion(placed, talk)
         if not talk.images:
             return self.conversation(placed._replace(example=talk))
         if self._images is None or not self._images.identity:
-            kind = talk.images[0][0]
+            kind = talk.images[0].kind
             raise InputError(
                 f"{placed.where}: {kind}s ({kind!r}, '{kind}s', parts of a content): the model has "
                 "no processor for them: use the folder of one that has, or leave them out"
@@ -273,15 +274,16 @@ class Encoder:
 
     def _pieces(self, pieces: Sequence[tuple[PlacedExample, TextPiece]]) -> Iterator[Document]:
         """Each piece as a document. Raises InputError: an id is outside the vocabulary."""
-        texts, (opening, closing) = [piece.text for _, piece in pieces], self._surroundings
+        special = self._around_documents
+        texts = [piece.text for _, piece in pieces]
         with tokenising(pieces[0][0].where):
             encoded = self._tokenizer(
                 texts, add_special_tokens=False, return_attention_mask=False, verbose=False
             )["input_ids"]
         for (place, piece), ids in zip(pieces, encoded, strict=True):
             if ids:
-                lead = absent(opening, ids[: len(opening)]) if piece.first else []
-                end = absent(closing, ids[-len(closing) :]) if piece.last else []
+                lead = special.lacking_before(ids) if piece.first else []
+                end = special.lacking_after(ids) if piece.last else []
                 ids = [*lead, *ids, *end]
             tokens = token_ids(ids, self._vocab_size, place.where)
             yield Document(place.source, place.number, tokens, np.ones(len(tokens), dtype=bool))
@@ -292,11 +294,12 @@ class Encoder:
         So is a token with characters of both, unless it is a special token of the prompt that
         includes white space of the completion.
         """
-        (prompt, completion), (opening, closing) = example, self._surroundings
+        prompt, completion = example
+        special = self._around_documents
         ids, offsets = placed_tokens(self._tokenizer, prompt + completion, placed.where)
         first = first_token(prompt + completion, offsets, ids, self._added, len(prompt))
-        lead = absent(opening, ids[: len(opening)])
-        ids = [*lead, *ids, *absent(closing, ids[-len(closing) :])]
+        lead = special.lacking_before(ids)
+        ids = [*lead, *ids, *special.lacking_after(ids)]
         targets = np.ones(len(ids), bool)
         targets[: len(lead) + first] = False
         if not completion:
@@ -306,13 +309,15 @@ class Encoder:
 
     def _labelled(self, placed: PlacedExample, example: Labelled) -> Document:
         """A text with special tokens around it as a document, with its or its words' classes."""
-        (text, labels, words), (opening, closing) = example, self._own_surroundings
+        text, labels, words = example
+        opening, closing = self._around_texts
         of_text, offsets = placed_tokens(self._tokenizer, text, placed.where)
         ids = token_ids([*opening, *of_text, *closing], self._vocab_size, placed.where)
         classes = np.array(labels, np.int32)
         if words is not None:
             firsts = [first_token(text, offsets, of_text, self._added, start) for start in words]
-            places, token_classes = np.array(firsts), np.full(len(ids), -100, np.int32)
+            places = np.array(firsts)
+            token_classes = np.full(len(ids), -100, np.int32)
             has_token = places < len(of_text)
             token_classes[len(opening) + places[has_token]] = classes[has_token]
             classes = token_classes
@@ -328,19 +333,18 @@ class Encoder:
         talk, where = placed.example, placed.where
         refuse_unplaced(talk, self._template, where)
         if not any(talk.learnt):
-            nothing = np.zeros(0, np.int32), np.zeros(0, bool)
-            return Document(placed.source, placed.number, *nothing)
+            no_ids, no_targets = np.zeros(0, np.int32), np.zeros(0, bool)
+            return Document(placed.source, placed.number, no_ids, no_targets)
         replies = ReplySpans(self._template, self._names, talk, where)
         if not talk.images:
             self._refuse_tokens(replies.text, where)
-        text, moved, end_of_images = with_media(replies.text, talk.images, self._images, where)
+        text, media_end, moved = with_media(replies.text, talk.images, self._images, where)
         unchecked, offsets = placed_tokens(self._tokenizer, text, where)
         ids = token_ids(unchecked, self._vocab_size, where)
         starts = offsets[:, 0]
         marked, targets = np.zeros((2, len(ids)), bool)
-        end_of_images = int(np.searchsorted(starts, end_of_images))
-        document = Document(placed.source, placed.number, ids, marked,
-                            images=talk.images, images_end=end_of_images)  # fmt: skip
+        document = Document(placed.source, placed.number, ids, marked, images=talk.images,
+                            images_end=int(np.searchsorted(starts, media_end)))  # fmt: skip
         for begin, end in replies.marks:
             first = first_token(text, offsets, ids, self._added, moved(begin))
             marked[first : np.searchsorted(starts, moved(end))] = True
@@ -375,20 +379,30 @@ class Encoder:
         return [n for n in names if n not in read and not self._template.has_place(talk, n)]
 
 
-def absent(special: list[int], present: list[int]) -> list[int]:
-    """The special tokens to add at one end of a text; none if the tokens there are the same."""
-    return [] if present == special else special
+class SpecialTokens(NamedTuple):
+    """The special tokens before and after a text."""
 
+    opening: list[int]
+    closing: list[int]
 
-def surroundings(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer puts before and after a text."""
-    with tokenising("a text"):
-        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-        full = tokenizer("a")["input_ids"]
-    start = next((i for i in range(len(full) + 1) if full[i : i + len(plain)] == plain), None)
-    if start is None:
+    @classmethod
+    def of(cls, tokenizer: Any) -> Self:
+        """Those that the tokenizer adds to a text. Raises InputError: it also changes the text."""
+        with tokenising("a text"):
+            plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+            full = tokenizer("a")["input_ids"]
+        for start in range(len(full) + 1):
+            if full[start : start + len(plain)] == plain:
+                return cls(full[:start], full[start + len(plain) :])
         raise InputError("the tokenizer changes texts when it adds special tokens: check its files")
-    return full[:start], full[start + len(plain) :]
+
+    def lacking_before(self, ids: list[int]) -> list[int]:
+        """The tokens to add before `ids`; none if it begins with them."""
+        return [] if ids[: len(self.opening)] == self.opening else self.opening
+
+    def lacking_after(self, ids: list[int]) -> list[int]:
+        """The tokens to add after `ids`; none if it ends with them."""
+        return [] if ids[-len(self.closing) :] == self.closing else self.closing
 
 
 def refuse_unplaced(talk: Conversation, template: Template, where: str) -> None:

@@ -59,27 +59,27 @@ Source = str | bytes | tuple[str | bytes, ...]
 Shape = tuple[str, tuple[int, ...], str, int]
 
 
+class MediumSource(NamedTuple):
+    """The source of a medium in a conversation; None: it is the next one of the row's field."""
+
+    kind: str
+    source: Source | None
+
+
 class Medium(NamedTuple):
-    """An image, film or sound, as it is kept beside tokens.
+    """An image, film or sound, as it is kept beside tokens."""
 
-    Attributes:
-        path: of the file, or of each frame, a line each; empty if the row itself has the bytes.
-        digest: of the encoded bytes.
-        size: width and height in pixels, after a film's number of frames; or a sound's samples.
-        state: size and time (ns) of each file; or the number of bytes of each frame in the row.
-        data: the encoded bytes, unless they are in a file.
-        film: the facts about a film's frames that the processor needs (rate, places), as JSON.
-        together: the number of images in the conversation, if the tokens of one depend on it.
-    """
-
-    path: str
-    digest: str
+    path: str  # of the file, or of each frame, a line each; empty if the row itself has the bytes
+    digest: str  # of the encoded bytes
+    # width and height in pixels, after a film's number of frames; or a sound's samples
     size: tuple[int, ...]
+    # size and time (ns) of each file; or the number of bytes of each frame in the row
     state: tuple[int, ...]
-    data: bytes = b""
+    data: bytes = b""  # the encoded bytes, unless they are in a file
     kind: str = "image"
+    # the facts about a film's frames that the processor needs (rate, places), as JSON
     film: str = ""
-    together: int = 1
+    together: int = 1  # the number of images in the conversation, if the tokens of one depend on it
 
     @property
     def shape(self) -> Shape:
@@ -159,74 +159,80 @@ def _source(value: object, kind: str, where: str) -> Source:
 
 def place_media(
     turns: Sequence[dict[str, Any]], media: Mapping[str, list[Source]], where: str
-) -> list[tuple[str, Source]]:
-    """Mark the places of media in messages; returns kinds and sources in the order of the marks.
+) -> list[MediumSource]:
+    """Mark the places of media in messages; returns their sources in the order of the marks.
 
     Args: `media`: those of the row's fields. They take the places of parts that name no source, or
         of `<image>`, `<video>` and `<audio>` in texts (LLaVA); without such places they come
         before the first question (TRL).
     """
-    placed: list[tuple[str, Source | None]] = []  # None: the next of the row's field
+    placed: list[MediumSource] = []
     for message in turns:
-        in_parts, content = message.pop("media", []), message.get("content", "")
+        in_parts = message.pop("media", [])
         if not in_parts and message["role"] != "assistant" and any(media.values()):
+            content = message.get("content", "")
             for kind in (kind for kind, of_kind in media.items() if of_kind):
                 content = content.replace(f"<{kind}>", PLACES[kind])
             message["content"] = content
-            in_parts = [(KINDS[char], None) for char in content if char in KINDS]
+            in_parts = [MediumSource(KINDS[char], None) for char in content if char in KINDS]
         placed += in_parts
     question = next((message for message in turns if message["role"] == "user"), None)
     for kind, of_kind in media.items():
-        has_place = any(kind == kind_of_place for kind_of_place, _ in placed)
+        has_place = any(medium.kind == kind for medium in placed)
         if of_kind and question is not None and not has_place:
             question["content"] = PLACES[kind] * len(of_kind) + question.get("content", "")
-            placed += [(kind, None)] * len(of_kind)
-        if (places := placed.count((kind, None))) != len(of_kind):
+            placed += [MediumSource(kind, None)] * len(of_kind)
+        num_places = placed.count(MediumSource(kind, None))
+        if num_places != len(of_kind):
             raise InputError(
-                f"{where}: {len(of_kind)} {kind}s in the row, and {places} places for them: give "
-                f"each one place (<{kind}> in a question's text, or a part of the type {kind})"
+                f"{where}: {len(of_kind)} {kind}s in the row, and {num_places} places for them: "
+                f"give each one place (<{kind}> in a question's text, or a part of the type {kind})"
             )
-    unplaced = {kind: iter(of_kind) for kind, of_kind in media.items()}
-    return [(kind, next(unplaced[kind]) if source is None else source) for kind, source in placed]
+    of_fields = {kind: iter(of_kind) for kind, of_kind in media.items()}
+    return [m._replace(source=m.source or next(of_fields[m.kind])) for m in placed]
 
 
 def read_media(
-    sources: Sequence[tuple[str, Source]], folder: Path, where: str, processor: "ImageProcessor"
+    sources: Sequence[MediumSource], folder: Path, where: str, processor: "ImageProcessor"
 ) -> list[Medium]:
-    """A conversation's media, each as `read_medium` reads it."""
-    media = [read_medium(*source, folder, where, processor) for source in sources]
+    """A conversation's media, each as `_read_medium` reads it."""
+    media = [_read_medium(source, folder, where, processor) for source in sources]
     count = sum(medium.kind == "image" for medium in media)
     if count < 2 or not processor.counts_images:
         return media
     return [medium._replace(together=count) for medium in media]
 
 
-def read_medium(
-    kind: str, source: Source, folder: Path, where: str, processor: "ImageProcessor"
+def _read_medium(
+    medium: MediumSource, folder: Path, where: str, processor: "ImageProcessor"
 ) -> Medium:
     """A medium, decoded once to check it. Raises InputError: it is broken, or not supported."""
+    kind, source = medium
     with explained(where, of=InputError):
         processor.token(kind)
     parts = source if isinstance(source, tuple) else (source,)
     paths = [str(folder / Path(part).expanduser()) for part in parts if isinstance(part, str)]
-    data = [part for part in parts if isinstance(part, bytes)]
-    name = f"{where}: the {kind} in the row"
-    state = tuple(map(len, data)) if len(data) > 1 else ()
     if paths:
         name = f"{where}: {kind} {paths[0]}"
-        data = [_read(path, f"{where}: {kind} {path}") for path in paths]
+        encoded = [_read(path, f"{where}: {kind} {path}") for path in paths]
         state = _state(paths)
+    else:
+        name = f"{where}: the {kind} in the row"
+        encoded = [part for part in parts if isinstance(part, bytes)]
+        state = tuple(map(len, encoded)) if len(encoded) > 1 else ()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns of sizes and of palettes
-        decoded = _decoded(kind, data, name, processor)
+        decoded = _decoded(kind, encoded, name, processor)
+    film = ""
     if kind == "video":
         frames, facts = decoded
         size = len(frames), frames.shape[2], frames.shape[1]
         film = json.dumps(facts, default=methodcaller("tolist"))
     else:
-        size, film = tuple(decoded.size if kind == "image" else decoded.shape), ""
-    content, digest = b"" if paths else b"".join(data), _digest(b"".join(data))
-    return Medium("\n".join(paths), digest, size, state, content, kind, film)
+        size = tuple(decoded.size if kind == "image" else decoded.shape)
+    data = b"".join(encoded)
+    kept = b"" if paths else data
+    return Medium("\n".join(paths), _digest(data), size, state, kept, kind, film)
 
 
 def _state(paths: Sequence[str]) -> tuple[int, ...]:
@@ -282,7 +288,8 @@ def _wave(data: bytes, rate: int) -> NDArray[np.float32]:
         encoded = base64.b64encode(data).decode()
         return np.asarray(load_audio(f"data:;base64,{encoded}", sampling_rate=rate), np.float32)
     with wave.open(io.BytesIO(data)) as file:
-        form, samples = file.getparams(), file.readframes(file.getnframes())
+        form = file.getparams()
+        samples = file.readframes(file.getnframes())
     if form.framerate != rate or form.sampwidth != 2:
         raise InputError(
             f"{form.framerate} Hz in {8 * form.sampwidth} bits: write it in {rate} Hz and 16 bits, "
@@ -362,13 +369,9 @@ class ImageProcessor:
         blank = {kind: [[_blank(kind, size, film)] * count]}
         processed = self._processed(blank, 1, return_text_replacement_offsets=True)
         text = str(processed["text_replacement_offsets"][0][0]["replacement"])
-        longest = getattr(_hearing(self._processor()), "n_samples", None)
-        if (
-            kind == "audio"
-            and longest
-            and size[0] > longest
-            and text == self.replacement(kind, (longest,))
-        ):
+        longest = int(getattr(_hearing(self._processor()), "n_samples", None) or 0)
+        is_longer = kind == "audio" and 0 < longest < size[0]
+        if is_longer and text == self.replacement(kind, (longest,)):  # the model hears no more
             raise InputError(
                 f"a sound of {size[0] / self.rate:.1f} seconds, and the model hears "
                 f"{longest / self.rate:.0f} of them: cut it"
@@ -377,17 +380,19 @@ class ImageProcessor:
 
     def inputs(self, ids: Any, rows: Sequence[Sequence[Medium]]) -> dict[str, Tensor]:
         """The processor's tensors of rows' media, and the type of each of the tokens `[B, T]`."""
-        processor, types = self._processor(), dict[str, Tensor]()
+        processor = self._processor()
+        types: dict[str, Tensor] = {}
         if types_tokens(processor):
             types_BT = torch.tensor(processor.create_mm_token_type_ids(ids))
             types = dict.fromkeys(self._type_names, types_BT)
         rows = [row for row in rows if row]
         if not rows:
             return types
-        decoded = {
-            kind: [[m.decoded(self) for m in row if m.kind == kind] for row in rows]
-            for kind in {medium.kind for row in rows for medium in row}
-        }
+        kinds = {medium.kind for row in rows for medium in row}
+        decoded: dict[str, list[list[Any]]] = {kind: [] for kind in kinds}
+        for row in rows:
+            for kind, of_rows in decoded.items():
+                of_rows.append([medium.decoded(self) for medium in row if medium.kind == kind])
         of_text = ("input_ids", "attention_mask")
         return types | {
             name: value
@@ -397,12 +402,14 @@ class ImageProcessor:
 
     def example(self, shapes: Sequence[Shape]) -> dict[str, Tensor]:
         """All tensors of a row that has nothing but blank media of these shapes."""
-        blank = {kind: [[_blank(*s[:3]) for s in shapes if s[0] == kind]] for kind, *_ in shapes}
+        blank: dict[str, list[list[Any]]] = {}  # one row of each kind
+        for kind, size, film, _ in shapes:
+            blank.setdefault(kind, [[]])[0].append(_blank(kind, size, film))
         return dict(self._processed(blank, 1))
 
     def _processed(self, media: Mapping[str, list[list[Any]]], rows: int, **options: Any) -> Any:
         """The processor's result for `rows` rows of media, given by kind and row."""
-        processor, text = self._processor(), [""] * rows
+        text = [""] * rows
         inputs: dict[str, Any] = {}
         for kind, of_rows in media.items():
             token = self.token(kind)
@@ -416,7 +423,7 @@ class ImageProcessor:
         if "audio" in inputs:
             inputs["audio_kwargs"] = {"sampling_rate": self.rate}
         options |= {} if options else {"padding": True, "return_tensors": "pt"}
-        return processor(text=text, **inputs, **options)
+        return self._processor()(text=text, **inputs, **options)
 
     def _processor(self) -> Any:
         """This thread's copy of the processor: its tokenizer serves one thread at a time."""
@@ -467,18 +474,26 @@ def _blank(kind: str, size: tuple[int, ...], film: str = "") -> Any:
     return np.zeros((size[0], size[2], size[1], 3), np.uint8), json.loads(film or "{}")
 
 
+class TextWithMedia(NamedTuple):
+    """A text with all tokens of media, the end of the last medium's tokens in it, and `moved`.
+
+    `moved` maps places in the chat template's text, which has one token of each, to this text.
+    """
+
+    text: str
+    media_end: int = 0
+    moved: Callable[[int], int] = lambda place: place
+
+
 def with_media(
     text: str, media: Sequence[Medium], processor: ImageProcessor | None, where: str
-) -> tuple[str, Callable[[int], int], int]:
+) -> TextWithMedia:
     """A chat template's text with the tokens of media in place of their marks.
-
-    Returns also a function from places in the old text to places in the new one, and the end of the
-    last medium's tokens there.
 
     Raises InputError: the text has not one mark for each medium.
     """
     if not media or processor is None:
-        return text, lambda place: place, 0
+        return TextWithMedia(text)
     of_kind: dict[str, list[str]] = {}
     with explained(where):
         for medium in media:
@@ -486,7 +501,8 @@ def with_media(
             of_kind.setdefault(token, []).append(processor.replacement(*medium.shape))
     matches = [*re.finditer("|".join(map(re.escape, of_kind)), text)]
     for token, parts in of_kind.items():
-        if (number := sum(match[0] == token for match in matches)) != len(parts):
+        number = sum(match[0] == token for match in matches)
+        if number != len(parts):
             kind = next(medium.kind for medium in media if processor.token(medium.kind) == token)
             raise InputError(
                 f"{where}: the chat template's text has {number} places of {kind}s ({token!r}), "
@@ -494,12 +510,13 @@ def with_media(
             )
     unplaced = {token: iter(parts) for token, parts in of_kind.items()}
     parts = [next(unplaced[match[0]]) for match in matches]
-    filler, places = iter(parts), [match.start() for match in matches]
+    places = [match.start() for match in matches]
     longer = (len(part) - len(match[0]) for part, match in zip(parts, matches, strict=True))
     grown = np.cumsum([0, *longer]).tolist()
 
     def moved(place: int) -> int:
         return place + int(grown[int(np.searchsorted(places, place))])
 
+    filler = iter(parts)
     expanded = re.sub("|".join(map(re.escape, of_kind)), lambda _: next(filler), text)
-    return expanded, moved, moved(places[-1]) + len(parts[-1])
+    return TextWithMedia(expanded, moved(places[-1]) + len(parts[-1]), moved)

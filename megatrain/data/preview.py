@@ -13,7 +13,7 @@ import numpy as np
 
 from megatrain.data.dataset import PackedDataset, documents_named
 from megatrain.data.images import ImageProcessor, Medium
-from megatrain.data.row_packing import Ints
+from megatrain.data.token_store import Tokens
 
 _REPEATED = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])\1{3,}")  # an image's tokens
 _SOURCES = 20  # that a summary lists
@@ -35,11 +35,11 @@ class ShownDocument(NamedTuple):
 
 def summary(data: PackedDataset) -> list[str]:
     """Lines with a data set's numbers; every token is read twice for them."""
-    store, documents = data.store, data.documents
-    unit, lengths = documents_named(data.kind), documents.lengths
-    formats = ", ".join(name for name in store.notes["formats"] if name != unit)
-    pieces = (labels for row in range(len(data)) for _, labels in data.pieces(row))
-    learnt = sum(int((labels[1:] != -100).sum()) for labels in pieces)
+    unit = documents_named(data.kind)
+    lengths = data.documents.lengths
+    formats = ", ".join(name for name in data.store.notes["formats"] if name != unit)
+    pieces = (piece for row in range(len(data)) for piece in data.pieces(row))
+    learnt = sum(int((piece.labels[1:] != -100).sum()) for piece in pieces)
     return [
         f"training: {len(lengths):,} {unit}{formats and f' ({formats})'} in {len(data):,} rows "
         f"of {data.sequence_length:,} tokens, {data.fill:.0%} full",
@@ -56,8 +56,9 @@ def summary(data: PackedDataset) -> list[str]:
 def _of_media(data: PackedDataset) -> Iterator[str]:
     """A line about images, if there are any."""
     counts = [len(data.images(row, slice(None), whole=False)) for row in range(len(data))]
-    rows, lengths = np.flatnonzero(counts), data.row_lengths
+    rows = np.flatnonzero(counts)
     if len(rows):
+        lengths = data.row_lengths
         fill = data.fill * lengths[rows].mean() / lengths.mean()
         yield (
             f"{sum(counts):,} images, films and sounds are in {len(rows):,} of the rows, which are "
@@ -67,24 +68,29 @@ def _of_media(data: PackedDataset) -> Iterator[str]:
 
 def _repeated(data: PackedDataset, unit: str) -> Iterator[str]:
     """A line about documents with the tokens of another one, if there are any."""
-    store, folder = data.store, folder_of(data.store.names)
+    store = data.store
     first_of: dict[bytes, int] = {}
-    repeated: list[tuple[int, int]] = []
-    for segment in data.documents:
-        ids, _ = store.read(*segment)
+    earlier_of: dict[int, int] = {}  # the first document with a repeated one's tokens
+    for document, begin, end in data.documents:
+        ids = store.read(document, begin, end).ids
         digest = hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
-        if (first_seen := first_of.setdefault(digest, segment[0])) != segment[0]:
-            repeated.append((segment[0], first_seen))
-    if repeated:
-        first, earlier = (store.place(n).removeprefix(folder) for n in repeated[0])
-        repeats = "repeats" if len(repeated) == 1 else "repeat"
-        yield f"{len(repeated):,} of the {unit} {repeats} another: {first} is {earlier}"
+        first_seen = first_of.setdefault(digest, document)
+        if first_seen != document:
+            earlier_of[document] = first_seen
+    if earlier_of:
+        folder = folder_of(store.names)
+        example = next(iter(earlier_of.items()))
+        repeated, earlier = (store.place(document).removeprefix(folder) for document in example)
+        repeats = "repeats" if len(earlier_of) == 1 else "repeat"
+        yield f"{len(earlier_of):,} of the {unit} {repeats} another: {repeated} is {earlier}"
 
 
 def _by_source(data: PackedDataset, unit: str) -> Iterator[str]:
     """Lines with the tokens and documents of each source, the largest first."""
-    names, documents = data.store.names, data.documents
-    folder, sources = folder_of(names), data.store.documents()["source"][documents.document]
+    names = data.store.names
+    folder = folder_of(names)
+    documents = data.documents
+    sources = data.store.documents()["source"][documents.document]
     tokens = np.bincount(sources, documents.lengths, minlength=len(names)).astype(np.int64)
     counts = np.bincount(sources, minlength=len(names))
     yield f"\ntokens by source{f' in {folder}' if folder else ''}"
@@ -105,62 +111,57 @@ def folder_of(names: Sequence[str]) -> str:
 
 def shown(data: PackedDataset, row: int, tokenizer: Any) -> list[ShownDocument]:
     """The documents of a row as they are trained, for people to read."""
-    places, folder = data.places(row), folder_of(data.store.names)
+    folder = folder_of(data.store.names)
 
     def described(image: Medium) -> str:
         tokens = tokenizer.tokenize(data.image_processor.replacement(*image.shape))
         return f"{image.name.replace(folder, '', 1)}: {len(tokens)} tokens"
 
-    return [
-        ShownDocument(
-            place.removeprefix(folder),
-            len(ids),
-            _runs(ids, labels, tokenizer),
-            [*map(described, data.images(row, slice(line, line + 1), whole=False))],
-        )
-        for line, (place, (ids, labels)) in enumerate(zip(places, data.pieces(row), strict=True))
-    ]
+    documents: list[ShownDocument] = []
+    for place, tokens in zip(data.places(row), data.pieces(row), strict=True):
+        line = len(documents)
+        images = data.images(row, slice(line, line + 1), whole=False)
+        runs = _runs(tokens, tokenizer)
+        name = place.removeprefix(folder)
+        documents.append(ShownDocument(name, len(tokens.ids), runs, [*map(described, images)]))
+    return documents
 
 
 def samples(data: PackedDataset, tokenizer: Any) -> list[dict[str, Any]]:
     """The first documents with images, for a run's report: cut texts, thumbnails as data URLs."""
-    documents = (
-        {
-            "place": piece.place,
-            "images": [
-                _thumbnail(medium, data.image_processor)
-                for medium in media[:_IMAGES]
-                if medium.kind == "image"
-            ],
-            "runs": [[text[:_CHARACTERS], learnt] for text, learnt in piece.runs[:_CHARACTERS]],
-        }
-        for row in range(len(data))
-        if data.images(row, slice(None), whole=False)  # texts of other rows are not decoded
-        for line, piece in enumerate(shown(data, row, tokenizer))
-        if (media := data.images(row, slice(line, line + 1)))
-    )
-    return list(itertools.islice(documents, _SAMPLES))
+    documents: list[dict[str, Any]] = []
+    for row in range(len(data)):
+        if not data.images(row, slice(None), whole=False):
+            continue  # its texts are not decoded
+        for line, piece in enumerate(shown(data, row, tokenizer)):
+            media = data.images(row, slice(line, line + 1))
+            images = [medium for medium in media[:_IMAGES] if medium.kind == "image"]
+            thumbnails = [_thumbnail(image, data.image_processor) for image in images]
+            runs = [[text[:_CHARACTERS], learnt] for text, learnt in piece.runs[:_CHARACTERS]]
+            if media:
+                documents.append({"place": piece.place, "images": thumbnails, "runs": runs})
+            if len(documents) == _SAMPLES:
+                return documents
+    return documents
 
 
 def _thumbnail(medium: Medium, processor: ImageProcessor) -> str:
-    image, file = medium.decoded(processor), io.BytesIO()
+    image = medium.decoded(processor)
+    file = io.BytesIO()
     image.thumbnail((160, 160))
     image.save(file, "jpeg")
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def _runs(ids: Ints, labels: Ints, tokenizer: Any) -> list[tuple[str, bool]]:
+def _runs(tokens: Tokens, tokenizer: Any) -> list[tuple[str, bool]]:
     """`ShownDocument.runs` of a document's tokens; an image's repeated token is counted."""
-    learnt = labels != -100
+    learnt = tokens.labels != -100
     learnt[:1] = False  # no token before it predicts it
-    edges = [0, *(np.flatnonzero(np.diff(learnt)) + 1).tolist(), len(ids)]
-    return [
-        (
-            _REPEATED.sub(
-                lambda same: f"{same[1]} x {len(same[0]) // len(same[1])}",
-                tokenizer.decode(ids[start:stop].tolist(), clean_up_tokenization_spaces=False),
-            ),
-            bool(learnt[start]),
-        )
-        for start, stop in itertools.pairwise(edges)
-    ]
+    edges = [0, *(np.flatnonzero(np.diff(learnt)) + 1).tolist(), len(learnt)]
+    runs: list[tuple[str, bool]] = []
+    for start, stop in itertools.pairwise(edges):
+        ids = tokens.ids[start:stop].tolist()
+        text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        counted = _REPEATED.sub(lambda m: f"{m[1]} x {len(m[0]) // len(m[1])}", text)
+        runs.append((counted, bool(learnt[start])))
+    return runs

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from megatrain.data.conversation import Conversation, messages, text_or_messages
-from megatrain.data.encoders import BadRows, absent, refuse_unplaced, say_left_out, surroundings
+from megatrain.data.encoders import BadRows, SpecialTokens, refuse_unplaced, say_left_out
 from megatrain.data.images import ImageProcessor, Medium, place_media, read_media, with_media
 from megatrain.data.readers import DataRow, read_rows
 from megatrain.data.refused_fields import BESIDE_PROMPTS, refuse_unheeded
@@ -47,8 +47,10 @@ def prompt_ids(
     Raises InputError: the prompt is empty, or the tokenizer or its template refuses it.
     """
     pictures: list[Medium] = []
+    special = SpecialTokens([], [])  # a template writes its own
     if isinstance(prompt, str):
-        text, (lead, _) = prompt, surroundings(tokenizer)
+        text = prompt
+        special = SpecialTokens.of(tokenizer)
     else:
         talk = Conversation(*messages(prompt, "messages", where, images=images is not None))
         sources = place_media(talk.messages, {}, where)
@@ -57,15 +59,14 @@ def prompt_ids(
             raise InputError(f"{where}: ends with a reply; end it with what is to be replied to")
         template = Template(tokenizer)
         refuse_unplaced(talk, template, where)
-        text, _ = template.render(talk, where, add_generation_prompt=True)
-        text, *_ = with_media(text, pictures, images, where)
-        lead = []
+        rendered = template.render(talk, where, add_generation_prompt=True)
+        text = with_media(rendered.text, pictures, images, where).text
     check_encodable(text, where)
     with tokenising(where):
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
         raise InputError(f"{where}: holds no token; give some text")
-    ids = [*absent(lead, ids[: len(lead)]), *ids]
+    ids = [*special.lacking_before(ids), *ids]
     return token_ids(ids, vocab_size, where).tolist(), pictures
 
 

@@ -72,10 +72,11 @@ class ReplySpans:
                 "more messages follow, so replies cannot be told apart: mark replies in the "
                 "template with {% generation %}, or give each reply a separate row"
             )
-        text, words = self.text[slice(*span)], words_of_calls(self._talk.messages[turn])
-        if any(word not in text for word in words):
+        begin, end = span
+        words = words_of_calls(self._talk.messages[turn])
+        if any(word not in self.text[begin:end] for word in words):
             raise self._left_out(turn)
-        return span[0], self._with_end_tokens(turn, span[0], self._closed(turn, *span))
+        return begin, self._with_end_tokens(turn, begin, self._closed(turn, begin, end))
 
     def _closed(self, turn: int, begin: int, end: int) -> int:
         """The end of the first added tokens after a reply's content; text may follow them."""
@@ -130,7 +131,7 @@ class ReplySpans:
         key = (num_messages, asking)
         if key not in self._texts:
             talk = self._talk.upto(num_messages)
-            text, _ = self._template.render(talk, self._where, add_generation_prompt=asking)
+            text = self._template.render(talk, self._where, add_generation_prompt=asking).text
             self._texts[key] = text
         return self._texts[key]
 
@@ -280,10 +281,10 @@ class ReplySpans:
 
     def _says_alone(self, turn: int, begin: int, end: int) -> bool:
         """True if text[begin:end] has all of this message, and the end of no other one."""
-        message, text = self._talk.messages[turn], self.text[begin:end]
+        message = self._talk.messages[turn]
         parts = [*words_of_calls(message), message.get("content", "").split("</think>")[-1].strip()]
         alone = not any(begin < place < end for t, place in self._places.items() if t != turn)
-        return alone and all(part in text for part in parts)
+        return alone and all(part in self.text[begin:end] for part in parts)
 
     @cached_property
     def _places(self) -> Mapping[int, int]:
@@ -316,15 +317,16 @@ class ReplySpans:
         talk = self._talk.upto(num_messages)
         signed = [with_signs(*signs, empty=empty) for signs in self._signs[:num_messages]]
         talk = talk._replace(messages=[*signed, *talk.messages[len(signed) :]])
-        return self._template.render(talk, self._where, add_generation_prompt=asking)[0]
+        return self._template.render(talk, self._where, add_generation_prompt=asking).text
 
     def _refuse_tools_left_out(self) -> None:
         """Raises InputError: the text does not describe a tool."""
-        names, ending = tool_names(self._talk), "z"
+        names = tool_names(self._talk)
+        ending = "z"
         while any(name + ending in self.text for name in names):
             ending += "z"
         talk = with_names_ending(self._talk, ending)
-        text = self._template.render(talk, self._where, add_generation_prompt=False)[0]
+        text = self._template.render(talk, self._where, add_generation_prompt=False).text
         if any(name + ending not in text for name in names):
             raise InputError(
                 f"{self._where}: the chat template leaves out 'tools' in this conversation: add "

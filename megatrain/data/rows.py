@@ -224,7 +224,8 @@ def _conversation(
         if turns[0].get("content") != system:
             raise InputError(f"{where}: 'system' and a system message say two things: keep one")
     elif system:
-        turns, learnt = [{"role": "system", "content": system}, *turns], [False, *learnt]
+        turns = [{"role": "system", "content": system}, *turns]
+        learnt = [False, *learnt]
     options = row.get("chat_template_kwargs") or {}
     if not isinstance(options, dict) or _RESERVED & set(options):
         reserved = ", ".join(sorted(_RESERVED))
@@ -244,18 +245,13 @@ _REASONING = {"reasoning": ("reasoning", "reasoning_content", "thinking")}
 
 @dataclass(frozen=True)
 class Format:
-    """A format of rows: its fields by our name, each with the names that data give it.
-
-    Attributes:
-        needs: fields that every row of this format has.
-        may: fields that a row may have besides.
-        read: makes the example of a row's fields by our names, and `file:line`.
-    """
+    """A format of rows: its fields by our name, each with the names that data give it."""
 
     title: str
     kind: DataKind
-    needs: Mapping[str, tuple[str, ...]]
-    may: Mapping[str, tuple[str, ...]]
+    needs: Mapping[str, tuple[str, ...]]  # fields that every row of this format has
+    may: Mapping[str, tuple[str, ...]]  # fields that a row may have besides
+    # makes the example of a row's fields by our names, and `file:line`
     read: Callable[[DataRow, str], Example]
 
     def names(self, row: DataRow, fields: Fields, where: str) -> dict[str, str] | None:
@@ -392,7 +388,7 @@ class Reading:
 
         Raises InputError: the row is malformed, of another format, or asks for other training.
         """
-        names = form.names(row, self.fields, where)
+        names = form.names(row, self.fields, where)  # our name -> the row's
         if names is None:
             raise InputError(
                 f"{where}: not of the first row's format ({form.title}): its fields are "
@@ -417,32 +413,39 @@ class Reading:
                     f"{where}: field {names[name]!r} must be a string, not {kind}: fill it in, or "
                     "write it as one (messages as 'messages', a table by columns row by row)"
                 )
-        unread = [n for n, v in others.items() if not empty(v)]
         example = form.read(values, where)
         if isinstance(example, Pair):
-            surplus = len(example.replies) - 2
-            if surplus < self.lines - 2 or (surplus and self.lines == 2):
-                raise InputError(
-                    f"{where}: it has {surplus} negatives, and loss.negatives is {self.lines - 2}: "
-                    "set it to the number that every row has"
-                )
-            example = example._replace(replies=example.replies[: self.lines])
-        if isinstance(example, Labelled):
-            two_classes = self.kind == "class_sets" and len(self.labels) == 2
-            if two_classes and {*map(repr, example.labels)} == {"0", "1"}:  # or it is no and yes
-                raise InputError(
-                    f"{where}: 'label' may say which of both classes the text has, or name both; "
-                    f"write their names, {' and '.join(self.labels)}"
-                )
-            numbers = [self._number(label, where) for label in example.labels]
-            expected = 1 if self.kind == "classes" else len({*numbers})
-            if form.kind != "tags" and len(numbers) != expected:
-                raise InputError(
-                    f"{where}: 'label' must be one class, or a list of different ones with "
-                    "loss.problem_type: multi_label_classification"
-                )
-            example = example._replace(labels=numbers)
-        return example, unread
+            example = self._of_all_lines(example, where)
+        elif isinstance(example, Labelled):
+            example = example._replace(labels=self._numbers(example.labels, where))
+        return example, [n for n, v in others.items() if not empty(v)]
+
+    def _of_all_lines(self, example: Pair, where: str) -> Pair:
+        """The example with as many texts as each row has. Raises InputError: it has fewer."""
+        surplus = len(example.replies) - 2
+        if surplus < self.lines - 2 or (surplus and self.lines == 2):
+            raise InputError(
+                f"{where}: it has {surplus} negatives, and loss.negatives is {self.lines - 2}: "
+                "set it to the number that every row has"
+            )
+        return example._replace(replies=example.replies[: self.lines])
+
+    def _numbers(self, labels: Sequence[Any], where: str) -> list[int]:
+        """The numbers of a text's or of its words' classes, which data may give by name."""
+        two_classes = self.kind == "class_sets" and len(self.labels) == 2
+        if two_classes and {*map(repr, labels)} == {"0", "1"}:  # or it is no and yes
+            raise InputError(
+                f"{where}: 'label' may say which of both classes the text has, or name both; "
+                f"write their names, {' and '.join(self.labels)}"
+            )
+        numbers = [self._number(label, where) for label in labels]
+        expected = 1 if self.kind == "classes" else len({*numbers})
+        if self.kind != "tags" and len(numbers) != expected:
+            raise InputError(
+                f"{where}: 'label' must be one class, or a list of different ones with "
+                "loss.problem_type: multi_label_classification"
+            )
+        return numbers
 
     def _number(self, label: Any, where: str) -> int:
         """The number of a class, which data may give by name or by number."""

@@ -37,23 +37,16 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class DataSource:
-    """A file to read, or a data set of the hub, which `datasets` keeps in memory-mapped files.
-
-    Attributes:
-        place: the same for all names of one file: links, other spellings of its path.
-        identity: the same as long as the source does not change.
-        named: True if the user named this file itself: it is an error if it is empty.
-        rows: of a hub data set, the object of `datasets`.
-    """
+    """A file to read, or a data set of the hub, which `datasets` keeps in memory-mapped files."""
 
     name: str
     format: FileFormat
-    place: str
-    identity: tuple[str | int, ...]
-    named: bool = True
+    place: str  # the same for all names of one file: links, other spellings of its path
+    identity: tuple[str | int, ...]  # the same as long as the source does not change
+    named: bool = True  # True if the user named this file itself: it is an error if it is empty
     path: Path = Path()
     size: int = 0
-    rows: Any = None
+    rows: Any = None  # of a hub data set, the object of `datasets`
 
 
 def load_hub(name: str, config: str | None, split: str) -> DataSource:
@@ -114,7 +107,8 @@ def find_files(source: str | Path, kind: DataKind) -> list[DataSource] | None:
     Raises InputError: a path is missing, unreadable, a broken or looping link, or not a plain file;
         nothing fits; chat data has no rows.
     """
-    text, path = str(source), Path(source).expanduser()
+    text = str(source)
+    path = Path(source).expanduser()
     known_file = Path(text).suffix in (*_SUFFIXES, *_PACKED, ".txt", ".py", ".md")
     if not (os.path.lexists(text) or known_file) and _HUB_ID.fullmatch(text):
         return None

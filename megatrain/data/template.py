@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatrain.compat.transformers import render_jinja_template
 from megatrain.data.conversation import Conversation, Message
@@ -64,6 +64,13 @@ class MessageForm:
         return formed
 
 
+class Rendered(NamedTuple):
+    """The text of a conversation, and the places of replies that the template marks."""
+
+    text: str
+    marks: list[tuple[int, int]]
+
+
 class Template:
     """The chat template of a tokenizer. Raises InputError: it has none."""
 
@@ -102,37 +109,34 @@ class Template:
         """True if a message's field `name` changes the text. Raises InputError, as `render`."""
         messages = list(talk.messages)
         messages[turn] = {key: v for key, v in messages[turn].items() if key != name}
-        text, _ = self.render(talk, where)
-        return text != self._tried(talk, self._put(talk, messages))
+        return self.render(talk, where).text != self._tried(talk, self._put(talk, messages))
 
-    def render(
-        self, talk: Conversation, where: str, **options: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the places of replies that the template marks."""
+    def render(self, talk: Conversation, where: str, **options: bool) -> Rendered:
+        """A conversation's text. Raises InputError: the template refuses it, or makes too much."""
         remedy = (
             "what it asks for may be the row's tools or chat_template_kwargs; model.chat_template "
             "takes another"
         )
         with explained(f"{where}: the chat template refuses the row", remedy):
             messages = self._put(talk, talk.messages)
-            text, marks = self._rendered(talk._replace(messages=messages), **options)
-        if len(text) > _LONGEST:
+            rendered = self._rendered(talk._replace(messages=messages), **options)
+        if (length := len(rendered.text)) > _LONGEST:
             raise InputError(
-                f"{where}: the chat template makes {len(text):,} characters of the row: check it"
+                f"{where}: the chat template makes {length:,} characters of the row: check it"
             )
-        return text, marks
+        return rendered
 
     def _put(self, talk: Conversation, messages: list[Message]) -> list[Message]:
         """The messages in the template's form, with its name for reasoning."""
         form = self._form(talk)
         return [form.put(self._named(talk, message)) for message in messages]
 
-    def _rendered(self, talk: Conversation, **options: bool) -> tuple[str, list[tuple[int, int]]]:
+    def _rendered(self, talk: Conversation, **options: bool) -> Rendered:
         variables = {**self._tokenizer.special_tokens_map, **talk.options, **options}
         (text,), marked = render_jinja_template(
             [talk.messages], tools=talk.tools, chat_template=self.source(talk), **variables
         )
-        return text, [span for spans in marked for span in spans]
+        return Rendered(text, [span for spans in marked for span in spans])
 
     def reasoning(self, talk: Conversation, message: Message) -> str | None:
         """The field that the template writes as the reasoning of such a message, if any."""
@@ -178,7 +182,7 @@ class Template:
     def _tried(self, talk: Conversation, messages: Iterable[Message]) -> str:
         """The text of invented messages; empty if the template refuses them."""
         try:
-            return self._rendered(talk._replace(messages=[*messages]))[0]
+            return self._rendered(talk._replace(messages=[*messages])).text
         except Exception:  # templates raise errors of any type, too
             return ""
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -51,6 +51,20 @@ _RECORD = np.dtype([("begin", "<i8"), ("end", "<i8"), ("first_target", "<i8"),
 # Bytes of one checksum: a row of 4,096 tokens touches two blocks at most; checksums take 0.01 %.
 _BLOCK_BYTES = 32 * KIB
 _SECONDS_BETWEEN_NEWS = 5.0
+
+
+class Tokens(NamedTuple):
+    """Copies of a document's tokens, int64 `[n]`, with their labels (-100: not predicted)."""
+
+    ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+
+
+class DocumentMedia(NamedTuple):
+    """The media of a document, and the number of tokens up to the end of the last one's."""
+
+    end: int
+    media: list[Medium]
 
 
 class TokenStore:
@@ -81,15 +95,14 @@ class TokenStore:
         """The records of all documents; they are large: call this once, at the start."""
         return np.frombuffer(self._records(0, self._records_bytes), _RECORD)
 
-    def read(
-        self, document: int, begin: int, end: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Copies of the ids and labels (-100: not predicted) of tokens `begin` to `end`."""
-        size, first = _TOKEN.itemsize, int(self._record(document)["begin"])
+    def read(self, document: int, begin: int, end: int) -> Tokens:
+        """The tokens `begin` to `end` of a document."""
+        size = _TOKEN.itemsize
+        first = int(self._record(document)["begin"])
         raw = self._tokens((first + begin) * size, (end - begin) * size)
         tokens = np.frombuffer(raw, _TOKEN).astype(np.int64)
         only_read = tokens < 0
-        return np.where(only_read, ~tokens, tokens), np.where(only_read, -100, tokens)
+        return Tokens(np.where(only_read, ~tokens, tokens), np.where(only_read, -100, tokens))
 
     def length(self, document: int) -> int:
         """The tokens of a document."""
@@ -106,22 +119,20 @@ class TokenStore:
         raw = self._tokens(int(record["end"]) * size, int(record["labels"]) * size)
         return np.frombuffer(raw, _TOKEN).astype(np.int64)
 
-    def images_of(self, document: int, *, whole: bool = True) -> tuple[int, list[Medium]]:
-        """The end of the tokens of a document's last image, and its images.
-
-        Not `whole`: without the bytes of images that are in no file.
-        """
-        record, images = self._record(document), list[Medium]()
+    def images_of(self, document: int, *, whole: bool = True) -> DocumentMedia:
+        """A document's media; not `whole`: without the bytes of those that are in no file."""
+        record = self._record(document)
         offset, size = int(record["images"]), int(record["images_size"])
+        images: list[Medium] = []
         if not size:
-            return 0, images
+            return DocumentMedia(0, images)
         end, entries = json.loads(bytes(self._images(offset, size)))
         offset += size
         for path, digest, dimensions, state, length, *frames in entries:
             data = bytes(self._images(offset, length)) if whole and length else b""
             images.append(Medium(path, digest, (*dimensions,), (*state,), data, *frames))
             offset += length
-        return end, images
+        return DocumentMedia(end, images)
 
     def place(self, document: int) -> str:
         """`file:line` of a document."""
@@ -229,7 +240,7 @@ def _load(folder: Path) -> TokenStore | None:
         store = TokenStore(folder)
         # All records are read, so that damage is repaired now.
         with_images = np.flatnonzero(store.documents()["images_size"]).tolist()
-        media = (m for n in with_images for m in store.images_of(n, whole=False)[1])
+        media = (m for n in with_images for m in store.images_of(n, whole=False).media)
         changed = next((medium for medium in media if medium.changed()), None)
     except _DAMAGES as error:
         _log.warning("%s: kept tokens are damaged (%s): made again", folder, error)
@@ -260,16 +271,23 @@ def _build(
 def _write(part: Path, documents: Iterable[Document]) -> tuple[str, int, int]:
     """Write the files of tokens; returns a digest, the number of documents, and of tokens."""
     digest = hashlib.blake2b(digest_size=16)
-    num_documents, num_tokens, due = 0, 0, time.monotonic() + _SECONDS_BETWEEN_NEWS
+    num_documents, num_tokens = 0, 0
+    due = time.monotonic() + _SECONDS_BETWEEN_NEWS
     with ExitStack() as stack:
         tokens, index, images = (stack.enter_context((part / name).open("wb")) for name in _FILES)
         for document in documents:
             stored, record = _encoded(document, num_tokens)
-            # The digest is without the last fields if they are 0, as in old runs.
-            end = -16 if len(document.labels) else -24 if document.margin else -32
-            digest.update(stored.tobytes() + record.tobytes()[:end])
+            unset_bytes = 32  # margin, labels and images: old runs' digests are without them
+            if len(document.labels):
+                unset_bytes = 16
+            elif document.margin:
+                unset_bytes = 24
+            digest.update(stored.tobytes() + record.tobytes()[:-unset_bytes])
             digest.update("".join(image.digest for image in document.images).encode())
-            entries = [[*m[:4], len(m.data), *m[5:]] for m in document.images]
+            entries = [
+                [m.path, m.digest, m.size, m.state, len(m.data), m.kind, m.film, m.together]
+                for m in document.images
+            ]
             names = json.dumps([document.images_end, entries]).encode() if entries else b""
             record["images"], record["images_size"] = images.tell(), len(names)
             images.write(names + b"".join(image.data for image in document.images))

@@ -85,13 +85,22 @@ def open_dataset(
         examples.notes,
     )
     _log_notes(store.notes)
-    row_kind: Any = "pairs" if kind == "margins" else store.notes["kind"]
-    row_kind = kind if kind in dataset.CLASSES else row_kind
-    packs = packing and kind not in dataset.OF_KIND
-    pad = pad_id(tokenizer, vocab_size)
-    lines = lines if kind in dataset.REPLIES else 1
-    layout = dataset.Layout(row_kind, sequence_length, packs, overlong, pad, len(labels), lines)
-    documents, part = dataset.choose(store, layout, seed), f"seed {seed}"
+    row_kind: DataKind = store.notes["kind"]
+    if kind in dataset.CLASSES:
+        row_kind = kind
+    elif kind == "margins":
+        row_kind = "pairs"
+    layout = dataset.Layout(
+        kind=row_kind,
+        sequence_length=sequence_length,
+        packing=packing and kind not in dataset.OF_KIND,
+        overlong=overlong,
+        pad_id=pad_id(tokenizer, vocab_size),
+        num_classes=len(labels),
+        lines=lines if kind in dataset.REPLIES else 1,
+    )
+    documents = dataset.choose(store, layout, seed)
+    part = f"seed {seed}"
     if weights is not None:
         group_of_document = np.array(groups, np.int64)[store.documents()["source"]]
         documents = mixed(documents, group_of_document, weights, repeat, seed)
@@ -113,7 +122,8 @@ def _log_notes(notes: Mapping[str, Any]) -> None:
     )
     unread = f"; fields that are not read: {listed(notes['unread'])}" if notes["unread"] else ""
     _log.info("data: %s%s", formats, unread)
-    if (number := notes["empty"][0]) > 0:
-        _log.warning("%d rows teach an empty reply (first: %s)", number, notes["empty"][1])
+    number, first = notes["empty"]
+    if number:
+        _log.warning("%d rows teach an empty reply (first: %s)", number, first)
     if notes["num_bad"]:
         say_left_out(_log, "bad rows", notes["num_bad"], notes["bad"])

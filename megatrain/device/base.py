@@ -133,24 +133,17 @@ class Abilities:
     """A device's abilities: code outside this folder asks for these, never for the device's name.
 
     The exception are kernels, chosen by `Tensor.is_cuda` in the files that docs/devices.md lists.
-
-    Attributes:
-        shares_host_memory: its memory is the host's, so one limit holds for both.
-        reads_in_place: its work can read and write pinned `host` buffers (`Device.in_place`).
-        counts_memory: it has memory of its own, and `Device.memory` says how much.
-        overlaps: copies and host threads run beside its work, not in program order.
-        attends_with_sums: its attention also returns the log-sum-exp of the softmax.
-        slow_dtypes: dtypes for which it has no instructions.
-        generators: devices whose torch generators its work draws from, besides the CPU's.
     """
 
-    shares_host_memory: bool = False
+    shares_host_memory: bool = False  # its memory is the host's, so one limit holds for both
+    # its work can read and write pinned `host` buffers (`Device.in_place`)
     reads_in_place: bool = False
-    counts_memory: bool = False
+    counts_memory: bool = False  # it has memory of its own, and `Device.memory` says how much
     compiles: bool = True
-    overlaps: bool = False
-    attends_with_sums: bool = False
-    slow_dtypes: tuple[torch.dtype, ...] = ()
+    overlaps: bool = False  # copies and host threads run beside its work, not in program order
+    attends_with_sums: bool = False  # its attention also returns the log-sum-exp of the softmax
+    slow_dtypes: tuple[torch.dtype, ...] = ()  # dtypes for which it has no instructions
+    # devices whose torch generators its work draws from, besides the CPU's
     generators: tuple[torch.device, ...] = ()
 
 

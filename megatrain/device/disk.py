@@ -135,14 +135,10 @@ PIECE = 1 << 23
 
 @dataclass
 class DiskRoom:
-    """Hands out ranges of one file, which is made once all ranges are known.
-
-    Attributes:
-        file: None on a device that computes nothing.
-    """
+    """Hands out ranges of one file, which is made once all ranges are known."""
 
     num_bytes: int = 0
-    file: PlaneFile | None = None
+    file: PlaneFile | None = None  # None on a device that computes nothing
     lock: Lock = field(default_factory=Lock)  # for blocks that two ranges share
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype, moved: int) -> "DiskBuffer":
@@ -155,18 +151,12 @@ class DiskRoom:
 
 @dataclass(eq=False)
 class DiskBuffer(Buffer):
-    """A range of a file; `data` is on the meta device and only has the range's size and dtype.
-
-    Attributes:
-        at: the range's first byte in the file.
-        moved: elements that are moved at a time; access checks treat them as one buffer.
-        start: the range's first element in its plane.
-    """
+    """A range of a file; `data` is on the meta device and only has the range's size and dtype."""
 
     room: DiskRoom = field(default_factory=DiskRoom)
-    at: int = 0
-    moved: int = 1
-    start: int = 0
+    at: int = 0  # the range's first byte in the file
+    moved: int = 1  # elements that are moved at a time; access checks treat them as one buffer
+    start: int = 0  # the range's first element in its plane
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -91,13 +91,9 @@ def _zero_sums(numel: int, buffer: Buffer) -> Tensor:
 
 @dataclass
 class UpdateSums:
-    """Checksums of the planes that a tile's update reads and writes, and of the gradient.
+    """Checksums of the planes that a tile's update reads and writes, and of the gradient."""
 
-    Attributes:
-        version: of the tile, after the update.
-    """
-
-    version: int
+    version: int  # of the tile, after the update
     read: Mapping[Plane, Tensor]
     written: Mapping[Plane, Tensor]
     gradient: Tensor | None

@@ -23,7 +23,7 @@ from megatrain import kernels
 from megatrain.device import Buffer
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS, Memory, Name
 from megatrain.engine.shared import Shared
-from megatrain.engine.sink import ScratchArena, Sink
+from megatrain.engine.sink import ScratchArena, Sink, TableSize
 from megatrain.errors import InputError
 from megatrain.model.micro_batch import Batch
 from megatrain.store.store import Lane, Tile, in_place, own_numel
@@ -122,11 +122,13 @@ class Embedding:
         """Start copying a step's rows to the device, and let every micro-batch refer to them."""
         self._lay_out(len(batch.unique_U))
         for table in self._tables:
-            name, rows = table.entry.name, table.entry.shape[0]
-            if (token := int(batch.unique_U.max())) >= rows:
+            rows = table.entry.shape[0]
+            token = int(batch.unique_U.max())
+            if token >= rows:
                 raise InputError(
-                    f"{name} has {rows} rows, and the batch has token {token}: the model's forward "
-                    "looks rows up by other numbers than its tokens, which is not supported"
+                    f"{table.entry.name} has {rows} rows, and the batch has token {token}: the "
+                    "model's forward looks rows up by other numbers than its tokens, which is not "
+                    "supported"
                 )
             if not table.tile.rests.local:
                 self._gather(table, table.tile.weights, table.tile.updated, batch)
@@ -142,22 +144,24 @@ class Embedding:
     def _lay_out(self, num_rows: int) -> None:
         """Allocate buffers for `num_rows` rows of each table; they grow geometrically."""
         capacity = self._capacity
-        if grows := num_rows > capacity:
+        grows = num_rows > capacity
+        if grows:
             capacity = max(num_rows, capacity * 3 // 2)
-        sizes = []
+        sizes: list[TableSize] = []
         for table in self._tables:
             table.rows = table.sums = _NOWHERE  # let go of memory that the arena may replace
             rows = min(capacity, table.rows_each * table.tile.layout.ranks)
-            sizes.append((table.entry.name, rows * table.width, table.entry.group is not None))
+            is_trained = table.entry.group is not None
+            sizes.append(TableSize(table.entry.name, rows * table.width, is_trained))
         buffers = self._work.tables(sizes, kept=self._keep_rows)
-        for table, pair, (_, length, _) in zip(self._tables, buffers, sizes, strict=True):
-            table.rows, table.sums = pair
+        for table, of_table, size in zip(self._tables, buffers, sizes, strict=True):
+            table.rows, table.sums = of_table
             if grows and not table.tile.rests.local:
                 staging, table.staging = table.staging, _NOWHERE
                 if staging is not _NOWHERE:
                     self._device.free(staging)
                 name = Name(Memory.ROWS, f"{table.entry.name} staged rows")
-                table.staging = self._device.host(name, length, self._dtype, pinned=True)
+                table.staging = self._device.host(name, size.numel, self._dtype, pinned=True)
                 table.free = None
         self._capacity = capacity  # set last: if memory ran out, the next step allocates again
 
@@ -177,7 +181,8 @@ class Embedding:
 
     def _take(self, table: _Table, plane: Buffer, batch: Batch) -> None:
         """Copy a step's rows from a plane that the device reads in place."""
-        plane, out = in_place(self._device, table.tile, plane), table.own_rows(table.rows, batch)
+        plane = in_place(self._device, table.tile, plane)
+        out = table.own_rows(table.rows, batch)
 
         def gather() -> None:
             ids_U = table.local_ids(batch).to(out.data.device)
@@ -224,33 +229,38 @@ class Embedding:
 
     def send_gradients(self, batch: Batch) -> None:
         """Add the row gradients to their tiles' gradients, on the host or the device."""
-        ready: dict[int, tuple[Tile, Lane, Any]] = {}
+        host_grads: dict[int, tuple[Tile, Lane]] = {}  # by the tile's index
         for table in self._tables:
             if table.entry.group is None:
                 continue
-            index = table.tile.index
+            tile = table.tile
             sums = table.sums.piece(0, len(batch.unique_U) * table.width)
             self._collectives.reduce_scatter(sums, table.entry.name)
             if table.tied:
-                host_grad, landed = self.sink.landed[index]
-                if table.tile.rests.local:
+                host_grad = self.sink.landed[tile.index]
+                if tile.rests.local:
                     self._take(table, host_grad.buffer, batch)
                 else:
-                    self._gather(table, host_grad.buffer, landed, batch)
+                    self._gather(table, host_grad.buffer, host_grad.ready, batch)
                     self._copy_staged(table, batch)
                     self._device.wait(COMPUTE, table.free, "rows arrived")
+            elif tile.index in host_grads:  # of another table in the same tile
+                _, host_grad = host_grads[tile.index]
             else:
-                host_grad = ready[index][1] if index in ready else self._claim_cleared(table)
+                host_grad = self._claim_cleared(table)
             self._add_up(table, batch)
-            ready[index] = table.tile, host_grad, self._scatter(table, host_grad, batch)
-        for arguments in ready.values():
-            self.sink.updates.ready(*arguments)
+            self._scatter(table, host_grad, batch)
+            host_grads[tile.index] = tile, host_grad
+        for tile, host_grad in host_grads.values():
+            self.sink.updates.ready(tile, host_grad)
 
     def _gather(self, table: _Table, plane: Buffer, event: Any, batch: Batch) -> None:
         """Gather a step's rows of a host plane into the staging buffer, after `event`."""
-        source_VD, ids_U = table.rows_of(plane), table.local_ids(batch)
+        ids_U = table.local_ids(batch)
         out_UD = table.as_rows(table.staging, ids_U)
-        work = partial(kernels.gather_rows, source_VD, ids_U, out_UD, threads=self._threads)
+        work = partial(
+            kernels.gather_rows, table.rows_of(plane), ids_U, out_UD, threads=self._threads
+        )
         self._device.wait(ROWS, event, "rows due")
         self._device.wait(ROWS, table.free, "staging free")
         self._device.run(ROWS, f"gather {table.entry.name}", work, [plane], [table.staging])
@@ -284,7 +294,8 @@ class Embedding:
 
         The sink has measured that gradient: the norm grows by `|sums + dense|^2 - |dense|^2`.
         """
-        rows, sums = table.own_rows(table.rows, batch).data, table.own_rows(table.sums, batch).data
+        rows = table.own_rows(table.rows, batch).data
+        sums = table.own_rows(table.sums, batch).data
         squares = self.sink.squares.data
 
         def work() -> None:
@@ -299,12 +310,11 @@ class Embedding:
         writes = [table.rows, table.sums, self.sink.squares]
         self._device.run(COMPUTE, "add up rows", work, writes=writes)
 
-    def _scatter(self, table: _Table, host_grad: Lane, batch: Batch) -> Any:
-        """Write the rows' gradients into the table's gradient; return the event of that.
-
-        `_add_up` has left them, rounded, in `table.rows`.
-        """
-        device, ids_U, name = self._device, table.local_ids(batch), f"scatter {table.entry.name}"
+    def _scatter(self, table: _Table, host_grad: Lane, batch: Batch) -> None:
+        """Write `table.rows`, now rounded gradients, into `host_grad`; then that is `ready`."""
+        device = self._device
+        name = f"scatter {table.entry.name}"
+        ids_U = table.local_ids(batch)
         gradients = table.own_rows(table.rows, batch)
         if table.tile.rests.local:
             gradient = in_place(device, table.tile, host_grad.buffer)
@@ -314,11 +324,13 @@ class Embedding:
                 table.rows_of(gradient).index_copy_(0, ids_U.to(rows_UD.device), rows_UD)
 
             device.run(COMPUTE, name, put, [table.rows], [gradient])
-            return device.record(COMPUTE)
-        plane, rows_UD = table.rows_of(host_grad.buffer), table.as_rows(table.staging, ids_U)
+            host_grad.ready = device.record(COMPUTE)
+            return
+        plane = table.rows_of(host_grad.buffer)
+        rows_UD = table.as_rows(table.staging, ids_U)
         work = partial(kernels.scatter_rows, plane, ids_U, rows_UD, threads=self._threads)
         device.wait(COPY_OUT, device.record(COMPUTE), "row gradients ready")
         device.copy(COPY_OUT, table.staging, gradients, rows_UD.numel())
         device.wait(ROWS, device.record(COPY_OUT), "row gradients landed")
         device.run(ROWS, name, work, [table.staging], [host_grad.buffer])
-        return device.record(ROWS)
+        host_grad.ready = device.record(ROWS)

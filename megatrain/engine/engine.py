@@ -230,7 +230,9 @@ class PlacedEngine:
             )
         if norm_limit < inf and not self._parts.update.deferred:
             raise InputError("norm_limit needs max_grad_norm, and with Muon clip='all'")
-        start, measured, loss = time.perf_counter(), None, self.loss if loss is None else loss
+        loss = self.loss if loss is None else loss
+        start = time.perf_counter()
+        measured = None
         with self._exclusive():
             if self._lean and router_shares is None:  # halves would have other losses of routers
                 micro_batches = halved(micro_batches, self._spec.capture.is_media)
@@ -249,7 +251,8 @@ class PlacedEngine:
                     raise
                 _log.warning(_LEANER, self._steps + 1, str(error).partition(";")[0])
         if measured is not None:
-            seconds, measures = time.perf_counter() - start, as_numbers(batch.measured)
+            seconds = time.perf_counter() - start
+            measures = as_numbers(batch.measured)
             experts = self._loads.after_step(batch.loads)
             return StepResult(*measured, batch.all_tokens, seconds, measures, experts)
         self._lean = True

@@ -84,13 +84,15 @@ class Head(StreamedModule):
 
         Args: `count`: divisor of the step's loss.
         """
-        weights, inputs = self.leaves(slot), differentiable(values)
+        weights = self.leaves(slot)
+        inputs = differentiable(values)
         with torch.enable_grad():
             logits_of, hidden_ND, targets_N = self._chunks(weights, micro, inputs)
         hidden = Ref(self.visit, 0)
         graph = self.graph(weights, inputs, {hidden: hidden_ND})
         parameters = graph.parameters.values()
-        summed, extras = self._summed(micro.loss), _flat(micro.extras)
+        summed = self._summed(micro.loss)
+        extras = _flat(micro.extras)
         loss = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
         gradient_ND = torch.empty_like(hidden_ND)
         for start in range(0, len(hidden_ND), self._tokens):
@@ -117,10 +119,12 @@ class Head(StreamedModule):
         loss, routed = spec.router_loss, spec.routed
         if loss is None or not routed:
             return [], [{} for _ in h]
-        shares, results = batch.router_shares or [1.0], []
-        for states in [h] if batch.router_shares is None else [[values] for values in h]:
+        # One loss over all micro-batches, or with `router_shares` one for each of them.
+        parts = [h] if batch.router_shares is None else [[values] for values in h]
+        shapes = [spec.routed_shape] * ranks.size
+        results = []
+        for states in parts:
             total = self.device.run(COMPUTE, _NAME, partial(self.routed_total, states))
-            shapes = [spec.routed_shape] * ranks.size
             totals = self.collectives.gather_by_sum([total], shapes, ranks.rank)
             results.append(self.device.run(COMPUTE, _NAME, partial(loss.balance, totals)))
         if None in results:  # nothing is computed
@@ -132,6 +136,7 @@ class Head(StreamedModule):
         weights = {"aux_loss": loss.weight, "router_z_loss": loss.z_weight}  # as in transformers
         means = zip(weights.items(), torch.stack(losses).mean(0), strict=True)
         batch.measured |= {name: mean for (name, weight), mean in means if weight}
+        shares = batch.router_shares or [1.0]
         weighed = [share * slope for share, slope in zip(shares, slopes, strict=True)]
         dh = [dict.fromkeys(routed, weighed[i % len(weighed)]) for i in range(len(h))]
         if ranks.rank:
@@ -163,8 +168,8 @@ class Head(StreamedModule):
         own_losses = self.losses(slot, batch, h)
         log_probs = self.collectives.gather_by_sum(own_losses[:num], shapes, of_this_rank.start)
         work = partial(loss.weigh, log_probs, targets, extras, batch.normaliser)
-        uncomputed: Any = [None] * len(log_probs), [None] * len(log_probs), {}
-        losses, slopes, measured = self.device.run(COMPUTE, _NAME, work) or uncomputed
+        nothing = [None] * len(log_probs)  # on a device that computes nothing
+        losses, slopes, measured = self.device.run(COMPUTE, _NAME, work) or (nothing, nothing, {})
         batch.measured |= measured
         idle = map(torch.zeros_like, own_losses[num:])
         micro_batches = [

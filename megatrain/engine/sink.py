@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,21 @@ _ALIGNMENT = 128  # fp32 elements: every piece starts on a boundary that the wid
 # Elements of a gradient that are rounded and sent at once. 32 MiB in bf16: large enough for the
 # bus (0.6 ms), small enough that a few of them are nothing beside a tile.
 PIECE = 1 << 24
+
+
+class TableSize(NamedTuple):
+    """The elements of a table's rows in a step; `trained`: the rows have gradients."""
+
+    name: str
+    numel: int
+    trained: bool
+
+
+class TableBuffers(NamedTuple):
+    """A table's rows in a step, and the fp32 sums of their gradients."""
+
+    rows: Buffer
+    sums: Buffer
 
 
 class ScratchArena:
@@ -55,33 +70,26 @@ class ScratchArena:
         """Room for `numel` fp32 sums, not cleared."""
         return Buffer("gradient sums", self._memory[:numel], self._overlapping)
 
-    def tables(
-        self, sizes: Sequence[tuple[str, int, bool]], *, kept: bool
-    ) -> list[tuple[Buffer, Buffer]]:
-        """Buffers for each table's rows in a step, and for the sums of their gradients.
+    def tables(self, sizes: Sequence[TableSize], *, kept: bool) -> list[TableBuffers]:
+        """Buffers of each table; they are valid until the next call. The arena grows if it has to.
 
-        They are valid until the next call. The arena grows if it has to.
-
-        Args:
-            sizes: each table's name, elements of its rows, and True if the rows have gradients.
-            kept: True if the tiles' `sums` must not overlap the rows.
+        Args: `kept`: True if the tiles' `sums` must not overlap the rows.
         """
         self._overlapping = ()
-        sums, stop = _in_a_row([numel * trained for _, numel, trained in sizes], self._prologue)
-        in_fp32 = [-(-numel * self._dtype.itemsize // 4) for _, numel, _ in sizes]  # rounded up
-        rows, stop = _in_a_row(in_fp32, max(stop, self._numel) if kept else stop)
+        sum_starts, stop = _in_a_row([s.numel * s.trained for s in sizes], self._prologue)
+        in_fp32 = [-(-size.numel * self._dtype.itemsize // 4) for size in sizes]  # rounded up
+        row_starts, stop = _in_a_row(in_fp32, max(stop, self._numel) if kept else stop)
         if stop > len(self._memory):
             self._memory = torch.empty(0)  # frees the old range before the new one is allocated
             self._allocate(max(stop, self._numel))
-        buffers = [
-            (
-                Buffer(f"{name} rows", self._memory[row:].view(self._dtype)[:numel]),
-                Buffer(f"{name} row gradients", self._memory[start : start + numel * trained]),
-            )
-            for (name, numel, trained), start, row in zip(sizes, sums, rows, strict=True)
-        ]
+        buffers: list[TableBuffers] = []
+        for (name, numel, trained), sums, rows in zip(sizes, sum_starts, row_starts, strict=True):
+            row_memory = self._memory[rows:].view(self._dtype)[:numel]
+            sum_memory = self._memory[sums : sums + numel * trained]
+            of_sums = Buffer(f"{name} row gradients", sum_memory)
+            buffers.append(TableBuffers(Buffer(f"{name} rows", row_memory), of_sums))
         all_buffers = [buffer for of_table in buffers for buffer in of_table]
-        self._overlapping = tuple(sums for _, sums in buffers) if kept else tuple(all_buffers)
+        self._overlapping = tuple(b.sums for b in buffers) if kept else tuple(all_buffers)
         # Earlier sums in this memory were used in the order of COMPUTE; earlier rows have left,
         # since a step ends when all its copies out have ended.
         self._device.run(COMPUTE, "lay out rows", lambda: None, writes=all_buffers)
@@ -131,7 +139,7 @@ class Sink:
         updates: the `Update` (engine/update.py) that gets each gradient.
         with_rows: indices of the tiles to whose gradients the Embedding adds those of rows, before
             it passes them to `updates.ready`.
-        landed: the host gradients and arrival events of these tiles, by tile index.
+        landed: the host gradients of these tiles, by tile index.
         squares: on the device, the squared norm of each tile's gradient (fp32); the last element
             is the squared norm of row gradients, which the Embedding adds.
     """
@@ -142,12 +150,14 @@ class Sink:
         """Each tile in `waiting` has a host gradient of its own; the others share a few."""
         device, placement, dtype = shared.device, shared.placement, shared.dtype
         tiles, visited = shared.tiles, shared.visited
-        self._device, self.updates, self._arena = device, updates, work
+        self._device = device
+        self._arena = work
         self._collectives = shared.collectives
+        self.updates = updates
         self._is_first_pass, self._is_last_pass = True, True
         self._reached = set[str]()  # encoders' parameters with a gradient, in any pass of the step
         self.with_rows = set[int]()
-        self.landed: dict[int, tuple[Lane, Any]] = {}
+        self.landed: dict[int, Lane] = {}
         # Lanes: device buffers for rounded pieces of gradients on their way to the host.
         largest = max([1, *(tile.layout.local.trainable_numel for tile in visited)])
         layer = max((tile.layout.local.trainable_numel for tile in shared.layers), default=0)
@@ -162,19 +172,17 @@ class Sink:
         self._next_lane = cycle(self._lanes)
         summed = summed_in_place(waiting, dtype)
         # fp32 sums that stay on the device from one pass to the next.
-        self._sums = {
-            id(tile): device.empty(
-                Name(Memory.KEPT_SUMS, f"{tile.name} sums"),
-                tile.layout.local.trainable_numel,
-                torch.float32,
-            )
-            for tile in (visited if placement.passes > 1 else ())
-            if tile not in summed
-        }
+        self._sums: dict[int, Buffer] = {}  # by the tile's id
+        for tile in visited if placement.passes > 1 else ():
+            if tile not in summed:
+                name, numel = f"{tile.name} sums", tile.layout.local.trainable_numel
+                sums = device.empty(Name(Memory.KEPT_SUMS, name), numel, torch.float32)
+                self._sums[id(tile)] = sums
         self.squares = device.empty("squares", len(tiles) + 1, torch.float32)
         device.run(COMPUTE, "clear squares", self.squares.data.zero_, writes=[self.squares])
         # Host gradients: one for each waiting tile, and a few for all other tiles.
-        layouts, tiers = [t.layout for t in waiting], [t.rests.gradient for t in waiting]
+        layouts = [tile.layout for tile in waiting]
+        tiers = [tile.rests.gradient for tile in waiting]
         buffers = planes(device, gradient_plane(dtype), layouts, tiers)
         self._own = {t.index: Lane(b) for t, b in zip(waiting, buffers, strict=True)}
         for tile in summed:
@@ -183,12 +191,9 @@ class Sink:
         sharing = [tile for tile in tiles if tile.index not in self._own]
         any_on_host = any(tile.rests.gradient is Tier.HOST for tile in sharing)
         numel = max(map(own_numel, tiles))
-        self._shared = [
-            Lane(
-                device.host(Name(Memory.GRADIENTS, f"host gradient {i}"), numel, dtype, pinned=True)
-            )
-            for i in range(placement.host_grad_buffers if any_on_host else 0)
-        ]
+        num_shared = placement.host_grad_buffers if any_on_host else 0
+        names = [Name(Memory.GRADIENTS, f"host gradient {i}") for i in range(num_shared)]
+        self._shared = [Lane(device.host(name, numel, dtype, pinned=True)) for name in names]
         self._num_claimed = 0  # of the shared host gradients
         on_host = [self._own[t.index] for t in waiting if t.rests.gradient is Tier.HOST]
         self.host_bytes = sum(lane.buffer.data.nbytes for lane in (*on_host, *self._shared))
@@ -240,28 +245,30 @@ class Sink:
         device.run(COMPUTE, f"measure {tile.name}", measure, [sums], [self.squares])
         self.updates.direct(tile, sums)
         host_grad = self.claim(tile, COMPUTE if tile.rests.local else COPY_OUT)
-        landed = self.send(accumulator, host_grad)
+        self.send(accumulator, host_grad)
         if tile.index in self.with_rows:
-            self.landed[tile.index] = host_grad, landed
+            self.landed[tile.index] = host_grad
         else:
-            self.updates.ready(tile, host_grad, landed)
+            self.updates.ready(tile, host_grad)
 
     def leave_out(self, tile: Tile) -> None:
         """Leave out a tile that has no gradient in this step: its norm is 0."""
         clear = self.squares.data[tile.index].zero_
         self._device.run(COMPUTE, f"no gradient of {tile.name}", clear, writes=[self.squares])
 
-    def send(self, accumulator: GradAccumulator, host_grad: Lane) -> Any:
-        """Round a gradient and send it to its update; return the event of its arrival."""
-        tile, numel, device = accumulator.tile, len(accumulator.sums.data), self._device
+    def send(self, accumulator: GradAccumulator, host_grad: Lane) -> None:
+        """Round a gradient, and send it to `host_grad`, which is then `ready` for its update."""
+        tile, device = accumulator.tile, self._device
         if tile.rests.local:
             if host_grad.buffer.name != accumulator.sums.name:  # else they are the same memory
                 to = in_place(device, tile, host_grad.buffer)
                 for span, part in zip(tile.spans, tile.sums, strict=False):
                     self._round(accumulator, part, to.piece(span.start, len(to.data)))
-            return device.record(COMPUTE)
+            host_grad.ready = device.record(COMPUTE)
+            return
         for span in tile.spans:
-            trained = max(0, min(span.numel, numel - span.slot))  # the rest is frozen
+            left = len(accumulator.sums.data) - span.slot
+            trained = max(0, min(span.numel, left))  # the rest is frozen
             for start, stop in self._pieces(trained):
                 lane = next(self._next_lane)
                 device.wait(COMPUTE, lane.free, "outgoing buffer free")
@@ -270,7 +277,7 @@ class Sink:
                 to = host_grad.buffer.piece(span.start + start, span.start + stop)
                 device.copy(COPY_OUT, to, lane.buffer, stop - start)
                 lane.free = device.record(COPY_OUT)
-        return device.record(COPY_OUT)
+        host_grad.ready = device.record(COPY_OUT)
 
     def recall(self, tile: Tile, host_grad: Lane) -> GradAccumulator:
         """Copy a gradient from `host_grad` back into fp32 sums on the device."""

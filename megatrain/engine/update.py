@@ -119,11 +119,11 @@ class Directions:
             return
         self._average(tile, sums, settings, scale)
         self._collectives.complete(sums, f"averages of {tile.name}")
-        rule, parameters = self._rule, [*self._parameters_here(tile)]
+        parameters = [*self._parameters_here(tile)]
 
         def work() -> None:
             for entry, start, stop in parameters:
-                rule.direct(entry, _matrices(entry, sums.data, start, stop))
+                self._rule.direct(entry, _matrices(entry, sums.data, start, stop))
 
         self._device.run(COMPUTE, f"direct {tile.name}", work, [], [sums])
 
@@ -131,8 +131,9 @@ class Directions:
         self, tile: Tile, sums: Buffer, settings: Mapping[str, Settings], scale: float
     ) -> None:
         """Average a tile's gradient into its momentum on the device; send the momentum back."""
-        device, rule, checks = self._device, self._rule, self._checks
-        at_rest, lane = self._state(tile), self._fetched.pop(tile.index, None)
+        device, checks = self._device, self._checks
+        at_rest = self._state(tile)
+        lane = self._fetched.pop(tile.index, None)
         if lane is None:
             state = at_rest
             self._release(tile, COMPUTE)
@@ -149,7 +150,7 @@ class Directions:
                 for entry, start, stop in parameters:
                     gradient = sums.data[start:stop].mul_(scale)
                     momentum = state.data[start - state_start : stop - state_start]
-                    rule.average(gradient, momentum, settings[entry.name], proceed)
+                    self._rule.average(gradient, momentum, settings[entry.name], proceed)
 
         writes = [sums, state, checks.flag]
         device.run(COMPUTE, f"average {tile.name}", work, [self._proceed], writes)
@@ -219,7 +220,8 @@ class _Run(NamedTuple):
     def in_planes(self, tile: Tile) -> Iterator["_Run"]:
         """The parts of this run in this rank's planes, with `start` and `stop` counted there."""
         for span in tile.spans:
-            part, shift = self.within(span.at, span.at + span.numel), span.at - span.start
+            part = self.within(span.at, span.at + span.numel)
+            shift = span.at - span.start
             moved = shift - span.moved
             yield part._replace(start=part.start - shift, stop=part.stop - shift, moved=moved)
 
@@ -265,7 +267,7 @@ class Update:
         self._collectives, self._checks = shared.collectives, shared.checks
         self.norm_limit = math.inf  # a step whose norm is above it is refused
         self.expected: tuple[float, float] | None = None  # loss and norm of the same step before
-        self._pending: list[tuple[Tile, Lane, Any]] = []
+        self._pending: list[tuple[Tile, Lane]] = []  # with their host gradients
         self._started: list[Tile] = []  # tiles whose update has started in the current step
         self._torn = False
         self._losses: list[Tensor] = []
@@ -302,14 +304,14 @@ class Update:
         self._groups = [dict(group) for group in self._optimizer.param_groups]
         self._settings = {name: self._groups[index] for name, index in self._group_of.items()}
 
-    def ready(self, tile: Tile, host_grad: Lane, landed: Any) -> None:
-        """Take a tile's gradient, which is in `host_grad` after the event `landed`."""
+    def ready(self, tile: Tile, host_grad: Lane) -> None:
+        """Take a tile's gradient, which is in `host_grad` once that is `ready`."""
         if self.waits(tile) or tile.rests.updates == COMPUTE:
-            self._pending.append((tile, host_grad, landed))
+            self._pending.append((tile, host_grad))
             if not self.directions.has_any(tile):  # else directions will replace the gradient
-                self._checks.sum_gradient(tile, host_grad.buffer, landed)
+                self._checks.sum_gradient(tile, host_grad.buffer, host_grad.ready)
         else:
-            self._start(tile, host_grad, landed, 1.0)
+            self._start(tile, host_grad, 1.0)
 
     def guard(self, losses: list[Tensor]) -> None:
         """Sum the loss over ranks; if it is not finite, skip updates that start before the norm."""
@@ -344,15 +346,15 @@ class Update:
                 found too late, as the message says.
             RunFailed: a host thread failed, or a bit has changed.
         """
-        numbers, device = self._numbers, self._device
+        device = self._device
         squares, flag = sink.squares, self._checks.flag
-        self._checks.compare_on_device([(tile, grad.buffer) for tile, grad, _ in self._pending])
+        self._checks.compare_on_device([(tile, grad.buffer) for tile, grad in self._pending])
         collect = partial(torch.cat, (squares.data, flag.data), out=self._norms.data)
         device.run(COMPUTE, "note norm", collect, [squares, flag], [self._norms])
         ready = self._collectives.all_reduce(self._norms, "norm")
         device.wait(COPY_OUT, ready, "report ready")
         device.wait(COPY_OUT, self._checked, "loss checked")
-        device.copy(COPY_OUT, self._landed, numbers)
+        device.copy(COPY_OUT, self._landed, self._numbers)
         device.synchronize(device.record(COPY_OUT), "report landed")
         loss, *measured, differing = device.read(self._landed)
         self._checks.report(differing, self._collectives.ranks)
@@ -360,15 +362,15 @@ class Update:
         norm = math.sqrt(total) if total >= 0 else math.nan
         self._check((loss, norm))
         # The backward ends with the tiles that the next forward needs first: tables, layer 0, ...
-        for tile, host_grad, landed in reversed(self._pending):
+        for tile, host_grad in reversed(self._pending):
             limit = self.max_grad_norm if self.waits(tile) else None
             scale = 1.0 if limit is None else min(1.0, limit / (norm + _CLIP_EPS))
             if self.waits(tile) and self.directions.has_any(tile):
                 self.directions.fetch_state(tile)
                 accumulator = sink.recall(tile, host_grad)
                 self.directions.replace_gradients(tile, accumulator.sums, self._settings, scale)
-                landed = sink.send(accumulator, host_grad)
-            self._start(tile, host_grad, landed, scale)
+                sink.send(accumulator, host_grad)
+            self._start(tile, host_grad, scale)
         return loss, norm
 
     def end(self) -> None:
@@ -385,15 +387,13 @@ class Update:
                 "computed from the same state before: a fault of the hardware. No weight has been "
                 "changed; test this machine's memory and GPU, and go on from the last checkpoint"
             )
-        loss_is_finite, norm_is_finite = map(math.isfinite, measured)
-        if not (loss_is_finite and norm_is_finite):
-            if not loss_is_finite:
-                for tile in self._started:  # `_apply` has skipped these updates
-                    tile.version -= 1
-                    tile.skipped.subtract(tile.idle)
-                self._started = []
+        norm_is_finite = math.isfinite(norm)
+        if not math.isfinite(loss):
+            for tile in self._started:  # `_apply` has skipped these updates
+                tile.version -= 1
+                tile.skipped.subtract(tile.idle)
+            self._started = []
             self._checks.compare_all()
-        if not loss_is_finite:
             bad = [i for i, share in enumerate(self._losses) if not math.isfinite(share)]
             ranks = self._collectives.ranks
             whose = "" if ranks.size == 1 else f" of rank {ranks.rank}"
@@ -401,16 +401,18 @@ class Update:
             raise StepRefused(f"{problem}: {_INTACT}", intact=True, measured=measured)
         if norm_is_finite and norm <= self.norm_limit:
             return
+        if not norm_is_finite:
+            self._checks.compare_all()
         above = f", above {self.norm_limit:.4g}" if norm_is_finite else ""
         damage = _INTACT if self.deferred else _DAMAGED
         problem = f"the gradient norm is {norm:.4g}{above}"
         raise StepRefused(f"{problem}: {damage}", intact=self.deferred, measured=measured)
 
-    def _start(self, tile: Tile, host_grad: Lane, landed: Any, scale: float) -> None:
+    def _start(self, tile: Tile, host_grad: Lane, scale: float) -> None:
         """Put a tile's update on its stream, behind its gradient's arrival and a save's reads."""
         stream = tile.rests.updates
         if tile.rests.gradient is not Tier.DEVICE:
-            self._device.wait(stream, landed, "gradient landed")
+            self._device.wait(stream, host_grad.ready, "gradient landed")
         give_way(self._device, tile, stream)
         tile.version += 1
         tile.skipped.update(tile.idle)
@@ -465,8 +467,8 @@ class Update:
             with_entry = [plane for plane in states if plane.has(entry)]
             group = self._groups[self._group_of[entry.name]] | {"shape": entry.shape}
             clipping = 1.0 if self._optimizer.rule.directed(entry) else scale
-            stop, version = entry.offset + entry.numel, versions[entry.name]
-            yield _Run(group, entry.offset, stop, with_entry, version, clipping)
+            stop = entry.offset + entry.numel
+            yield _Run(group, entry.offset, stop, with_entry, versions[entry.name], clipping)
 
     def expect(self, tile: Tile) -> None:
         """Prepare for a tile's gradient, which will soon be complete on the device."""
@@ -486,7 +488,8 @@ class Update:
             return
         gradient = host_grad.buffer.data
         by_kind = {plane.kind: plane for plane in tile.planes}
-        weights, remainder = by_kind[PlaneKind.WEIGHTS], by_kind.get(PlaneKind.REMAINDER)
+        weights = by_kind[PlaneKind.WEIGHTS]
+        remainder = by_kind.get(PlaneKind.REMAINDER)
         for run in runs:
             in_part = slice(run.start - first, run.stop - first)
             part = TileRange(

@@ -56,28 +56,21 @@ _SHAPED_LIKE = ("aten::empty_like", "aten::new_", "aten::zeros_like", "aten::one
 
 
 class Op(NamedTuple):
-    """One operation, with the numbers of the storages that it reads and writes.
+    """One operation, with the numbers of the storages that it reads and writes."""
 
-    Attributes:
-        work: of a matrix product or attention; other operations are priced as fused kernels.
-        writes: storages that no operation wrote before.
-        scratch_bytes: that the operation needs while it runs.
-        again: True if a fused kernel of the backward may compute the results again.
-        product_bytes: scratch in fp32, beyond `scratch_bytes`, if the graph was kept: so a layer of
-            gpt-oss takes 6.4 matrices of logits on an H200, and 4.4 where nothing is kept.
-        light: True of products of experts and of cuDNN's attention, which torch's partitioner does
-            not count as heavy (`compute_intensive_ops`): within a budget a graph keeps their
-            operands, and the backward computes them again.
-        gathers: True if the operation takes rows by index: some rows are read more than once.
-    """
-
-    work: Work
+    work: Work  # of a matrix product or attention; other operations are priced as fused kernels
     reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    scratch_bytes: int = 0
-    again: bool = True
+    writes: tuple[int, ...]  # storages that no operation wrote before
+    scratch_bytes: int = 0  # that the operation needs while it runs
+    again: bool = True  # True if a fused kernel of the backward may compute the results again
+    # scratch in fp32, beyond `scratch_bytes`, if the graph was kept: so a layer of gpt-oss takes
+    # 6.4 matrices of logits on an H200, and 4.4 where nothing is kept
     product_bytes: int = 0
+    # True of products of experts and of cuDNN's attention, which torch's partitioner does not count
+    # as heavy (`compute_intensive_ops`): within a budget a graph keeps their operands, and the
+    # backward computes them again
     light: bool = False
+    # True if the operation takes rows by index: some rows are read more than once
     gathers: bool = False
 
     @property

@@ -66,19 +66,12 @@ _PLACES: dict[Enum, str] = {
 
 
 class Cost(NamedTuple):
-    """The cost of a piece of work.
+    """The cost of a piece of work."""
 
-    Attributes:
-        seconds: that the work takes its stream.
-        launching: seconds of the calling thread beyond `CostModel.put_seconds`.
-        blocking: True if the calling thread waits for the work.
-        num_bytes: of host memory that the work moves.
-    """
-
-    seconds: float = 0.0
-    launching: float = 0.0
-    blocking: bool = False
-    num_bytes: int = 0
+    seconds: float = 0.0  # that the work takes its stream
+    launching: float = 0.0  # seconds of the calling thread beyond `CostModel.put_seconds`
+    blocking: bool = False  # True if the calling thread waits for the work
+    num_bytes: int = 0  # of host memory that the work moves
     result: Any = None
 
 

@@ -32,16 +32,11 @@ _MOST_TOKENS = 1 << 24
 
 @dataclass(frozen=True)
 class Generation:
-    """Replies that the model generates between steps, as `megatrain train` does for GRPO.
+    """Replies that the model generates between steps, as `megatrain train` does for GRPO."""
 
-    Attributes:
-        new_tokens: of a reply, at most; a prompt with its reply fits into a row.
-        rows: replies that are generated together, at most; None: all of a step.
-        reference: True if a frozen reference model computes log-probabilities of the replies.
-    """
-
-    new_tokens: int
-    rows: int | None = None
+    new_tokens: int  # of a reply, at most; a prompt with its reply fits into a row
+    rows: int | None = None  # replies that are generated together, at most; None: all of a step
+    # True if a frozen reference model computes log-probabilities of the replies
     reference: bool = False
 
 

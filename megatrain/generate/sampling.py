@@ -33,20 +33,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of sampling; None: the model's setting, or temperature 0.8 and top_p 0.95.
-
-    Attributes:
-        temperature: 0: always the likeliest token.
-        top_p: sample from the likeliest tokens up to this probability.
-        top_k: sample from no more than so many of the likeliest tokens; 0: from any number.
-        repetition_penalty: above 1: tokens that have occurred become less likely.
-    """
+    """Settings of sampling; None: the model's setting, or temperature 0.8 and top_p 0.95."""
 
     max_new_tokens: int = 128
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: float | None = None  # 0: always the likeliest token
+    top_p: float | None = None  # sample from the likeliest tokens up to this probability
+    # sample from no more than so many of the likeliest tokens; 0: from any number
     top_k: int | None = None
-    repetition_penalty: float | None = None
+    repetition_penalty: float | None = None  # above 1: tokens that have occurred become less likely
     seed: int = 0
 
     def __post_init__(self) -> None:

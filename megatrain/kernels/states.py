@@ -41,21 +41,16 @@ class Scalars(NamedTuple):
 
 
 class TileRange(NamedTuple):
-    """A range of a tile's planes, and its gradient: flat and contiguous, on one device.
+    """A range of a tile's planes, and its gradient: flat and contiguous, on one device."""
 
-    Attributes:
-        weights: [N] bfloat16 (then `remainder` has the rest of the master) or float32.
-        remainder: [N] int16; int8: masters are rounded to 24 bits stochastically; None: float32.
-        states: the rule's states, changed in place: [N] float32. AdamW's two moments may also be
-            bfloat16, rounded stochastically, or int8 and uint8 codes, which are followed by their
-            scales, [ceil(N / GROUP)] float32.
-        grad: [N] bfloat16 or float32, read.
-    """
-
-    weights: Tensor
+    weights: Tensor  # [N] bfloat16 (then `remainder` has the rest of the master) or float32
+    # [N] int16; int8: masters are rounded to 24 bits stochastically; None: float32
     remainder: Tensor | None
+    # the rule's states, changed in place: [N] float32. AdamW's two moments may also be bfloat16,
+    # rounded stochastically, or int8 and uint8 codes, which are followed by their scales, [ceil(N /
+    # GROUP)] float32.
     states: Sequence[Tensor]
-    grad: Tensor
+    grad: Tensor  # [N] bfloat16 or float32, read
 
 
 class Checksums(NamedTuple):
@@ -74,22 +69,15 @@ class Checksums(NamedTuple):
 
 
 class UpdateOptions(NamedTuple):
-    """The number and place of an update, and how to run it.
+    """The number and place of an update, and how to run it."""
 
-    Attributes:
-        at: number of the range's first element among those of all tiles, the same in every
-            placement: it seeds random numbers.
-        step: number of the update; the first is 1. It seeds random numbers, too.
-        grad_scale: the clipping factor, by which the gradient is multiplied in fp32.
-        threads: host threads of native kernels.
-        sums: checksums to add to; None: no checksums.
-    """
-
+    # number of the range's first element among those of all tiles, the same in every placement: it
+    # seeds random numbers
     at: int = 0
-    step: int = 1
-    grad_scale: float = 1.0
-    threads: int = 1
-    sums: Checksums | None = None
+    step: int = 1  # number of the update; the first is 1. It seeds random numbers, too.
+    grad_scale: float = 1.0  # the clipping factor, by which the gradient is multiplied in fp32
+    threads: int = 1  # host threads of native kernels
+    sums: Checksums | None = None  # checksums to add to; None: no checksums
 
 
 def adamw_scalars(kind: torch.dtype, step: int, group: Mapping[str, Any]) -> Scalars:

@@ -102,19 +102,12 @@ def stop(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
 
 @dataclass
 class Rows:
-    """The embedding rows of one optimizer step, gathered once for all its micro-batches.
+    """The embedding rows of one optimizer step, gathered once for all its micro-batches."""
 
-    Attributes:
-        ids: `[B, T]` the micro-batch's token ids on the device.
-        index: `[B, T]` position of each token in the tables below.
-        tables: per gathered parameter `[U, D]`, U the distinct tokens of the step.
-        unique: `[U]` vocabulary id of each row (CPU, ascending).
-    """
-
-    ids: Tensor
-    index: Tensor
-    tables: dict[str, Tensor]
-    unique: Tensor
+    ids: Tensor  # `[B, T]` the micro-batch's token ids on the device
+    index: Tensor  # `[B, T]` position of each token in the tables below
+    tables: dict[str, Tensor]  # per gathered parameter `[U, D]`, U the distinct tokens of the step
+    unique: Tensor  # `[U]` vocabulary id of each row (CPU, ascending)
 
     def position(self, token: int) -> int | None:
         """The index of a token's row; None: the step does not have the token."""

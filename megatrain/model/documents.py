@@ -296,17 +296,11 @@ def check_documents(spec: ModelSpec) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of documents, and the same rows with some tokens changed.
+    """Rows of documents, and the same rows with some tokens changed."""
 
-    Attributes:
-        lengths: of the documents in each row, or in all rows end to end.
-        changed_T: True for the tokens of these documents that are changed.
-        micro_batches: the rows, and the rows with tokens changed.
-    """
-
-    lengths: list[int]
-    changed_T: Tensor
-    micro_batches: list[Micro]
+    lengths: list[int]  # of the documents in each row, or in all rows end to end
+    changed_T: Tensor  # True for the tokens of these documents that are changed
+    micro_batches: list[Micro]  # the rows, and the rows with tokens changed
 
     def differences(self, one_BT: Tensor, other_BT: Tensor) -> tuple[float, float, float]:
         """Root mean square changes of losses, divided by the losses' spread.

@@ -45,24 +45,17 @@ _PURPOSES = {
 
 @dataclass
 class LayerTemplate:
-    """Layers that compute the same function of their weights.
+    """Layers that compute the same function of their weights."""
 
-    Attributes:
-        module: the template; parameters on the meta device, buffers real.
-        output_spec: pytree of a call's return value and of its additions to containers.
-        example: the flat outputs of a call in the structure run (zeros).
-        compiled: the compiled call for each purpose.
-        routes: True if a call's last output is its routers' sums (model/routers.py).
-        random: True if a call uses random numbers in training.
-        states: attributes of modules in which a call leaves tensors.
-    """
-
-    module: nn.Module
-    output_spec: Any = None
+    module: nn.Module  # the template; parameters on the meta device, buffers real
+    output_spec: Any = None  # pytree of a call's return value and of its additions to containers
+    # the flat outputs of a call in the structure run (zeros)
     example: list[Any] = field(default_factory=list)
+    # the compiled call for each purpose
     compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    routes: bool = False
-    random: bool = False
+    routes: bool = False  # True if a call's last output is its routers' sums (model/routers.py)
+    random: bool = False  # True if a call uses random numbers in training
+    # attributes of modules in which a call leaves tensors
     states: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def call(

@@ -51,48 +51,36 @@ class MicroBatch:
 
 @dataclass
 class Batch:
-    """This rank's micro-batches of one step.
-
-    Attributes:
-        normaliser: the divisor of the loss, over all micro-batches of all ranks.
-        num_tokens: positions of this rank, padding included.
-        unique_U: the token ids whose rows are gathered (CPU); `micro[i].rows.index` points into it.
-            With several ranks: the ids of all ranks' tokens, in a block of equal size for each
-            rank that keeps their rows; a block is padded with an id of its own or of an earlier
-            block.
-        seed: of this step's random numbers.
-        first: the number of `micro[0]` in this rank's step.
-        before: micro-batches of the ranks before this one; random numbers depend on a
-            micro-batch's number among those of all ranks.
-        own: the slice of `unique_U` whose rows this rank keeps.
-        all_tokens: positions of all ranks, in the caller's micro-batches.
-        most: micro-batches of the rank that has most; others may have passes without any.
-        idle: the number of last micro-batches without labels, which only exchange tokens.
-        has_media: True if any rank's micro-batch has images or sounds.
-        loss_inputs: the targets and other inputs of each micro-batch's loss, on the device; for a
-            joint loss of the micro-batches of all ranks.
-        measured: the measures of a joint loss, on the device, once the head has been visited.
-        loads: the tokens of each expert `[L, E]`, on the device, once the head has been visited.
-        router_shares: the weight of each micro-batch's router loss; None: routers have one loss of
-            all tokens together.
-    """
+    """This rank's micro-batches of one step."""
 
     micro: list[MicroBatch]
-    normaliser: float
-    num_tokens: int
+    normaliser: float  # the divisor of the loss, over all micro-batches of all ranks
+    num_tokens: int  # positions of this rank, padding included
+    # the token ids whose rows are gathered (CPU); `micro[i].rows.index` points into it. With
+    # several ranks: the ids of all ranks' tokens, in a block of equal size for each rank that keeps
+    # their rows; a block is padded with an id of its own or of an earlier block.
     unique_U: Tensor
-    seed: int
-    first: int = 0
+    seed: int  # of this step's random numbers
+    first: int = 0  # the number of `micro[0]` in this rank's step
+    # the targets and other inputs of each micro-batch's loss, on the device; for a joint loss of
+    # the micro-batches of all ranks
     loss_inputs: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
+    # the measures of a joint loss, on the device, once the head has been visited
     measured: dict[str, Tensor] = field(default_factory=dict)
+    # the tokens of each expert `[L, E]`, on the device, once the head has been visited
     loads: list[Tensor] = field(default_factory=list)
+    # micro-batches of the ranks before this one; random numbers depend on a micro-batch's number
+    # among those of all ranks
     before: int = 0
+    # the slice of `unique_U` whose rows this rank keeps
     own: slice = field(default_factory=lambda: slice(None))
-    all_tokens: int = 0
-    most: int = 0
+    all_tokens: int = 0  # positions of all ranks, in the caller's micro-batches
+    most: int = 0  # micro-batches of the rank that has most; others may have passes without any
+    # the weight of each micro-batch's router loss; None: routers have one loss of all tokens
+    # together
     router_shares: Sequence[float] | None = None
-    has_media: bool = False
-    idle: int = 0
+    has_media: bool = False  # True if any rank's micro-batch has images or sounds
+    idle: int = 0  # the number of last micro-batches without labels, which only exchange tokens
 
     def passes(self, count: int) -> list["Batch"]:
         """The micro-batches, in order, as at most `count` batches of about equal size."""

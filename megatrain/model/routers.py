@@ -32,18 +32,13 @@ BIASES = ("e_score_correction_bias", "expert_bias")
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """The losses and counts of a step's routers.
+    """The losses and counts of a step's routers."""
 
-    Attributes:
-        weight: of the balance of experts.
-        chosen: K.
-        bias_rate: by how much a step moves the bias that a router adds to its scores to choose
-            experts (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2).
-    """
-
-    weight: float = 0.0
-    chosen: int = 0
+    weight: float = 0.0  # of the balance of experts
+    chosen: int = 0  # K
     z_weight: float = 0.0
+    # by how much a step moves the bias that a router adds to its scores to choose experts
+    # (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2)
     bias_rate: float = 0.0
 
     @property

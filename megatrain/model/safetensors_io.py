@@ -40,20 +40,15 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a file, and the place of its bytes there.
-
-    Attributes:
-        start: the place of the first byte.
-        opened: the open file, which can be read even if its name is deleted.
-    """
+    """A tensor of a file, and the place of its bytes there."""
 
     name: str
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
+    start: int  # the place of the first byte
     num_bytes: int
-    opened: BinaryIO | None = None
+    opened: BinaryIO | None = None  # the open file, which can be read even if its name is deleted
 
     def read(self) -> Tensor:
         """The tensor's values in new memory, on the CPU, in the file's dtype."""

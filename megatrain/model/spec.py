@@ -19,17 +19,12 @@ PROBE_IDS = torch.arange(16).remainder(4).view(PROBE_SHAPE)
 
 @dataclass
 class Layer:
-    """One layer of the stack.
+    """One layer of the stack."""
 
-    Attributes:
-        name: path of the layer's module in the model.
-        inputs: activations that the layer reads, in argument order.
-    """
-
-    name: str
+    name: str  # path of the layer's module in the model
     module: nn.Module
     kind: LayerTemplate
-    inputs: list[Ref]
+    inputs: list[Ref]  # activations that the layer reads, in argument order
 
 
 @dataclass

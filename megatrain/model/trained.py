@@ -14,14 +14,11 @@ class Trained:
     """Regular expressions that are searched for in the names of a model's parameters.
 
     A tied parameter has its first name alone, that of the embedding.
-
-    Attributes:
-        freeze: parameters whose names match are not trained.
-        train_only: only parameters whose names match are trained; None: those that require
-            gradients; of a folder's model not its encoders of images and sounds.
     """
 
-    freeze: Sequence[str] = ()
+    freeze: Sequence[str] = ()  # parameters whose names match are not trained
+    # only parameters whose names match are trained; None: those that require gradients; of a
+    # folder's model not its encoders of images and sounds
     train_only: Sequence[str] | None = None
 
     def __post_init__(self) -> None:

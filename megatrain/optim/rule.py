@@ -41,22 +41,15 @@ class PlaneKind(Enum):
 
 @dataclass(frozen=True)
 class Plane:
-    """One quantity of a tile (weights, gradient, a state), at the offsets of the tile's layout.
+    """One quantity of a tile (weights, gradient, a state), at the offsets of the tile's layout."""
 
-    Attributes:
-        name: unique in the tile; a key of checkpoints.
-        per: elements that share one value (more than 1 for a scale); divides tile.ALIGNMENT.
-        frozen: True if frozen parameters have this plane, too.
-        only: True for the parameters that have this plane; None: all have it.
-        on_device: True if only `average` (Muon) uses the plane, on the device.
-    """
-
-    name: str
+    name: str  # unique in the tile; a key of checkpoints
     dtype: torch.dtype
-    per: int = 1
-    frozen: bool = False
+    per: int = 1  # elements that share one value (more than 1 for a scale); divides tile.ALIGNMENT
+    frozen: bool = False  # True if frozen parameters have this plane, too
+    # True for the parameters that have this plane; None: all have it
     only: Callable[[Entry], bool] | None = None
-    on_device: bool = False
+    on_device: bool = False  # True if only `average` (Muon) uses the plane, on the device
     kind: PlaneKind = PlaneKind.STATE
 
     def __hash__(self) -> int:

@@ -55,22 +55,16 @@ def patience() -> timedelta:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the ranks that share a model; this base class: alone, or in a forecast.
-
-    Attributes:
-        on_host: ranks that share this machine's memory and cores.
-        hosts: number of hosts: groups of consecutive ranks that each keep the whole model.
-        host: the ranks' process group for CPU tensors and objects.
-        saves: another such group for the thread of a save, which runs beside the main thread.
-        link_gbps: GB/s that a device receives in a gather; None if nobody has measured it.
-    """
+    """This process among the ranks that share a model; this base class: alone, or in a forecast."""
 
     rank: int = 0
     size: int = 1
-    on_host: int = 1
-    host: ProcessGroup | None = None
+    on_host: int = 1  # ranks that share this machine's memory and cores
+    host: ProcessGroup | None = None  # the ranks' process group for CPU tensors and objects
+    # GB/s that a device receives in a gather; None if nobody has measured it
     link_gbps: float | None = None
-    hosts: int = 1
+    hosts: int = 1  # number of hosts: groups of consecutive ranks that each keep the whole model
+    # another such group for the thread of a save, which runs beside the main thread
     saves: ProcessGroup | None = None
 
     @property

@@ -304,22 +304,18 @@ def _moved(move: Callable[[int], None], limit: int) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a machine; None where the system does not report one.
-
-    Attributes:
-        quota_cores: processor time that the cgroup allows, in cores.
-        allowed_bytes: host memory allowed by cgroup and MEGATRAIN_HOST_MEMORY.
-    """
+    """Facts about a machine; None where the system does not report one."""
 
     folder: str
     disk_free_bytes: int
-    quota_cores: float | None
+    quota_cores: float | None  # processor time that the cgroup allows, in cores
     huge_pages: str | None
     gpu: Gpu | None
     untested: str | None = None
     cpu: str = field(default_factory=host.cpu_name)
     cores: int = field(default_factory=host.usable_cores)
     memory_bytes: int = field(default_factory=lambda: int(psutil.virtual_memory().total))
+    # host memory allowed by cgroup and MEGATRAIN_HOST_MEMORY
     allowed_bytes: int = field(default_factory=host.host_limit_bytes)
     free_bytes: int = field(default_factory=host.host_available_bytes)
     kernels: str = implementation

@@ -332,24 +332,17 @@ def _halves(number: int, least: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class TileBytes:
-    """Equal tiles that rest in the same place.
+    """Equal tiles that rest in the same place."""
 
-    Attributes:
-        name: `layer 2`, `layer 2 ... layer 27`, or `9 of layer 2 ... layer 27`.
-        parameters: of one tile.
-        planes: bytes of one tile by plane; gradients that share memory (no clipping) do not count.
-        disk: planes that rest on the disk instead of `tier`.
-        written: bytes that an update of one tile writes to the disk.
-    """
-
-    name: str
+    name: str  # `layer 2`, `layer 2 ... layer 27`, or `9 of layer 2 ... layer 27`.
     count: int
-    parameters: int
+    parameters: int  # of one tile
     tier: str
+    # bytes of one tile by plane; gradients that share memory (no clipping) do not count
     planes: dict[str, int]
-    disk: tuple[str, ...] = ()
+    disk: tuple[str, ...] = ()  # planes that rest on the disk instead of `tier`
     stays: bool = False
-    written: int = 0
+    written: int = 0  # bytes that an update of one tile writes to the disk
 
     @property
     def total_bytes(self) -> int:

@@ -54,16 +54,12 @@ COLUMNS = ("step", "tokens", "seconds", "mfu", *(column for _, column, _ in _CHA
 
 @dataclass
 class Metrics:
-    """The lines of `metrics.jsonl`.
+    """The lines of `metrics.jsonl`."""
 
-    Attributes:
-        columns: the values of each of COLUMNS over the finished steps; NaN: no value.
-        failed: the error that ended the run, if the last line has one.
-    """
-
+    # the values of each of COLUMNS over the finished steps; NaN: no value
     columns: dict[str, Values]
     evaluations: list[Mapping[str, Any]] = field(default_factory=list)
-    failed: str | None = None
+    failed: str | None = None  # the error that ended the run, if the last line has one
 
     @property
     def num_steps(self) -> int:

@@ -226,17 +226,13 @@ def check_precision(checkpoint: Checkpoint, requested: str | None) -> Any:
 
 @dataclass
 class Origin:
-    """The folder, checkpoint or hub id from which weights were read, and checksums of these.
-
-    Attributes:
-        carried: the fingerprint of carried tensors; None: not computed yet.
-    """
+    """The folder, checkpoint or hub id from which weights were read, and checksums of these."""
 
     path: str
     revision: str | None = None
     algorithm: str = ALGORITHM
     sums: dict[str, str] = field(default_factory=dict)
-    carried: str | None = None
+    carried: str | None = None  # the fingerprint of carried tensors; None: not computed yet
 
     def add(self, name: str, values: Tensor) -> None:
         """Add a tensor's dtype, shape and bytes to the checksums; in any order, from any thread."""

@@ -61,18 +61,14 @@ class Tier(Enum):
 
 @dataclass(frozen=True)
 class Rests:
-    """Where a tile rests: the tier of each kind of plane.
-
-    Attributes:
-        stays: the device keeps a copy of the weights from one visit to the next.
-        shared: the device reads weights and writes the gradient in place, in host memory.
-    """
+    """Where a tile rests: the tier of each kind of plane."""
 
     weights: Tier = Tier.HOST
     remainder: Tier = Tier.HOST
     moments: Tier = Tier.HOST
     gradient: Tier = Tier.HOST
-    stays: bool = False
+    stays: bool = False  # the device keeps a copy of the weights from one visit to the next
+    # the device reads weights and writes the gradient in place, in host memory
     shared: bool = False
 
     @property
@@ -450,16 +446,11 @@ LANES = 4  # pieces: one is read, one updated, one written, and one evens out th
 
 @dataclass(eq=False)
 class Lane:
-    """A buffer that is filled and emptied again and again.
-
-    Attributes:
-        free: event after which the buffer may be written again.
-        ready: event after which the buffer is filled.
-    """
+    """A buffer that is filled and emptied again and again."""
 
     buffer: Buffer
-    free: Any = None
-    ready: Any = None
+    free: Any = None  # event after which the buffer may be written again
+    ready: Any = None  # event after which the buffer is filled
 
 
 def own_numel(tile: Tile) -> int:

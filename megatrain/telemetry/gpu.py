@@ -40,32 +40,23 @@ def find_gpu(device: str = "auto") -> Gpu | None:
 
 @dataclass(frozen=True)
 class KnownGpu:
-    """An entry of `gpus.json`: nominal peaks and sizes, and the shares of them usually reached.
-
-    Attributes:
-        bus_gbps: one way between host and device.
-        link_gbps: between cards of a host; 0: they have no link.
-        host: the usual machine: `desktop`, `workstation` or `server`.
-        shares: reached by products, attention and memory.
-        shared: the part of the one memory of host and GPU that work may take; 0: two memories.
-        measured: others' measurements of training on this GPU, with the source.
-        also: names of machines with this GPU.
-    """
+    """An entry of `gpus.json`: nominal peaks and sizes, and the shares of them usually reached."""
 
     name: str
     bf16_tflops: float
     fp32_tflops: float
     memory_gib: float
     memory_gbps: float
-    bus_gbps: float
-    host: str
-    shares: dict[str, float]
+    bus_gbps: float  # one way between host and device
+    host: str  # the usual machine: `desktop`, `workstation` or `server`
+    shares: dict[str, float]  # reached by products, attention and memory
     words: frozenset[str]
     source: str
+    # the part of the one memory of host and GPU that work may take; 0: two memories
     shared: float = 0.0
-    link_gbps: float = 0.0
-    measured: str = ""
-    also: tuple[str, ...] = ()
+    link_gbps: float = 0.0  # between cards of a host; 0: they have no link
+    measured: str = ""  # others' measurements of training on this GPU, with the source
+    also: tuple[str, ...] = ()  # names of machines with this GPU
 
 
 @cache

@@ -66,22 +66,15 @@ class TileKind(Enum):
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter inside a tile: its Hugging Face name, shape, offset (elements) and group.
-
-    Attributes:
-        group: index of its parameter group when the optimizer was made; None: frozen.
-        wide: True if it is frozen, and its source has bits that bf16 does not hold.
-        packed: its format in the weights plane; None: plain values.
-        multiplied: True if layers compute with its `OPERANDS` in float8.
-    """
+    """One parameter inside a tile: its Hugging Face name, shape, offset (elements) and group."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
-    group: int | None
-    wide: bool = False
-    packed: WeightFormat | None = None
-    multiplied: bool = False
+    group: int | None  # index of its parameter group when the optimizer was made; None: frozen
+    wide: bool = False  # True if it is frozen, and its source has bits that bf16 does not hold
+    packed: WeightFormat | None = None  # its format in the weights plane; None: plain values
+    multiplied: bool = False  # True if layers compute with its `OPERANDS` in float8
 
     @cached_property
     def numel(self) -> int:

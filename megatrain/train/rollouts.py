@@ -31,6 +31,7 @@ from megatrain.base.seeds import derived_seed
 from megatrain.config import Config, RolloutSection, step_loss
 from megatrain.data import PLAIN, PromptRow, Prompts, Step, StepLoader
 from megatrain.data.dataset import Layout
+from megatrain.data.token_store import Tokens
 from megatrain.data.tokenizer import pad_id
 from megatrain.errors import InputError, RunFailed, StepRefused, explained, in_one_line
 from megatrain.generate.sampling import Sampling
@@ -372,16 +373,17 @@ class Rollouts:
 
     def _with_logprobs(self, replies: Sequence[Reply]) -> tuple[Step, list[int]]:
         """Micro-batches with log-probabilities, the longest rows first; and the replies' order."""
-        rows = []
+        rows: list[Tokens] = []
         for reply in replies:
             ids = np.array([*reply.row.ids, *reply.ids], np.int64)
             learnt = np.arange(len(ids)) >= len(reply.row.ids)
             learnt &= reply.ended or not self._loss.mask_truncated_completions
-            rows.append((ids, np.where(learnt, ids, IGNORED)))
-        order = sorted(range(len(rows)), key=lambda row: -len(rows[row][0]))
+            rows.append(Tokens(ids, np.where(learnt, ids, IGNORED)))
+        order = sorted(range(len(rows)), key=lambda row: -len(rows[row].ids))
+        one_segment = [[rows[row]] for row in order]
         size = self.loader.rows_per_micro_batch * self._loss.lines
-        parts = [order[start : start + size] for start in range(0, len(order), size)]
-        micros = [self._layout.batch([[rows[row]] for row in part]) for part in parts]
+        starts = range(0, len(order), size)
+        micros = [self._layout.batch(one_segment[start : start + size]) for start in starts]
         has_labels = any((micro["labels"] != IGNORED).any() for micro in micros)
 
         def logps(engine: Engine) -> list[Tensor]:
