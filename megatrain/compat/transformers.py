@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count
 from operator import attrgetter
+from pathlib import Path
 from threading import RLock, get_ident
 from typing import Any
 
@@ -14,7 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, masking_utils, video_utils
+from transformers import (
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+    dynamic_module_utils,
+    masking_utils,
+    video_utils,
+)
 from transformers import core_model_loading as loading
 from transformers.audio_utils import load_audio
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -154,6 +162,21 @@ def counts_tokens(config: PreTrainedConfig) -> bool:
     except (ValueError, AttributeError):
         return False
     return True
+
+
+_code_by_name: dict[str, bytes] = {}
+
+
+def mixes_code(folder: Path) -> bool:
+    """True if transformers takes a folder's code for that of another one, read in this process.
+
+    Older versions know a local folder's modules by the folder's name alone. Reading other code of
+    that name would also change the functions of models that are open.
+    """
+    if hasattr(dynamic_module_utils, "_compute_local_source_files_hash"):
+        return False
+    code = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
+    return _code_by_name.setdefault(folder.name, code) != code
 
 
 def configs(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
@@ -331,6 +354,24 @@ def model_of(kind: type[PreTrainedModel], config: PreTrainedConfig, **options: A
 def initialise(owner: PreTrainedModel, module: nn.Module) -> None:
     """Initialise a module's parameters at random, as its model's class does."""
     owner._init_weights(module)
+
+
+def thaw(model: PreTrainedModel) -> None:
+    """Let the parameters require gradients that do so after `from_pretrained`.
+
+    It makes each floating-point parameter anew, which drops what constructors have frozen, and runs
+    the initialisers of all modules once more, which may freeze. Values stay as they are.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    for part in [*model.modules(), *tensors]:
+        vars(part)["_is_hf_initialized"] = isinstance(part, Tensor)
+    model.initialize_weights()
+    for tensor in tensors:
+        del vars(tensor)["_is_hf_initialized"]
 
 
 def drop_ignorable(model: PreTrainedModel, report: Any) -> None:

@@ -54,6 +54,12 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
         _refuse_nan(values, path)
         if "auto_map" in values and not trust_remote_code:
             remedy = "if you trust it: model.trust_remote_code: true, or --trust-remote-code"
+        elif "auto_map" in values and hf.mixes_code(folder.resolve()):
+            raise InputError(
+                f"{folder} brings other code than an earlier folder named {folder.resolve().name}, "
+                f"and transformers {transformers.__version__} would mix both; rename the folder, "
+                "install a newer one, or open it in another process"
+            )
     with explained(f"cannot read the model configuration in {folder}", remedy):  # of many types
         return read_config(folder, trust_remote_code=trust_remote_code)
 

@@ -234,9 +234,12 @@ class Capture:
         takes_any: True if the forward passes unknown keyword arguments to its layers.
         encodes: True if the model has encoders of images or sounds.
         runner: the module whose forward calls the layers.
+        layers: all layers of the stack, also those that no forward calls.
     """
 
-    def __init__(self, model: "PreTrainedModel", stack: nn.ModuleList) -> None:
+    def __init__(
+        self, model: "PreTrainedModel", stack: nn.ModuleList, layers: Iterable[nn.Module]
+    ) -> None:
         from megatrain.compat import transformers as hf
 
         self.model = model
@@ -249,9 +252,9 @@ class Capture:
         kinds = [parameter.kind for parameter in self._signature.values()]
         self.takes_any = inspect.Parameter.VAR_KEYWORD in kinds
         self.encodes, self._demands_types = hf.encodes(model), hf.demands_types(model)
-        self._stack = stack
+        self.layers = list(layers)
         self.runner = next(m for m in model.modules() if stack in m.children())
-        for layer in stack:
+        for layer in self.layers:
             self._replace(layer)
         self._ties = ties(model)
 
@@ -276,7 +279,7 @@ class Capture:
 
     def restore(self) -> None:
         """Give the layers their classes' forwards again."""
-        for layer in self._stack:
+        for layer in self.layers:
             del layer.forward
 
     @contextmanager
@@ -286,7 +289,7 @@ class Capture:
         try:
             yield self.model
         finally:
-            for layer in self._stack:
+            for layer in self.layers:
                 self._replace(layer)
 
     def takes(self, name: str) -> bool:

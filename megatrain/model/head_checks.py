@@ -3,23 +3,25 @@
 transformers' models compute a loss in their forward if they get labels. The engine computes the
 loss separately, so that logits never exist as a whole; anything that a model adds to its loss would
 be lost. So the head of a class of transformers, or of a folder's code, is tried on a few random
-hidden states. A user's code can do more than a trial shows: its loss must be the very tensor that
-transformers' loss function computes from the labels and the logits.
+hidden states. Other code than transformers' may treat tokens in another way that no trial has: its
+loss must be computed from the labels by a cross entropy alone, and not from the input's tokens.
 
 Random weights are random in their first values, which give logits of some tokens, and zero
 elsewhere, where they take no memory.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from megatrain.base.changed import changed
+from megatrain.compat.torch import memory_of, pytree
 from megatrain.compat.transformers import CAUSAL_LM_CLASSES, configs
 from megatrain.errors import Unsupported, in_one_line
 from megatrain.loss import IGNORED, targets_of
@@ -88,23 +90,15 @@ def _try_scores(spec: ModelSpec, name: str) -> None:
 def _tried(spec: ModelSpec, name: str) -> int:
     """`label_shift`, from a comparison of the model's loss with the cross entropy of its logits."""
     model, labels_BT = spec.capture.model, _labels(spec)
-    function = model.loss_function
-    if not _is_known(function):
+    module = getattr(model.loss_function, "__module__", None) or ""
+    if module.partition(".")[0] not in ("transformers", "transformers_modules"):
         raise Unsupported(
             f"{name} defines a loss_function, which MegaTrain does not compute; remove the "
             "function, or train elsewhere"
         )
-    noted: list[tuple[Tensor, Tensor, Tensor]] = []
-    attributes = vars(model).copy()
-
-    def noting(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        loss: Tensor = function(logits, labels, *args, **kwargs)
-        noted.append((logits, labels, loss))
-        return loss
-
-    model.loss_function = noting
+    reads = _ReadsTokens(labels_BT)
     try:
-        loss, logits_BTV = _loss_of_model(spec, labels_BT)
+        loss, logits_BTV = _loss_of_model(spec, labels_BT, reads=reads)
         value = None if loss is None else float(loss)
     except Exception as error:  # whatever a model's own code makes of these labels
         raise Unsupported(
@@ -112,32 +106,21 @@ def _tried(spec: ModelSpec, name: str) -> int:
             f"({in_one_line(error, 200)}), and another one is not trained; give a model whose "
             "forward can"
         ) from error
-    finally:
-        vars(model).clear()
-        vars(model).update(attributes)
     if value is None:
         return 1
-    if not _is_known(model.forward) and not any(
-        logits is logits_BTV and labels is labels_BT and result is loss
-        for logits, labels, result in noted
-    ):
+    shifts = [n for n in (1, 0) if _same(value, _cross_entropy(logits_BTV, labels_BT, n))]
+    if not shifts:
         raise Unsupported(
-            f"{name}'s forward is not transformers' own, and its loss is not the result of its "
-            "loss_function for the labels and the logits that it returns; let it return that"
+            f"the loss in {name}'s forward is not the mean cross entropy of its labels, and the "
+            "difference would be left out; give a model with that loss alone"
         )
-    for shift in (1, 0):
-        if _same(value, _cross_entropy(logits_BTV, labels_BT, shift)):
-            return shift
-    raise Unsupported(
-        f"the loss in {name}'s forward is not the mean cross entropy of its labels, and the "
-        "difference would be left out; give a model with that loss alone"
-    )
-
-
-def _is_known(function: Callable[..., Any]) -> bool:
-    """True if a function is of transformers, or of the code of a folder."""
-    module = getattr(function, "__module__", None) or ""
-    return module.partition(".")[0] in ("transformers", "transformers_modules")
+    if not type(model).__module__.startswith("transformers.") and (used := reads.before(loss)):
+        raise Unsupported(
+            f"the loss in {name}'s forward is computed from values of labels or input_ids (by "
+            f"{used}), and what it does for some tokens alone would be left out; let it give the "
+            "labels to cross_entropy as they are, and set those without a loss to -100 in the data"
+        )
+    return shifts[0]
 
 
 def _try_routers(spec: ModelSpec, loss: RouterLoss, shift: int, name: str) -> None:
@@ -185,16 +168,79 @@ def _labels(spec: ModelSpec) -> Tensor:
     return labels_BT
 
 
+# Functions of torch that move values, that read them for Python, and masks of labelled tokens.
+_MOVES = {
+    "__get__", "__getitem__", "__setitem__", "cat", "chunk", "clone", "contiguous", "detach",
+    "expand", "flatten", "long", "masked_fill", "narrow", "pad", "permute", "reshape", "roll",
+    "select", "split", "squeeze", "stack", "to", "transpose", "type", "unbind", "unsqueeze",
+    "view", "where",
+}  # fmt: skip
+_READS = {
+    "__bool__", "__contains__", "__float__", "__index__", "__int__", "equal", "item", "numpy",
+    "tolist",
+}  # fmt: skip
+_MASKS = {("eq", IGNORED), ("ne", IGNORED), ("ge", 0), ("lt", 0)}
+
+
+class _ReadsTokens(TorchFunctionMode):
+    """Follows token ids through a forward; notes functions of their values but cross entropy."""
+
+    def __init__(self, labels: Tensor) -> None:
+        super().__init__()
+        self._moved = {memory_of(labels): labels}
+        self._read: dict[Any, tuple[Tensor, str]] = {}
+        self._branch = ""
+
+    def follow(self, ids: Tensor) -> None:
+        """Follow the model's input, too."""
+        self._read[memory_of(ids)] = ids, "input_ids"
+
+    def before(self, loss: Tensor | None) -> str:
+        """The first function of labels, or "input_ids", on which the loss depends, if any."""
+        _, used = ("", "") if loss is None else self._read.get(memory_of(loss), ("", ""))
+        return self._branch or used
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, kwargs = func(*args, **(kwargs or {})), kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        places = {memory_of(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        reads = next((self._read[p][1] for p in places if p in self._read), "")
+        is_loss = func in (F.cross_entropy, F.nll_loss) and kwargs.get("weight") is None
+        is_mask = type(args and args[-1]) is int and (name.strip("_"), args[-1]) in _MASKS
+        unread = places.isdisjoint(self._moved) or (is_loss and len(args) == 2) or is_mask
+        if unread and not reads:
+            return result
+        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        leaves = pytree.tree_leaves((result, args[:1] if in_place else ()))
+        results = [x for x in leaves if isinstance(x, Tensor)]
+        if not reads and name in _MOVES:
+            self._moved |= {memory_of(tensor): tensor for tensor in results}
+        else:
+            first = reads or name.strip("_")
+            self._read |= {memory_of(tensor): (tensor, first) for tensor in results}
+            if name in _READS and first != "input_ids":
+                self._branch = self._branch or first
+        return result
+
+
 def _loss_of_model(
-    spec: ModelSpec, labels_BT: Tensor, routed: tuple[Tensor, ...] = (), **more: Tensor
+    spec: ModelSpec,
+    labels_BT: Tensor,
+    routed: tuple[Tensor, ...] = (),
+    reads: _ReadsTokens | None = None,
+    **more: Tensor,
 ) -> tuple[Tensor | None, Tensor]:
     """The loss, if any, and the logits of the model's forward on random hidden states.
 
     Args: `routed`: logits `[B * T, E]` of routers, whose loss is added.
     """
     with _on_random_states(spec, routed, **more) as (weights, output, inputs):
-        loss, logits = spec.capture.own_loss(weights, output, inputs, labels_BT)
-        return loss, spec.capture.head(weights, output, inputs) if logits is None else logits
+        if reads is not None:
+            reads.follow(inputs["input_ids"])
+        with reads or nullcontext(), torch.enable_grad():  # as in training, which code may ask
+            loss, logits = spec.capture.own_loss(weights, output, inputs, labels_BT)
+        logits = spec.capture.head(weights, output, inputs) if logits is None else logits
+        return None if loss is None else loss.detach(), logits.detach()
 
 
 @contextmanager
@@ -213,7 +259,7 @@ def _on_random_states(
             scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
             beginning.copy_(torch.randn(len(beginning), generator=generator) * scale)
     width = last_hidden(spec.trunk).shape[2:]
-    hidden = torch.randn((*_SHAPE, *width), generator=generator)
+    hidden = torch.randn((*_SHAPE, *width), generator=generator, requires_grad=True)
     ids_BT = torch.zeros(_SHAPE, dtype=torch.long)
     inputs = capture.inputs({"input_ids": ids_BT, **more})
     output = with_hidden(spec.trunk, hidden)

@@ -5,8 +5,7 @@ only the structure, needs no weights and takes no time. The autograd graph shows
 parameters each result depends on.
 """
 
-import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +38,7 @@ from megatrain.model.capture import (
 from megatrain.model.fingerprint import INDEX_ATTRIBUTES, Reader
 from megatrain.model.head_checks import label_shift, refuse_mixing
 from megatrain.model.layer_template import LayerTemplate, NumberRead, without_index
-from megatrain.model.routers import RouterLoss, router_loss, tap
+from megatrain.model.routers import BIASES, RouterLoss, router_loss, tap
 from megatrain.model.spec import PROBE_IDS, PROBE_SHAPE, Layer, ModelSpec
 from megatrain.model.zeros import ZeroProducts, zero_pages
 
@@ -129,6 +128,15 @@ def find_stacks(model: PreTrainedModel) -> list[tuple[str, nn.ModuleList]]:
     return sorted(stacks, key=lambda s: -sum(p.numel() for p in s[1].parameters()))
 
 
+def _layers_of(stack: nn.ModuleList, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of a list with their paths; of a list of lists, those of the inner lists."""
+    for number, layer in enumerate(stack):
+        if isinstance(layer, nn.ModuleList) and type(layer).forward is nn.Module.forward:
+            yield from _layers_of(layer, f"{path}.{number}")
+        else:
+            yield f"{path}.{number}", layer
+
+
 class NotCalled(Exception):
     """The model's forward has called none of a stack's layers."""
 
@@ -140,16 +148,20 @@ class _Probe:
         self, model: PreTrainedModel, named: tuple[str, nn.ModuleList], routers: RouterLoss | None
     ) -> None:
         self.model, self.router_loss = model, routers
-        self.stack_name, self.stack = stack_name, stack = named
-        self.paths = {id(layer): f"{stack_name}.{i}" for i, layer in enumerate(stack)}
+        self.stack_name, stack = stack_name, _ = named
+        paths, layers = zip(*_layers_of(stack, stack_name), strict=True)
+        self.paths = dict(zip(map(id, layers), paths, strict=True))
         in_stack = {id(p) for p in stack.parameters()}
         self.outer = {n: p for n, p in model.named_parameters() if id(p) not in in_stack}
+        if len(self.paths) < len(layers):
+            raise Unsupported(f"a layer is in {stack_name} twice, which is not supported")
         self._refuse_shared()
         self.numbered = set[int]()  # ids of layers whose number cannot be hidden
-        self.signatures = {id(layer): self._signature(layer) for layer in stack}
-        self.capture = Capture(model, stack)
+        self.signatures = {id(layer): self._signature(layer) for layer in layers}
+        self.capture = Capture(model, stack, layers)
         self.kinds: dict[Any, LayerTemplate] = {}
         self.layers: list[Layer] = []
+        self.choosing: list[str] = []  # biases of routers that get no gradient
         self.without_gradients: list[str] = []  # layers that are called under no_grad
         self.origin: dict[Hashable, Ref] = {}  # `identity` of an activation -> its origin
         self.alive: list[Tensor] = []  # activations, so that no other tensor gets their identity
@@ -158,11 +170,9 @@ class _Probe:
         self.weights = {n: zero_pages(p.shape, requires_grad=True) for n, p in self.outer.items()}
 
     def _refuse_shared(self) -> None:
-        if len(self.paths) < len(self.stack):
-            raise Unsupported(f"a layer is in {self.stack_name} twice, which is not supported")
-        number = re.compile(rf"{re.escape(self.stack_name)}\.(\d+)\.")
-        for name, other in ties(self.model):
-            layers = [found and found[1] for found in map(number.match, (name, other))]
+        for tied in ties(self.model):
+            name, other = tied
+            layers = [[p for p in self.paths.values() if n.startswith(f"{p}.")] for n in tied]
             if layers[0] != layers[1]:
                 raise Unsupported(
                     f"{other} is the same parameter as {name}; weights that layers share are not "
@@ -186,7 +196,7 @@ class _Probe:
     def run(self) -> ModelSpec:
         randomness = unsupported.OtherRandomness()
         self._find_trunk()
-        watch = unsupported.Watch(self.model, "", [*self.stack])
+        watch = unsupported.Watch(self.model, "", self.capture.layers)
         with torch.enable_grad(), randomness:
             gathered, constants = self._tables()
             rows = self._rows(gathered, constants)
@@ -245,7 +255,7 @@ class _Probe:
                 )
                 hooks.enter_context(note)
             shapes = {name: p.shape for name, p in self.outer.items()}
-            if not unsupported.settle(self.capture, self.stack, shapes):
+            if not unsupported.settle(self.capture, shapes):
                 raise NotCalled
         if self.capture.embeds:  # without a head, the model's output is the trunk's
             called.insert(0, self.model)
@@ -291,8 +301,10 @@ class _Probe:
             raise Unsupported(f"{path} is given a key-value cache in training")
         activations = [self._trace(leaf, path) for leaf in leaves if isinstance(leaf, Tensor)]
         inputs = [ref for ref in dict.fromkeys(activations) if ref is not None]
-        kind = self._kind(module, path, *pytree.tree_unflatten(leaves, tree_spec))
+        arguments = pytree.tree_unflatten(leaves, tree_spec)
+        kind = self._kind(module, path, *arguments)
         self.layers.append(Layer(path, module, kind, inputs))
+        self.choosing += self._choosing(self.layers[-1], *arguments)
         outputs = []
         for index, value in enumerate(kind.example):
             if isinstance(value, Tensor):
@@ -348,6 +360,21 @@ class _Probe:
         unsupported.try_kind(kind, path, module, args, kwargs)
         return kind
 
+    def _choosing(self, layer: Layer, args: tuple, kwargs: dict) -> list[str]:
+        """Names of biases of a layer's routers that only choose experts: no gradient reaches them.
+
+        Elsewhere in a layer a missing gradient counts as zero, as that of an idle expert.
+        """
+        weights = dict(layer.module.named_parameters())
+        names = [name for name in weights if name.rpartition(".")[2] in BIASES]
+        if not names:
+            return []
+        zeros = {n: zero_pages(p.shape, requires_grad=True) for n, p in weights.items()}
+        with ZeroProducts(zeros.values()):
+            outputs = layer.kind.call(zeros | dict(layer.module.named_buffers()), args, kwargs)
+        reached = reach(x for x in outputs if isinstance(x, Tensor) and x.requires_grad).leaves
+        return [f"{layer.name}.{name}" for name in names if id(zeros[name]) not in reached]
+
     def _template(self, module: nn.Module, path: str, *, numbered: bool = True) -> LayerTemplate:
         template, loss = self.capture.template(module), self.router_loss
         unsupported.refuse_grad_modes(template, path)
@@ -388,9 +415,10 @@ class _Probe:
             used |= {table for table, _ in self.uses.constants}
         fixed = sorted(name for name in others if id(weights[name]) in used)
         still = [name for name in others if name not in fixed]
+        unreached = [name for name, table in rows.tables.items() if id(table) not in prior]
         media = still if self.capture.encodes else []
         called = {layer.name for layer in self.layers}
-        paths = [(self.paths[id(layer)], layer) for layer in self.stack]
+        paths = [(self.paths[id(layer)], layer) for layer in self.capture.layers]
         skipped = [
             f"{path}.{name}"
             for path, layer in paths
@@ -408,7 +436,7 @@ class _Probe:
             head=[name for name in epilogue if id(weights[name]) in in_head],
             num_logits=logits.shape[-1],
             trunk=with_hidden(output, last_hidden(output).detach()[:0]),
-            fixed=fixed,
+            fixed=fixed + unreached + self.choosing,
             unused=[n for n in still if n not in media] + skipped,
             media=media,
             router_loss=self.router_loss,

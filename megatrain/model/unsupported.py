@@ -218,16 +218,16 @@ class Watch:
                 yield (path, name), reader.of(buffer)
 
 
-def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Size]) -> bool:
+def settle(capture: Capture, shapes: Mapping[str, torch.Size]) -> bool:
     """Run a model until it has made all that it makes once, such as frequencies for long rows.
 
     Returns True if its forward calls the layers of the stack.
 
     Raises Unsupported: it makes other objects than tensors, or these depend on the first batch.
     """
-    in_stack = {id(module) for module in stack.modules()}
+    in_stack = {id(module) for layer in capture.layers for module in layer.modules()}
     outer = [module for module in capture.model.modules() if id(module) not in in_stack]
-    watch = Watch(capture.model, "", [*stack])
+    watch = Watch(capture.model, "", capture.layers)
     states = [(vars(m).copy(), compat.buffers_of(m).copy()) for m in outer]
     reached, changes = _run_to_the_layers(capture, shapes, 0.0, watch)
     if not changes:

@@ -23,6 +23,7 @@ from megatrain.compat.transformers import (
     configs,
     encoders,
     takes_grouped_products,
+    thaw,
 )
 from megatrain.device import Recording
 from megatrain.device.disk import PlaneFile, disk_bytes
@@ -310,6 +311,7 @@ def _open_folder(model: str | Path, head: ClassHead | None, **code: Any) -> Sour
         vars(part).pop("quantization_config", None)
     config = build.with_head(config, head) if head else config
     empty = build.empty_model(config, **code)
+    thaw(empty)
     if type(empty.config) is not type(config):
         raise InputError(
             f"{folder}: its configuration is of a {config.model_type}, and {type(empty).__name__} "

@@ -210,3 +210,19 @@ def test_code_that_came_with_a_folder_goes_along_and_of_a_module_is_refused(tmp_
     module = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     with pytest.raises(InputError, match="OwnModel cannot be built .*folder that has its code"):
         engine_of(model=module)
+
+
+def test_code_of_a_name_that_other_code_has_is_refused_where_it_would_be_mixed(
+    tmp_path, monkeypatch
+):
+    sized(monkeypatch, dynamic_module_utils, HF_MODULES_CACHE=str(tmp_path / "cache"))
+    # Newer versions of transformers, which have a function to hash the files, tell them apart.
+    monkeypatch.setattr("megatrain.compat.transformers.dynamic_module_utils", None)
+    folders = {name: tmp_path / name / "brought" for name in ("one", "again", "other")}
+    for name, folder in folders.items():
+        llama().save_pretrained(folder)
+        add_code(folder, "OTHER = True" if name == "other" else "")
+    for name in ("one", "again"):
+        engine_of(model=folders[name], trust_remote_code=True)
+    with pytest.raises(InputError, match="other code than an earlier folder named brought"):
+        engine_of(model=folders["other"], trust_remote_code=True)

@@ -55,16 +55,16 @@ def from_folders(family: str, changes: dict[str, Any] | None = None) -> FromFold
         with tempfile.TemporaryDirectory() as place:
             model = tiny_model(family, changes=changes)
             folder = Path(place) / "folder"
-            trained = _save(model, folder, PRECISIONS[stored])
+            _save(model, folder, PRECISIONS[stored])
             source = open_source(folder)
-            _compare(found, source, folder, trained, stored)
+            _compare(found, source, folder, stored)
             if stored == "bf16":
                 _compare_bf16(found, source, folder)
     return found
 
 
-def _save(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> set[str]:
-    """Save `model`, its parameters in `dtype`; returns which of them the class has trained."""
+def _save(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """Save `model`, its parameters in `dtype`."""
     exact = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for name, buffer in exact.items():
         if name.endswith("balancing_biases"):  # zaya's `_init_weights` writes over what was loaded
@@ -74,7 +74,6 @@ def _save(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> set[str]:
         path, _, own = name.rpartition(".")
         setattr(model.get_submodule(path), own, buffer)
     model.save_pretrained(folder)
-    return {name for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _loaded(folder: Path, precision: str) -> PreTrainedModel:
@@ -86,12 +85,8 @@ def _loaded(folder: Path, precision: str) -> PreTrainedModel:
         return cls.from_pretrained(folder, dtype=PRECISIONS[precision]).train()
 
 
-def _compare(
-    found: FromFolder, source: Source, folder: Path, trained: set[str], stored: str
-) -> None:
+def _compare(found: FromFolder, source: Source, folder: Path, stored: str) -> None:
     model = _loaded(folder, "fp32")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trained)  # from_pretrained does not keep it
     (first, then, _), errors = make_steps(model.config), Errors()
     settings = AdamW(lr=LR, eps=EPS)
     with Engine(source, optimizer=settings, precision="fp32", device="cpu") as engine:

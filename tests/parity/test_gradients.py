@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from tests.families.tiny import tiny_model
 from tests.parity.cases import (
+    assert_step,
     frozen,
     gradients,
     llama,
@@ -119,6 +122,30 @@ def test_idle_experts_have_a_gradient_of_zero():
     experts = [g for name, g in gradients(engine).items() if "experts" in name]
     idle = sum(int(not expert.any()) for tensor in experts for expert in tensor)
     assert idle > 0
+
+
+class Grouped(LlamaModel):
+    """A model whose layers lie in lists of two."""
+
+    def forward(self, input_ids, **_):
+        hidden_BTD = self.embed_tokens(input_ids)
+        positions = torch.arange(input_ids.shape[1])[None]
+        rotary = self.rotary_emb(hidden_BTD, positions)
+        for pair in self.layers:
+            for layer in pair:
+                hidden_BTD = layer(hidden_BTD, position_embeddings=rotary)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_BTD))
+
+
+def test_layers_in_lists_of_lists_bit_for_bit():
+    model = llama(num_hidden_layers=4)
+    layers, model.model.__class__ = model.model.layers, Grouped
+    model.model.layers = torch.nn.ModuleList([layers[:2], layers[2:]])
+    [step] = make_batches(1)
+    wanted = plain_gradients(model, step)
+    engine = make_engine(model, clip=NEVER, saveable=False)
+    assert_step(engine, step, wanted, error=1e-30)
+    assert "model.layers.1.0.mlp.up_proj.weight" in gradients(engine)
 
 
 # Attention and states; one argument for all layers, an input of each layer's own, a second

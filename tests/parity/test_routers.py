@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from megatrain import Engine, InputError, Placement
+from megatrain import AdamW, Engine, InputError, Placement
 from megatrain.compat.transformers import recorded_routers
 from megatrain.errors import StepRefused
 from megatrain.loss import DPO
@@ -320,3 +320,16 @@ NO_BIASES = {
 def test_biases_that_are_not_there_or_not_saved_are_refused(reason):
     with pytest.raises(InputError, match=reason):
         NO_BIASES[reason]()
+
+
+@pytest.mark.parametrize("family", few(["afmoe", "ernie4_5_moe", "laguna"], 0))
+def test_biases_that_choose_experts_alone_do_not_decay(family):
+    model = tiny_model(family).requires_grad_(True)  # as after `from_pretrained`
+    biases = {n: p.data for n, p in model.named_parameters() if n.endswith("_bias")}
+    for bias in biases.values():
+        bias.normal_()
+    with Engine(model, optimizer=AdamW(weight_decay=0.5), precision="fp32", device="cpu") as engine:
+        engine.step(make_batches(1)[0])
+        after = masters(engine)
+    assert biases and all(torch.equal(after[name], bias) for name, bias in biases.items())
+    assert not torch.equal(after["model.norm.weight"], model.model.norm.weight)

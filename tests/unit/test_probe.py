@@ -283,6 +283,48 @@ class Masking(LlamaForCausalLM):
     forward.__module__ = "transformers_modules.folder"
 
 
+def bringing(change):
+    """A model whose class is of a folder's code, its loss that of labels which `change` makes."""
+
+    class Brought(LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, **kwargs):
+            result = super().forward(input_ids, **kwargs)
+            if labels is not None:
+                targets = change(labels, input_ids)[:, 1:].flatten()
+                logits = result.logits[:, :-1].flatten(0, 1)
+                result.loss = nn.functional.cross_entropy(logits, targets)
+            return result
+
+        forward.__module__ = "transformers_modules.folder"
+
+    return of(Brought)
+
+
+class SmoothedInTraining(LlamaForCausalLM):
+    def forward(self, input_ids, labels=None, **kwargs):
+        result = super().forward(input_ids, **kwargs)
+        if labels is not None:
+            smoothing = 0.1 if result.logits.requires_grad else 0.0
+            logits, targets = result.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            result.loss = nn.functional.cross_entropy(logits, targets, label_smoothing=smoothing)
+        return result
+
+
+def without_some(labels, ids):
+    labels = labels.clone()
+    labels[labels == 77] = -100
+    return labels
+
+
+def if_there_are_some(labels, ids):
+    return labels if labels.max() < 100 else labels - 1
+
+
+def where_labelled(labels, ids):
+    there = labels != -100
+    return torch.nn.functional.pad(labels, (0, 1)).to(labels.device)[:, :-1].where(there, -100)
+
+
 class Tempered(LlamaForCausalLM):
     """A forward of its own, on the usual loss."""
 
@@ -302,11 +344,18 @@ def with_head(count):
 
 
 OTHER_LOSSES = {
-    "z-loss": (lambda: of(WithZLoss), "loss is not the result of its loss_function"),
-    "weights": (lambda: of(Weighted), "loss is not the result of its loss_function"),
+    "z-loss": (lambda: of(WithZLoss), "is not the mean cross entropy"),
+    "weights": (lambda: of(Weighted), "computed from values .*by gt"),
     "without images' places": (
         lambda: Masking(LlamaConfig(**SIZES, image_token_index=77)),
         "loss in Masking's forward is not the mean cross entropy",
+    ),
+    "smoothed": (lambda: of(SmoothedInTraining), "is not the mean cross entropy"),
+    "without a token": (lambda: bringing(without_some), "computed from values .*by eq"),
+    "of many": (lambda: bringing(if_there_are_some), "computed from values .*by max"),
+    "of inputs": (
+        lambda: bringing(lambda labels, ids: labels.masked_fill(ids == 77, -100)),
+        "computed from values .*by input_ids",
     ),
     "the usual, partly": (with_part_of_the_usual, "defines a loss_function"),
     "a z-loss of the configuration": (
@@ -330,6 +379,7 @@ ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.0}
 AS_THEY_ARE = {
     "no loss of its own": lambda: of(WithoutLoss),
     "a forward of its own": lambda: of(Tempered),
+    "code of a folder": lambda: bringing(where_labelled),
     "more logits than tokens": lambda: with_head(160),  # of a table that is padded for speed
     "a router's loss of no weight": lambda: tiny_model("mixtral", changes=ROUTERS),
 }
