@@ -499,16 +499,19 @@ class DiskStaging:
             present = [plane for plane in planes if len(parts[plane].data)]  # some planes are short
             buffers = self._lane_buffers(lane, {plane: parts[plane] for plane in present})
             device.wait(DISK_IN, lane.free, "disk lane free")
-            for plane in present:
-                device.copy(DISK_IN, buffers[plane], parts[plane])
+            self._move(DISK_IN, [(buffers[plane], parts[plane]) for plane in present])
             device.wait(UPDATE, device.record(DISK_IN), "disk planes arrived")
             yield start, stop, replace(tile, planes=parts | buffers)
             device.wait(DISK_OUT, device.record(UPDATE), "disk planes updated")
-            for plane in present:
-                device.copy(DISK_OUT, parts[plane], buffers[plane])
+            self._move(DISK_OUT, [(parts[plane], buffers[plane]) for plane in present])
             lane.free = tile.written = device.record(DISK_OUT)
 
     def _lane_buffers(self, lane: Lane, parts: Mapping[Plane, Buffer]) -> dict[Plane, Buffer]:
+    def _move(self, stream: str, pairs: Sequence[tuple[Buffer, Buffer]]) -> None:
+        """Put the copies of a piece's planes on a stream: to the first of each pair."""
+        for to, source in pairs:
+            self._device.copy(stream, to, source)
+
         """Buffers for `parts` of planes, one after the other in a lane's memory."""
         buffers, start = {}, 0
         for plane, part in parts.items():

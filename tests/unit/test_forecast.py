@@ -223,6 +223,18 @@ def test_a_disk_that_binds_is_read_and_written_all_the_time():
     assert told(Placement()).bounds["disk in"] == 0
 
 
+def test_all_bytes_of_large_tiles_are_read_from_a_disk():
+    """A forecast moves them in larger pieces than the engine, whose lanes hold one of its own."""
+    config, placement = tiny_config(1), Placement(disk_moments=3)
+    config.vocab_size = 1 << 18
+    large, workload = spec(open_source(config).model), Workload(ROWS * TOKENS, TOKENS)
+    slow = replace(small_machine(), disk_both_gbps=0.02)
+    found = ForecastCache(large).of(slow, placement, workload, 4)
+    disk = disk_use(tile_bytes(large, placement, workload), found.seconds)
+    assert disk is not None
+    assert found.bounds["disk in"] == pytest.approx(disk["num_bytes"] / 0.02e9, rel=0.01)
+
+
 def test_weights_on_a_disk_are_read_in_both_sweeps_of_each_pass():
     slow = replace(small_machine(), disk_read_gbps=0.02, disk_write_gbps=0.03)
     workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
