@@ -6,7 +6,7 @@ tiles, weights that stay, kept graphs, or passes: `Spending` estimates the secon
 the candidate's forecast.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import sub
@@ -178,13 +178,14 @@ def disk_bytes(
     layouts: Sequence[TileLayout], workload: Workload, placements: Iterable[Placement]
 ) -> Iterator[int]:
     """The bytes that each placement puts on a disk, for one rank."""
-    sizes: Counter[tuple[str, str]] = Counter()
+    sizes: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for plane in tile_planes(workload.rule, workload.dtype):
-        sizes.update({(plane.kind.value, t.name): plane.num_bytes(t) for t in layouts})
+        sizes[plane.kind.value].update({t.name: plane.num_bytes(t) for t in layouts})
     for placement in placements:
-        not_resident = [t for t in layouts if t.name not in placement.resident]
+        resident = set(placement.resident)
+        not_resident = [t for t in layouts if t.name not in resident]
         planes = on_disk(placement, not_resident).items()
-        yield sum(sizes[kind, name] for kind, names in planes for name in names)
+        yield sum(sum(map(sizes[kind].__getitem__, names)) for kind, names in planes)
 
 
 def streamed_numel(layouts: Sequence[TileLayout]) -> int:

@@ -29,7 +29,7 @@ from megatrain.model.micro_batch import Activations, Batch, MicroBatch
 from megatrain.placement import ActivationPolicy, Saves
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Turn:
     """One micro-batch at a layer: its number, the layer's weights, its inputs and activations."""
 

@@ -276,7 +276,7 @@ class HostOffload:
         ranges = self._ranges.setdefault(group, _HostRanges())
         while ranges.current < len(ranges.buffers):
             data = ranges.buffers[ranges.current].data
-            if ranges.offset + num_bytes <= len(data):
+            if ranges.offset + num_bytes <= data.numel():
                 break
             if ranges.offset:
                 ranges.current, ranges.offset = ranges.current + 1, 0

@@ -135,7 +135,7 @@ class Declared:
         self, layer: Layer, turn: Turn, leaving: OffloadPlan | None, *, train: bool
     ) -> tuple[Work, Values]:
         ledger, count = self.ledger, grouped(turn.micro)
-        visit = self._visit(layer, len(turn.micro.inputs["input_ids"]))
+        visit = self._visit(layer, turn.micro.inputs["input_ids"].shape[0])
         saves = layer.saves(turn) if train else None
         if saves is not None:
             done = self._forward_with_graph(layer, turn, visit, saves, leaving)
@@ -188,7 +188,7 @@ class Declared:
         self, layer: Layer, turn: Turn, returned: Sequence[Any], dh: Values, accumulator: Any
     ) -> tuple[Work, Values]:
         ledger, count = self.ledger, grouped(turn.micro)
-        visit = self._visit(layer, len(turn.micro.inputs["input_ids"]))
+        visit = self._visit(layer, turn.micro.inputs["input_ids"].shape[0])
         waiting = layer.waiting.pop(turn.index, None)
         if isinstance(waiting, _Graph):
             forward, backward, graph = waiting
@@ -233,7 +233,7 @@ class Declared:
         return done, passed_on | input_grads
 
     def _encode(self, media: Media, slot: Any, micro: MicroBatch, *, train: bool) -> Any:
-        work, count = self.measured.media_work(len(micro.inputs["input_ids"])), grouped(micro)
+        work, count = self.measured.media_work(micro.inputs["input_ids"].shape[0]), grouped(micro)
         if train and media.trained:
             micro.kept = [self.ledger.hold(Place.ACTIVATIONS, count * work.kept_bytes)]
         done = self._of_group(work.encoding, count)
@@ -242,7 +242,7 @@ class Declared:
     def _encode_again(
         self, media: Media, slot: Any, sums: Any, micro: MicroBatch, dh: Values
     ) -> Any:
-        work = self.measured.media_work(len(micro.inputs["input_ids"]))
+        work = self.measured.media_work(micro.inputs["input_ids"].shape[0])
         done = self._of_group(work.again, grouped(micro))
         micro.kept.clear()
         return done, None
@@ -251,7 +251,7 @@ class Declared:
         self, prologue: Prologue, slot: Any, micro: MicroBatch, h: Values
     ) -> tuple[Work, Values]:
         count, measured = grouped(micro), self.measured
-        results, argument_bytes = measured.prologue(len(micro.inputs["input_ids"]))
+        results, argument_bytes = measured.prologue(micro.inputs["input_ids"].shape[0])
         arguments = self.ledger.hold(Place.ARGUMENTS, count * argument_bytes)
         micro.calls = [Call([arguments], None)] * len(measured.spec.layers)
         sizes = {ref: shape.num_bytes for ref, shape in results}
@@ -259,7 +259,7 @@ class Declared:
         work = Work(touched_bytes=2 * moved, kernels=count, calls=count)
         if micro.media:
             work = self._of_group(
-                measured.media_work(len(micro.inputs["input_ids"])).entering, count
+                measured.media_work(micro.inputs["input_ids"].shape[0]).entering, count
             )
         return work, self._results(sizes, count)
 
@@ -272,7 +272,7 @@ class Declared:
         if values.keys().isdisjoint(dh) or not rows + numel + len(h):
             return work, {}
         if micro.media:
-            length = len(micro.inputs["input_ids"])
+            length = micro.inputs["input_ids"].shape[0]
             self.ledger.note_peak(self.measured.media_work(length).leaving.peak_bytes)
         self.ledger.note_peak(rows + numel * self._itemsize)
         summed = (rows // self._itemsize + numel) * (self._itemsize + 8)
@@ -284,7 +284,7 @@ class Declared:
     def _gradients(
         self, head: Head, slot: Any, count: float, sums: Any, micro: MicroBatch, values: Values
     ) -> tuple[Work, tuple[Tensor, Values]]:
-        number, rows, ledger = grouped(micro), len(micro.inputs["input_ids"]), self.ledger
+        number, rows, ledger = grouped(micro), micro.inputs["input_ids"].shape[0], self.ledger
         loss = torch.empty((), device="meta")
         work = self.measured.head(rows, self._head_tokens, micro.loss)
         done = self._of_group(work, number)
@@ -304,7 +304,7 @@ class Declared:
     def _token_losses(
         self, head: Head, slot: Any, micro: MicroBatch, values: Values
     ) -> tuple[Work, Tensor]:
-        rows, count = len(micro.inputs["input_ids"]), grouped(micro)
+        rows, count = micro.inputs["input_ids"].shape[0], grouped(micro)
         done = self._of_group(self.measured.head_losses(rows, self._head_tokens, micro.loss), count)
         losses = torch.empty(count, micro.inputs["input_ids"].numel(), device="meta")
         return done, self.ledger.count(losses, Place.WORKING_SET)[0]

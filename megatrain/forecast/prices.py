@@ -163,8 +163,8 @@ class CostModel:
             return Cost(result=work())
         crossing = self._in_place(kind, work, reads, writes) if self.reads_in_place else 0.0
         if kind is Kind.ROUND:  # a large model's gradients leave in thousands of pieces
-            rounded = Work(touched_bytes=sum(b.data.numel() for b in writes) * 6)
-            return Cost(self._busy(rounded, crossing))
+            touched = sum(buffer.data.numel() for buffer in writes) * 6
+            return Cost(crossing + touched / (self._machine.device_gbps * 1e9))
         if kind is Kind.UPDATE:
             sizes = [buffer.data.numel() for buffer in writes]
             # Beside matrices with directions (Muon's), AdamW updates the rest, by a kernel.
@@ -180,14 +180,15 @@ class CostModel:
                 seconds = max(self._busy(done, crossing), self._launching(done, 0), model)
                 return Cost(seconds, blocking=True, result=result)
             calls = max(1, done.calls) if kind is not Kind.OTHER else 0
-            cost = self._cost(done, calls, crossing * max(1, calls))
-            return Cost(*cost, result=result)
+            busy = self._busy(done, crossing * max(1, calls))
+            return Cost(busy, self._launching(done, calls), result=result)
         if kind is Kind.HEAD:  # a joint loss of all tokens computes next to nothing
             return Cost()
         if kind is Kind.PACK:
             packed = Work(touched_bytes=2 * sum(b.data.nbytes for b in writes), kernels=1)
-            return Cost(*self._cost(packed, 0))
-        return Cost(*self._cost(self._counted(work, (*reads, *writes)), 0, crossing))
+            return Cost(self._busy(packed), self._launching(packed, 0))
+        done = self._counted(work, (*reads, *writes))
+        return Cost(self._busy(done, crossing), self._launching(done, 0))
 
     def _in_place(self, kind: Enum, work: Any, reads: Buffers, writes: Buffers) -> float:
         """Seconds in which work of one micro-batch reads and writes host memory in place.
@@ -224,10 +225,6 @@ class CostModel:
         self._declared.ledger.note_peak(done.peak_bytes)
         return done
 
-    def _cost(self, work: Work, calls: int, crossing: float = 0.0) -> tuple[float, float]:
-        """Seconds of work on COMPUTE, and of the thread that launches it."""
-        return self._busy(work, crossing), self._launching(work, calls)
-
     def seconds(self, work: Work) -> float:
         """Seconds of a layer's work, launches included."""
         return max(self._busy(work), self._launching(work, 1))
@@ -251,6 +248,7 @@ class CostModel:
         return sent / self._link[base.GATHER] + launches
 
     def _launching(self, work: Work, calls: int) -> float:
+        """Seconds of the thread that launches work."""
         # `put_seconds` counts the first micro-batch's pieces of work on streams.
         puts = max(0, calls - 1) * self.puts * _PER_PUT
         launches = calls * _PER_UNIT + work.kernels * _PER_KERNEL + puts

@@ -197,6 +197,10 @@ class Profile(Once):
     def layer(self, visit: int, rows: int) -> LayerWork:
         """The work of a layer, which is that of the first layer of its kind."""
         visit = self._first_visit[visit]
+        return self.once(("layer", visit, rows), lambda: self._layer(visit, rows))
+
+    def _layer(self, visit: int, rows: int) -> LayerWork:
+        """The work of a layer that is the first of its kind."""
 
         def measure() -> LayerWork:
             if self.compiled and self._chunk_tokens is None:
@@ -223,9 +227,8 @@ class Profile(Once):
 
     def shape(self, ref: Ref, rows: int) -> Shape:
         """The shape of an activation of `rows` rows."""
-        entering = dict(self.prologue(rows).results)
-        if ref in entering:
-            return entering[ref]
+        if ref.visit < 0:  # no layer
+            return dict(self.prologue(rows).results)[ref]
         return self.layer(ref.visit, rows).outputs[ref.leaf]
 
     def head(self, rows: int, chunk: int, loss: Loss = CROSS_ENTROPY) -> Work:

@@ -20,7 +20,7 @@ from megatrain.engine.sink import PIECE, GradAccumulator, Sink
 from megatrain.engine.step import train_step
 from megatrain.forecast.declared import Declared
 from megatrain.forecast.op_counter import Ledger, Place
-from megatrain.forecast.prices import Cost, CostModel
+from megatrain.forecast.prices import CostModel
 from megatrain.forecast.profile import Profile, grouped, visited_twice
 from megatrain.forecast.workload import Workload
 from megatrain.loss import JointLoss
@@ -78,7 +78,7 @@ class ClockDevice(MetaDevice):
         self.spans: list[Span] = []
         self._costs = costs
         self._at: defaultdict[str, float] = defaultdict(float)
-        self._after: defaultdict[str, list[str]] = defaultdict(list)
+        self._after: dict[str, tuple[str, ...]] = {}
 
     @property
     def now(self) -> float:
@@ -98,28 +98,37 @@ class ClockDevice(MetaDevice):
         self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
     ) -> Any:
         cost = self._costs.run(stream, name, work, reads, writes)
-        self._pass(stream, name, cost)
+        self._pass(stream, name, *cost[:-1])
         return cost.result
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         name = f"{source.name} -> {to.name}"
         capacity = to.data.numel()  # slicing would be slow for a large model's many pieces
         num_bytes = to.data.itemsize * (capacity if numel is None else min(numel, capacity))
-        self._pass(stream, name, Cost(self._costs.copy(stream, num_bytes), num_bytes=num_bytes))
+        self._pass(stream, name, self._costs.copy(stream, num_bytes), num_bytes=num_bytes)
 
-    def _pass(self, stream: str, name: str, cost: Cost) -> None:
+    def _pass(
+        self,
+        stream: str,
+        name: str,
+        seconds: float,
+        launching: float = 0.0,
+        blocking: bool = False,
+        num_bytes: int = 0,
+    ) -> None:
         """Let the time of a piece of work pass on its stream and for the calling thread."""
-        start = max(self._at[stream], self._at[CALLER])
+        at = self._at
+        start = now = at[CALLER]
+        if at[stream] > now:
+            start = at[stream]
         if stream not in base.HOST_STREAMS:
-            self._at[CALLER] += self._costs.put_seconds + cost.launching
-        if not cost.seconds:
+            at[CALLER] = now = now + self._costs.put_seconds + launching
+        if not seconds:
             return  # no span: the stream's next work keeps the waits
-        end = max(start + cost.seconds, self._at[CALLER])
-        self._at[stream] = end
-        if cost.blocking:
-            self._at[CALLER] = end
-        waits = tuple(self._after.pop(stream, ()))
-        self.spans.append(Span(stream, name, start, end, waits, cost.num_bytes))
+        at[stream] = end = max(start + seconds, now)
+        if blocking:
+            at[CALLER] = end
+        self.spans.append(Span(stream, name, start, end, self._after.pop(stream, ()), num_bytes))
 
     def record(self, stream: str) -> Any:
         """The seconds at which all work on the stream is done."""
@@ -127,8 +136,27 @@ class ClockDevice(MetaDevice):
 
     def wait(self, stream: str, event: Any | None, why: str) -> None:
         if event is not None:
-            self._after[stream].append(why)
+            self._after[stream] = (*self._after.get(stream, ()), why)
             self._at[stream] = max(self._at[stream], event)
+
+
+class _TimelessDevice(ClockDevice):
+    """Counts the memory of a step alone: no time passes."""
+
+    def run(
+        self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
+    ) -> Any:
+        on_device = stream == base.COMPUTE
+        return self._costs.run(stream, name, work, reads, writes).result if on_device else None
+
+    def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
+        pass
+
+    def record(self, stream: str) -> Any:
+        return 0.0
+
+    def wait(self, stream: str, event: Any | None, why: str) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -239,7 +267,7 @@ def forecast(
     Args:
         measured: of the same model; compiled, and in tiles, as the placement is.
         workload: its loss counts as cross entropy; with a joint loss the head is visited twice.
-        steps: that are followed; one is enough for memory alone.
+        steps: that are followed; one is for memory alone, and takes no time.
 
     Raises NotForeseeable: what the model computes depends on its values.
     """
@@ -248,7 +276,9 @@ def forecast(
     declared = Declared(measured, placement.head_tokens, machine.device_gbps)
     costs = CostModel(machine, model.rule, model.ranks, model.hosts, declared)
     ledger = declared.ledger
-    device, passes = ClockDevice(costs), 1 if joint else placement.passes
+    steady = steps >= STEADY
+    device = ClockDevice(costs) if steady else _TimelessDevice(costs)
+    passes = 1 if joint else placement.passes
     batch = measured.batch(rows, micro_batch, _followed(placement, steps), passes)
     if (ranks := model.ranks * model.hosts) > 1:
         batch = measured.with_all_rows(batch, rows * ranks, model.ranks)
@@ -263,7 +293,7 @@ def forecast(
         placement,
         measured,
         ranks=Ranks(0, ranks, model.ranks, hosts=model.hosts),
-        sinks=CoarseSink,
+        sinks=CoarseSink if steady else _WholeSink,
         staging=_CoarseDiskStaging,
         unpacking=declared.unpack,
     )
@@ -274,11 +304,11 @@ def forecast(
     if measured.media is not None:
         parts = replace(parts, trunk=parts.encoded)
         ledger.add_bytes("images", rows * measured.media_bytes)
-    if steps < STEADY:  # for memory alone: updates that wait take none on the device
+    if not steady:  # for memory alone: updates that wait take none on the device
         parts.update.finish = lambda sink: (0.0, 0.0)  # type: ignore[method-assign]
     spans, end = list[Span](), device.now
     # If sweeps read weights from a disk beside updates, only the third step has steady rates.
-    for _ in range(steps + (steps >= STEADY and placement.disk_weights > 0)):
+    for _ in range(steps + (steady and placement.disk_weights > 0)):
         costs.slow_down(spans)
         device.spans = [span for span in device.spans if span.end > end]
         begin = end
@@ -356,7 +386,7 @@ def assembled(
 
     def repeats(visit: int, batch: MicroBatch) -> bool:
         assert measured is not None
-        return measured.layer(visit, len(batch.inputs["input_ids"])).repeating is not None
+        return measured.layer(visit, batch.inputs["input_ids"].shape[0]).repeating is not None
 
     dtype, spec = DTYPES[model.precision], model.spec
     store = Store(device, model.layouts, dtype, rule=model.rule, placement=placement)
@@ -389,6 +419,13 @@ class CoarseSink(Sink):
     def _round(self, accumulator: GradAccumulator, part: slice, to: Buffer) -> None:
         data = torch.empty(part.stop - part.start, dtype=to.data.dtype, device="meta")
         super()._round(accumulator, part, Buffer(to.name, data))
+
+
+class _WholeSink(CoarseSink):
+    """Sends a gradient in one piece, through as much device memory as a `Sink`."""
+
+    def _pieces(self, numel: int) -> Iterator[tuple[int, int]]:
+        yield 0, numel
 
 
 class _CoarseDiskStaging(DiskStaging):

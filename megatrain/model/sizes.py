@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedConfig
 
+import megatrain.compat.model_folders  # noqa: F401
 from megatrain.errors import InputError
 
 _EVERY = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

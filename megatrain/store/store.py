@@ -365,13 +365,14 @@ def _on_disk(tile: Tile) -> bool:
 
 def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
     """The tiers of each tile's planes."""
-    unknown = set(placement.resident) - {layout.name for layout in layouts}
+    resident = set(placement.resident)
+    unknown = resident - {layout.name for layout in layouts}
     if unknown:
         raise InputError(
             f"placement.resident: the model has no tile {min(unknown)!r}; it has "
             f"{', '.join(layout.name for layout in layouts)}"
         )
-    others = [t for t in layouts if t.name not in placement.resident]
+    others = [t for t in layouts if t.name not in resident]
     layers = [t for t in others if t.kind is TileKind.LAYER]
     disk_names = on_disk(placement, others)
     # The head stays first: while it takes the slots of layers, no layer can be loaded.
@@ -382,7 +383,7 @@ def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
     shared -= disk_names["weights"]
 
     def tiers_of(layout: TileLayout) -> Rests:
-        if layout.name in placement.resident:  # several ranks gather its weights once an update
+        if layout.name in resident:  # several ranks gather its weights once an update
             return replace(_RESIDENT, stays=layout.ranks > 1 and layout.kind not in unvisited)
         tiers = {plane: Tier.DISK for plane, names in disk_names.items() if layout.name in names}
         stays, is_shared = layout.name in staying - shared, layout.name in shared
@@ -506,12 +507,12 @@ class DiskStaging:
             self._move(DISK_OUT, [(parts[plane], buffers[plane]) for plane in present])
             lane.free = tile.written = device.record(DISK_OUT)
 
-    def _lane_buffers(self, lane: Lane, parts: Mapping[Plane, Buffer]) -> dict[Plane, Buffer]:
     def _move(self, stream: str, pairs: Sequence[tuple[Buffer, Buffer]]) -> None:
         """Put the copies of a piece's planes on a stream: to the first of each pair."""
         for to, source in pairs:
             self._device.copy(stream, to, source)
 
+    def _lane_buffers(self, lane: Lane, parts: Mapping[Plane, Buffer]) -> dict[Plane, Buffer]:
         """Buffers for `parts` of planes, one after the other in a lane's memory."""
         buffers, start = {}, 0
         for plane, part in parts.items():
