@@ -342,7 +342,7 @@ class Compiled:
         Work may also read the `available` storages. The minimum cut is that of torch's partitioner:
         of two products whose sum is wanted, the sum is kept.
 
-        Args: `light`: light products may be computed again as well.
+        Args: `light`: light products may be computed again as well, and any elementwise work.
         """
         graph = nx.DiGraph()
         graph.add_nodes_from(("forward", "backward"))
@@ -354,8 +354,7 @@ class Compiled:
                 continue
             graph.add_edge((n, "made"), (n, "held"), capacity=self._t.sizes[n])
             op = self._producer.get(n)
-            runs_again = op is not None and op.again and (not op.extern or (light and op.light))
-            if op is None or not runs_again or self._small(n, op):
+            if op is None or not self._runs_again(op, light) or self._small(n, op):
                 graph.add_edge("forward", (n, "made"))
                 continue
             reads = [read for read in op.reads if read not in available]
@@ -364,6 +363,11 @@ class Compiled:
         _, (forward, backward) = nx.minimum_cut(graph, "forward", "backward")
         sources = {n for n, side in forward - {"forward"} if side == "made"}
         return {n for n in sources if (n, "held") in backward}
+
+    @staticmethod
+    def _runs_again(op: Op, light: bool) -> bool:
+        """True if a backward may compute the operation's results again."""
+        return op.light or not op.extern if light else op.again and not op.extern
 
     def _small(self, storage: int, op: Op) -> bool:
         """True if a storage is much smaller than the largest that its operation reads."""
