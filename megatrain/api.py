@@ -17,7 +17,7 @@ from megatrain.engine.batch import MicroBatches
 from megatrain.engine.engine import PlacedEngine
 from megatrain.engine.head import Head
 from megatrain.engine.modules import State
-from megatrain.engine.undisturbed import plain_tensors
+from megatrain.engine.undisturbed import opening
 from megatrain.engine.update import StepResult
 from megatrain.errors import InputError
 from megatrain.forecast.workload import Generation
@@ -146,7 +146,7 @@ class Engine(PlacedEngine):
             raise InputError(f"saveable is {saveable!r}; it must be True or False")
         if disk_space is not None and disk is None:
             raise InputError("disk_space needs disk: a folder on the disk")
-        with plain_tensors():
+        with opening():
             source = sources.open_source(
                 model,
                 adapter,
@@ -300,7 +300,7 @@ class Engine(PlacedEngine):
         """
         checkpoint = open_checkpoint(folder)
         settings = checkpoint.settings
-        with plain_tensors():
+        with opening():
             source = sources.open_source(
                 checkpoint,
                 resumes=True,

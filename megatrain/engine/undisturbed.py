@@ -1,8 +1,10 @@
 """Contexts that keep the engine's calls free of their caller's torch modes, and the reverse."""
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from threading import RLock
 
 import torch
 
@@ -10,6 +12,9 @@ from megatrain.device import Device
 from megatrain.errors import DoesNotFit, InputError
 
 _TYPES_DIFFER = "expected scalar type|to have the same dtype|must have the same dtype|same dtype"
+
+# By device: calls in other threads wait, as they would draw from the same generator of torch.
+_turns: defaultdict[torch.device, RLock] = defaultdict(RLock)
 
 
 @contextmanager
@@ -21,12 +26,22 @@ def plain_tensors() -> Iterator[None]:
 
 
 @contextmanager
+def opening() -> Iterator[None]:
+    """Within this context new tensors are as in `plain_tensors`, and no other engine is opened.
+
+    To look at a model takes the CPU's random numbers, and hooks of all modules.
+    """
+    with _turns[torch.device("cpu")], plain_tensors():
+        yield
+
+
+@contextmanager
 def undisturbed(device: Device, dtype: torch.dtype, *, clips: bool) -> Iterator[None]:
     """Compute without the caller's modes and random numbers; torch's errors name a remedy."""
     random = torch.random.fork_rng(devices=device.can.generators)
     autocast = torch.autocast(device.torch_device.type, enabled=False)
     try:
-        with random, autocast, plain_tensors():
+        with _turns[device.torch_device], random, autocast, plain_tensors():
             yield
     except torch.OutOfMemoryError as error:
         unchanged = " (no weight has been changed)" if clips else ""

@@ -6,12 +6,13 @@ gradient must be the gradient's norm. A recomputation with other masks gives ano
 """
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-from megatrain import Placement
+from megatrain import AdamW, Engine, Placement
 from megatrain.device import CpuDevice
 from megatrain.model.capture import PROLOGUE
 from tests.families.tiny import tiny_model
@@ -166,3 +167,16 @@ def test_the_caller_s_modes_and_seeds_decide_nothing(mode):
         with mode():
             got = work(source)
         assert got[0] == wanted[0] and torch.equal(got[1], wanted[1]) and same(got[2], wanted[2])
+
+
+def test_engines_that_step_in_threads_draw_as_alone():
+    steps, model = make_batches(10), llama(attention_dropout=0.5)
+
+    def results(seed):
+        options = {"optimizer": AdamW(lr=1e-2), "precision": "fp32", "device": "cpu", "seed": seed}
+        with Engine(model, **options) as engine:
+            return [engine.step(step).loss for step in steps]
+
+    alone = [results(seed) for seed in (1, 2)]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(results, (1, 2))) == alone
