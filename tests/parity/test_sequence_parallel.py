@@ -107,12 +107,11 @@ USUAL = ("a single head of keys, attention kept, tokens in chunks",)
     ("size", "names"),
     [
         (2, USUAL),
-        pytest.param(3, ("smoothed labels, rows with a mask",), marks=pytest.mark.exhaustive),
-        pytest.param(2, CASES, marks=pytest.mark.exhaustive),
+        pytest.param(2, [n for n in CASES if n not in USUAL], marks=pytest.mark.exhaustive),
         pytest.param(3, OF_ANY, marks=pytest.mark.exhaustive),
-        pytest.param(4, OF_ANY, marks=pytest.mark.exhaustive),
+        pytest.param(4, OF_ANY[::2], marks=pytest.mark.exhaustive),
     ],
-    ids=["2", "3", "2 exhaustive", "3 exhaustive", "4 exhaustive"],
+    ids=["2", "2 exhaustive", "3", "4"],
 )
 def test_ranks_that_share_rows_train_as_one(size, names, tmp_path):
     """To the order of sums, with rows of lengths that they cannot share evenly."""
