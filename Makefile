@@ -128,10 +128,14 @@ site: $(STAMP)  ## the documents as a site in build/site
 clean:  ## remove what was built, and the environment
 	rm -rf build dist $(VENV) $(OLDEST) $(LIBRARY)
 
-# A build that is not isolated keeps what it compiles, which a wheel then has.
+# A build that is not isolated keeps what it compiles, which a wheel then has; of cmake and ninja it
+# needs those that are not here.
+NEEDED := 'from scikit_build_core import build; print(*build.get_requires_for_build_editable())'
+
 $(STAMP): pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) pip install --quiet --constraint constraints.txt scikit-build-core
+	$(VENV)/bin/python -c $(NEEDED) | xargs -r $(RUN) pip install --quiet
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(RUN) pip install --quiet --no-build-isolation --editable '.[dev]'
 	$(RUN) compileall -q megatrain  # as pip does for a wheel; else each command does, for 0.2 s
 	touch $@
