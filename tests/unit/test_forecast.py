@@ -352,14 +352,16 @@ def test_recorded_steps_of_ranks_are_foretold():
     assert told.seconds == pytest.approx(done["median_seconds"], rel=0.03)
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(1, ""), (4, "4-ranks-")])
-def test_kept_graphs_of_experts_are_foretold(ranks, name):
+@pytest.mark.parametrize(
+    ("ranks", "file"), [(1, "96x1024"), (1, "96x1024-27-graphs"), (4, "4-ranks-96x1024")]
+)
+def test_kept_graphs_of_experts_are_foretold(ranks, file):
     """Torch's partitioner computes products of experts, attention and rotations of heads again.
 
     With the rotated queries, the graphs would take 1.6 times the memory that they did.
     """
     told, done = of_recorded(
-        f"models-qwen3-30b-a3b-{name}96x1024-int8",
+        f"models-qwen3-30b-a3b-{file}-int8",
         lambda recorded: recorded,
         configuration("qwen3-30b-a3b", None),
         Workload(96 * 1024, 1024, rule=AdamW(states="int8"), ranks=ranks),
