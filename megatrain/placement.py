@@ -61,15 +61,12 @@ Saves = Literal["nothing", "attention", "graph", "all"]
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """The part of a layer's forward that is saved for its backward; the rest is recomputed.
+    """The part of a layer's forward that is saved for its backward; the rest is recomputed."""
 
-    Attributes:
-        saves: nothing but the layer's inputs; the results of its attention as well; its graph (of
-            which compiled layers recompute about half); or its whole graph ("all").
-        where: the place of the saved tensors: the device or pinned host memory.
-    """
-
+    # nothing but the layer's inputs; the results of its attention as well; its graph (of which
+    # compiled layers recompute about half); or its whole graph ("all")
     saves: Saves = "nothing"
+    # the place of the saved tensors: the device or pinned host memory
     where: Literal["device", "host"] = "device"
 
 

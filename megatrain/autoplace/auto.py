@@ -57,9 +57,8 @@ def settle(
 
     A size that is None has the default of `Workload`.
 
-    Raises:
-        InputError: a size is not a number of 1 or more; on any rank, there is no such disk.
-        DoesNotFit: no placement fits, or the given one does not.
+    Raises InputError: a size is not a number of 1 or more; on any rank, there is no such disk;
+    DoesNotFit: no placement fits, or the given one does not.
     """
     sizes = {"tokens_per_step": tokens_per_step, "sequence_length": sequence_length}
     for name, value in {**sizes, "micro_batch": micro_batch}.items():

@@ -168,12 +168,26 @@ def _spills(forecasts: ForecastCache, machine: Machine, workload: Workload) -> l
     return [{}, *(choice for choice, num_bytes in spills if num_bytes <= space)]
 
 
-class _Sparing(NamedTuple):
-    """A candidate by its family's index and its own there, with its peaks on device and host."""
+class Peaks(NamedTuple):
+    """Bytes on the device and on the host."""
+
+    device: int
+    host: int
+
+
+class _Tiled(NamedTuple):
+    """A placement with its resident tiles, and its peaks."""
+
+    placement: Placement
+    peaks: Peaks
+
+
+class _Candidate(NamedTuple):
+    """A placement, the index of its family, and its own there."""
 
     family: int
     place: int
-    peaks: tuple[int, int]
+    placement: Placement
 
 
 class Search:
@@ -192,12 +206,14 @@ class Search:
         self._forecasts, self._machine, self._workload = forecasts, machine, workload
         self._thorough = thorough
         self._spilled: dict[str, Any] = dict(spilled or {})
-        self._budget, self._sizes = Budget(machine), candidates.sizes_of(workload)
+        self._budget = Budget(machine)
+        self._sizes = candidates.sizes_of(workload)
         self._tiles = candidates.first_tiles(forecasts, workload, Placement(**self._spilled))
 
     def best(self) -> Forecast:
         """The fastest forecast, among the largest micro-batches that fit. Raises DoesNotFit."""
-        sizes, least = self._sizes, None
+        sizes = self._sizes
+        least = None
         while sizes:
             frames = self._fitting_frames(sizes)
             if (best := self._fastest_of(frames)) is not None:
@@ -233,9 +249,7 @@ class Search:
     def lacks_host(self) -> bool:
         """True if every candidate's memory that lives as long as an engine exceeds the host's."""
         for candidate in chain.from_iterable(self._sparing_families(self._sizes[-1])):
-            _, least_bytes = self._with_tiles(candidate)
-            _, host_lacks = self._lacks(*least_bytes)
-            if not host_lacks:
+            if not self._lacks(self._with_tiles(candidate).peaks).host:
                 return False
         return True
 
@@ -247,19 +261,19 @@ class Search:
         """
         sizes = self._sizes
         considered = [rows for rows in sizes if rows * _MANY >= self._workload.rows] or sizes
-        sparing = self._lacking_least(considered[-1])
-        if sparing.peaks[0] > self._budget.device and considered[-1] > sizes[-1]:
+        sparing, least_peaks = self._lacking_least(considered[-1])
+        if least_peaks.device > self._budget.device and considered[-1] > sizes[-1]:
             considered = sizes
-            sparing = self._lacking_least(sizes[-1])
+            sparing, least_peaks = self._lacking_least(sizes[-1])
         limits = [
             lacks + _ALIKE * peak if lacks else 0
-            for lacks, peak in zip(self._lacks(*sparing.peaks), sparing.peaks, strict=True)
+            for lacks, peak in zip(self._lacks(least_peaks), least_peaks, strict=True)
         ]
 
         def lacks_hardly_more(placement: Placement, rows: int, *numbers_of_steps: int) -> bool:
             for steps in numbers_of_steps:  # cheap counts of bytes first, then longer forecasts
-                _, peaks = self._with_tiles(placement, rows, steps)
-                if not all(map(le, self._lacks(*peaks), limits)):
+                peaks = self._with_tiles(placement, rows, steps).peaks
+                if not all(map(le, self._lacks(peaks), limits)):
                     return False
             return True
 
@@ -278,33 +292,32 @@ class Search:
         needed = map(max, peaks, self._peaks(placement, rows, 1), self._least_bytes(placement))
         return replace(self._of(placement, rows), machine=self._budget.raised(*needed))
 
-    def _lacking_least(self, rows: int) -> "_Sparing":
+    def _lacking_least(self, rows: int) -> tuple[_Candidate, Peaks]:
         """The candidate that lacks least memory, of micro-batches with `rows`."""
         sparing = [
-            (number, family.index(placement), placement)
+            _Candidate(number, family.index(placement), placement)
             for number, family in enumerate(self._sparing_families(rows))
             for placement in self._most_sparing(family)
         ]
-        device_suffices = any(
-            self._least_bytes(placement)[0] <= self._budget.device for *_, placement in sparing
-        )
+        least_on_device = min(self._least_bytes(each.placement).device for each in sparing)
+        device_suffices = least_on_device <= self._budget.device
         largest_device = max(self._budget.device, most_memory())
 
-        def rank(peaks: tuple[int, int]) -> tuple[bool, bool, int]:
+        def rank(peaks: Peaks) -> tuple[bool, bool, int]:
             """Lower is better: a device that is sold, then one memory alone, then few bytes."""
-            device, host = self._lacks(*peaks)
-            lacks_both = device_suffices and device > 0 and host > 0
-            return peaks[0] > largest_device, lacks_both, _DEVICE_WORTH * device + host
+            lacks = self._lacks(peaks)
+            lacks_both = device_suffices and lacks.device > 0 and lacks.host > 0
+            few = _DEVICE_WORTH * lacks.device + lacks.host
+            return peaks.device > largest_device, lacks_both, few
 
-        bounds = [rank(self._with_tiles(placement, rows, 0)[1]) for *_, placement in sparing]
-        best: _Sparing | None = None
-        for i in sorted(range(len(sparing)), key=bounds.__getitem__):
-            if best is not None and rank(best.peaks) <= bounds[i]:
+        bounds = {each: rank(self._with_tiles(each.placement, rows, 0).peaks) for each in sparing}
+        best: tuple[_Candidate, Peaks] | None = None
+        for candidate in sorted(sparing, key=bounds.__getitem__):
+            if best is not None and rank(best[1]) <= bounds[candidate]:
                 break  # the others lack as much even without the memory of a step
-            family, place, placement = sparing[i]
-            _, peaks = self._with_tiles(placement, rows)
-            if best is None or rank(peaks) < rank(best.peaks):
-                best = _Sparing(family, place, peaks)
+            peaks = self._with_tiles(candidate.placement, rows).peaks
+            if best is None or rank(peaks) < rank(best[1]):
+                best = candidate, peaks
         assert best is not None
         return best
 
@@ -320,28 +333,28 @@ class Search:
         sparing = []
         for layer_inputs in ("host", "device"):
             of_side = [placement for placement in family if placement.layer_inputs == layer_inputs]
-            by_bytes = sorted(of_side, key=lambda candidate: self._least_bytes(candidate)[0])
+            by_bytes = sorted(of_side, key=lambda candidate: self._least_bytes(candidate).device)
             sparing += of_side[-1:] + by_bytes[:1]
         return [*dict.fromkeys(sparing)]
 
     def _may_fit(self, family: list[Placement], rows: int) -> bool:
         """True if one of a family's most sparing candidates fits."""
         for placement in self._most_sparing(family):
-            _, least_bytes = self._with_tiles(placement)
-            if any(self._lacks(*least_bytes)):
+            if any(self._lacks(self._with_tiles(placement).peaks)):
                 continue
-            _, with_a_layer = self._with_tiles(placement, rows, 0)
-            if any(self._lacks(*with_a_layer)):
+            with_a_layer = self._with_tiles(placement, rows, 0).peaks
+            if any(self._lacks(with_a_layer)):
                 continue
             if self._holds(*self._peaks(placement, rows, 1)):
                 return True
         return False
 
-    def _lacks(self, device: int, host: int) -> tuple[int, int]:
-        """Bytes by which these exceed the budget, on the device and on the host."""
-        return max(0, device - self._budget.device), max(0, host - self._budget.host)
+    def _lacks(self, peaks: Peaks) -> Peaks:
+        """Bytes by which these exceed the budget."""
+        budget = self._budget
+        return Peaks(max(0, peaks.device - budget.device), max(0, peaks.host - budget.host))
 
-    def _least_bytes(self, placement: Placement, rows: int | None = None) -> tuple[int, int]:
+    def _least_bytes(self, placement: Placement, rows: int | None = None) -> Peaks:
         """Bytes that a candidate needs before any step; with `rows`, those of a layer as well."""
         needs = self._forecasts.needs(self._workload, placement)
         device = self._machine.device_context_bytes + mapping_bytes(sum(needs.host.values()))
@@ -350,10 +363,10 @@ class Search:
             works = measured.layer(0, rows).computed_twice
             device += max(0, max(work.peak_bytes for work in works) - needs.device[UNSUMMED])
         host = self._forecasts.least_host_bytes(self._machine, self._workload, placement)
-        return device + sum(needs.device.values()), host
+        return Peaks(device + sum(needs.device.values()), host)
 
-    def _peaks(self, placement: Placement, rows: int, steps: int) -> tuple[int, int]:
-        """Peaks on device and host; a single step is forecast with all tiles on the host."""
+    def _peaks(self, placement: Placement, rows: int, steps: int) -> Peaks:
+        """The peaks of a forecast; a single step is forecast with all tiles on the host."""
         followed = placement
         if steps < STEADY:
             followed = replace(placement, resident=(), **_DISK)
@@ -362,40 +375,40 @@ class Search:
         except NotForeseeable:
             if placement.chunk_tokens is None:
                 raise
-            return 1 << 62, 1 << 62  # no forecast of these layers in tiles is possible
-        (device, host), least_followed = self._least_bytes(placement), self._least_bytes(followed)
-        device += frame.device_peak_bytes - least_followed[0]
-        return device, frame.host_peak_bytes + host - least_followed[1]
+            return Peaks(1 << 62, 1 << 62)  # no forecast of these layers in tiles is possible
+        least, least_followed = self._least_bytes(placement), self._least_bytes(followed)
+        return Peaks(
+            frame.device_peak_bytes + least.device - least_followed.device,
+            frame.host_peak_bytes + least.host - least_followed.host,
+        )
 
-    def _with_tiles(
-        self, placement: Placement, rows: int | None = None, steps: int = 1
-    ) -> tuple[Placement, tuple[int, int]]:
-        """The placement with as many resident tiles as the host has no room for, and its peaks.
+    def _with_tiles(self, placement: Placement, rows: int | None = None, steps: int = 1) -> _Tiled:
+        """The placement with as many resident tiles as the host has no room for.
 
         Up to four forecasts each correct the number of tiles for the next one. Without `steps`, or
         without `rows`, nothing is forecast: peaks are `_least_bytes`.
         """
         tiles, budget = self._tiles, self._budget
-        count, limit = 0, len(tiles.tiles)
+        limit = len(tiles.tiles)
+        count = 0
         if steps == STEADY:  # the number of a one-step forecast is nearly right, and quicker found
-            count = len(self._with_tiles(placement, rows)[0].resident)
+            count = len(self._with_tiles(placement, rows).placement.resident)
         for _ in range(4):
             moved = replace(placement, resident=tiles.names(count))
             if rows and steps:
                 peaks = self._peaks(moved, rows, steps)
             else:
                 peaks = self._least_bytes(moved, rows)
-            device, host = peaks
-            device_suffices = device <= budget.device
+            device_suffices = peaks.device <= budget.device
             if not device_suffices:
                 limit = max(0, count - 1)
-            needed = tiles.fewest(host + tiles.host_bytes[count] - budget.host)
-            with_room = tiles.most(budget.device - (device - tiles.device_bytes[count]))
+            needed = tiles.fewest(peaks.host + tiles.host_bytes[count] - budget.host)
+            with_room = tiles.most(budget.device - (peaks.device - tiles.device_bytes[count]))
             next_count = max(0, min(needed, with_room, limit))
             if next_count == count or (device_suffices and next_count < count):
                 break
             count = next_count
-        return moved, peaks
+        return _Tiled(moved, peaks)
 
     def _of(self, placement: Placement, rows: int, steps: int = STEADY) -> Forecast:
         return self._forecasts.of(self._machine, placement, self._workload, rows, steps)

@@ -29,29 +29,19 @@ _HEALTH_SECONDS = 0.5  # between two checks of the device's host threads while w
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a checkpoint besides its tiles.
-
-    Attributes:
-        extra: the caller's values as JSON text.
-        documents: writes the model's configuration and buffers into the folder.
-        attach: writes the caller's files beside the configuration; None: no files.
-    """
+    """The contents of a checkpoint besides its tiles."""
 
     settings: manifest.Settings
-    extra: str
+    extra: str  # the caller's values as JSON text
+    # writes the model's configuration and buffers into the folder
     documents: Callable[[Path], None]
+    # writes the caller's files beside the configuration; None: no files
     attach: Callable[[Path], None] | None = None
     keep: bool = False
 
 
 class Saving:
-    """A running or ended save.
-
-    Attributes:
-        num_bytes: bytes of all tiles.
-        error: the failure; None while the save runs, and after success.
-        seconds: from the call to the end of the save; None while it runs.
-    """
+    """A running or ended save."""
 
     def __init__(
         self, saver: "Saver", folder: Path, contents: Contents, jobs: list[snapshot.TileFile]
@@ -59,8 +49,10 @@ class Saving:
         """Begin the save: each rank writes its pieces of tiles, and rank 0 all other files."""
         self._device, self._ranks = saver.device, replace(saver.ranks, host=saver.ranks.saves)
         self.folder, self.step = folder, contents.settings.steps
-        self.num_bytes = sum(job.num_bytes for job in jobs)
+        self.num_bytes = sum(job.num_bytes for job in jobs)  # bytes of all tiles
+        # the failure; None while the save runs, and after success
         self.error: RunFailed | None = None
+        # from the call to the end of the save; None while it runs
         self.seconds: float | None = None
         self._named = False
         self.snapshot = snapshot.Snapshot(saver.spare)

@@ -38,9 +38,8 @@ def opened(
 ) -> Iterator[tuple[Any, Any]]:
     """Within this context the model of a run, checkpoint, folder or hub id, and its tokenizer.
 
-    Raises:
-        InputError: one of them cannot be read, or the model writes no texts.
-        DoesNotFit: host memory cannot hold the model.
+    Raises InputError: one of them cannot be read, or the model writes no texts; DoesNotFit: host
+    memory cannot hold the model.
     """
     resolved = ResolvedModel.of(ModelSection(path=model, trust_remote_code=trust_remote_code))
     resolve_model(str(resolved.section.path))  # first, for its message on a misspelt folder

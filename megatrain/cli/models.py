@@ -127,8 +127,7 @@ def named_config(
 
     Of a hub model only config.json is fetched.
 
-    Args:
-        max_positions: a shape gets at least so many positions.
+    Args: `max_positions`: a shape gets at least so many positions.
 
     Raises InputError: there is no such model, or the hub cannot be reached.
     """

@@ -53,10 +53,8 @@ def run_plan(options: Options) -> None:
 
     Args: `options`: of the command, by name; `tokens` is called `tokens_per_step`.
 
-    Raises:
-        InputError: options, model or run file cannot be used; or, once the plan is printed, the
-            run file's data are missing.
-        DoesNotFit: the run does not fit; the plan and its remedies are printed before.
+    Raises InputError: options, model or run file cannot be used; or, once the plan is printed, data
+    are missing; DoesNotFit: the run does not fit, as the printed plan says.
     """
     options = _with_one_memory(options)
     named, run = _opened(options)

@@ -26,18 +26,13 @@ _TEXT_FIELDS = {
 
 
 class Conversation(NamedTuple):
-    """Messages for a chat template, and its other inputs.
-
-    learnt: for each message, True if it is a reply to learn.
-    images: for each character of `PLACES` in the messages, the source of the medium; once files
-        are read, the medium.
-    """
+    """Messages for a chat template, and its other inputs."""
 
     messages: list[Message]
-    learnt: list[bool]
+    learnt: list[bool]  # for each message, True if it is a reply to learn
     tools: list[Any] | None = None
     options: Mapping[str, Any] = MappingProxyType({})
-    images: Sequence[Any] = ()
+    images: Sequence[Any] = ()  # for each character of `PLACES` a MediumSource; later a Medium
 
     def upto(self, turn: int) -> "Conversation":
         """The conversation before message `turn`."""
@@ -117,7 +112,8 @@ def _message(message: object, where: str, images: bool) -> tuple[Message, bool]:
         raise InputError(f"{where}: 'tool_calls' of the role {fields['role']!r}: make it a reply")
     else:
         fields["tool_calls"] = [_call(call, where) for call in _objects(calls, "tool_calls", where)]
-    if not isinstance(fields.get("content", "" if "tool_calls" in fields else None), str):
+    may_lack_content = "tool_calls" in fields and "content" not in fields
+    if not (may_lack_content or isinstance(fields.get("content"), str)):
         raise InputError(f"{where}: 'content' must be a string (or a list of text parts)")
     return fields, learnt
 

@@ -151,25 +151,19 @@ class Examples:
 
 
 class Document(NamedTuple):
-    """A tokenised document (or a piece of one), its source and line, and the tokens to predict.
-
-    ids: `[n]` int32.
-    targets: `[n]` bool; if none is True, there is nothing to learn from the document.
-    good: False for the worse reply of a pair; only the digest of a store depends on it.
-    margin: by how much the pair's better reply is preferred.
-    labels: `[m]` int32: the document's classes, or the class of each token (-100: none).
-    images: in the order of their tokens.
-    images_end: the number of tokens up to the end of the last image's.
-    """
+    """A tokenised document (or a piece of one), its source and line, and the tokens to predict."""
 
     source: int
     line: int
-    ids: NDArray[np.int32]
+    ids: NDArray[np.int32]  # `[n]` int32
+    # `[n]` bool; if none is True, there is nothing to learn from the document
     targets: NDArray[np.bool_]
+    # False for the worse reply of a pair; only the digest of a store depends on it
     good: bool = True
-    margin: float = 0.0
-    images: Sequence[Medium] = ()
-    images_end: int = 0
+    margin: float = 0.0  # by how much the pair's better reply is preferred
+    images: Sequence[Medium] = ()  # in the order of their tokens
+    images_end: int = 0  # the number of tokens up to the end of the last image's
+    # `[m]` int32: the document's classes, or the class of each token (-100: none)
     labels: NDArray[np.int32] = np.zeros(0, np.int32)
 
 
@@ -422,8 +416,10 @@ def refuse_unplaced(talk: Conversation, template: Template, where: str) -> None:
                     f"{where}: message {turn}: the chat template does not read {name!r}: {remedy}"
                 )
         for name in filter(message.get, ("tool_calls", *REASONING)):
-            by_name = template.has_place(talk, name)
-            if not (template.reasoning(talk, message) if name in REASONING else by_name):
+            has_place = template.has_place(talk, name)
+            if name in REASONING:
+                has_place = template.reasoning(talk, message) is not None
+            if not has_place:
                 raise InputError(
                     f"{where}: message {turn}: the chat template has no place for {name!r}: "
                     + _NO_PLACE

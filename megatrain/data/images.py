@@ -182,8 +182,7 @@ def place_media(
         if of_kind and question is not None and not has_place:
             question["content"] = PLACES[kind] * len(of_kind) + question.get("content", "")
             placed += [MediumSource(kind, None)] * len(of_kind)
-        num_places = placed.count(MediumSource(kind, None))
-        if num_places != len(of_kind):
+        if (num_places := placed.count(MediumSource(kind, None))) != len(of_kind):
             raise InputError(
                 f"{where}: {len(of_kind)} {kind}s in the row, and {num_places} places for them: "
                 f"give each one place (<{kind}> in a question's text, or a part of the type {kind})"

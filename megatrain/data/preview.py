@@ -21,16 +21,13 @@ _SAMPLES, _IMAGES, _CHARACTERS = 3, 4, 1000  # documents of a report, and of eac
 
 
 class ShownDocument(NamedTuple):
-    """A document in a row, or a part of one, for people to read.
-
-    runs: texts of neighbouring tokens, each with True if all are learnt, or False if none is.
-    images: the file, size and number of tokens of each.
-    """
+    """A document in a row, or a part of one, for people to read."""
 
     place: str
     num_tokens: int
+    # texts of neighbouring tokens, each with True if all are learnt, or False if none is
     runs: list[tuple[str, bool]]
-    images: list[str]
+    images: list[str]  # the file, size and number of tokens of each
 
 
 def summary(data: PackedDataset) -> list[str]:
@@ -134,11 +131,10 @@ def samples(data: PackedDataset, tokenizer: Any) -> list[dict[str, Any]]:
         if not data.images(row, slice(None), whole=False):
             continue  # its texts are not decoded
         for line, piece in enumerate(shown(data, row, tokenizer)):
-            media = data.images(row, slice(line, line + 1))
-            images = [medium for medium in media[:_IMAGES] if medium.kind == "image"]
-            thumbnails = [_thumbnail(image, data.image_processor) for image in images]
-            runs = [[text[:_CHARACTERS], learnt] for text, learnt in piece.runs[:_CHARACTERS]]
-            if media:
+            if media := data.images(row, slice(line, line + 1)):
+                images = [medium for medium in media[:_IMAGES] if medium.kind == "image"]
+                thumbnails = [_thumbnail(image, data.image_processor) for image in images]
+                runs = [[text[:_CHARACTERS], learnt] for text, learnt in piece.runs[:_CHARACTERS]]
                 documents.append({"place": piece.place, "images": thumbnails, "runs": runs})
             if len(documents) == _SAMPLES:
                 return documents

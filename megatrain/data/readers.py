@@ -236,7 +236,9 @@ def _read_json(file: DataSource, stream: IO[bytes]) -> Iterator[tuple[int, DataR
                 raise InputError(f"{file.name}: more after the list of rows: correct the file")
             return
         where = f"{file.name}:{number + 1}"
-        row, end = _decoded(decode, text, place, where, at_end) if next_char else (None, place)
+        row, end = None, place
+        if next_char:
+            row, end = _decoded(decode, text, place, where, at_end)
         if row is not None and (end < len(text) or at_end):
             number, place = number + 1, end
             yield number, row
@@ -248,7 +250,9 @@ def _read_json(file: DataSource, stream: IO[bytes]) -> Iterator[tuple[int, DataR
         if len(text) - place > MAX_LINE_BYTES:
             raise _too_long(f"{where}: the row")
         piece = reader.read(max(PIECE_BYTES, len(text) - place))
-        text, place, at_end = text[place:] + piece, 0, not piece
+        text = text[place:] + piece
+        place = 0
+        at_end = not piece
 
 
 def _decoded(

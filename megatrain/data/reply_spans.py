@@ -22,8 +22,7 @@ TextRange = tuple[int, int]
 class ReplySpans:
     """The text of one conversation, and its replies.
 
-    Args:
-        tokens: the tokenizer's added tokens, which include those that end turns.
+    Args: `tokens`: the tokenizer's added tokens, which include those that end turns.
 
     Raises InputError: the template refuses the conversation, or leaves out a message's text.
     """
@@ -231,8 +230,11 @@ class ReplySpans:
     def _begin(self, query: str, header: str, place: int, end: int) -> int | None:
         """The beginning of the reply in text[place:end], after `query` that ends with `header`."""
         common = self._common(query, place)
-        reaches_header = common > len(query) - len(header)
-        if reaches_header if header else self._token.search(query, common) is None:
+        if header:
+            is_found = common > len(query) - len(header)
+        else:
+            is_found = self._token.search(query, common) is None
+        if is_found:
             return place + common
         opening = self._token.match(header.lstrip())
         start = -1 if opening is None else self.text.find(opening.group(), place, end)

@@ -329,16 +329,13 @@ _BESIDE = ("instruction", "input", "context", "history", "choices", "options")
 
 @dataclass(frozen=True)
 class Reading:
-    """Reads rows: finds their format, and makes their examples.
-
-    fields: our name -> the data's name; None: a field of the data that is ignored on purpose.
-    labels: names of the classes.
-    lines: texts of a row: 2 of a pair; of texts to embed the anchor, its positive and negatives.
-    """
+    """Reads rows: finds their format, and makes their examples."""
 
     kind: DataKind
+    # our name -> the data's name; None: a field of the data that is ignored on purpose
     fields: Fields
-    labels: Sequence[str] = ()
+    labels: Sequence[str] = ()  # names of the classes
+    # texts of a row: 2 of a pair; of texts to embed the anchor, its positive and negatives
     lines: int = 2
 
     def __post_init__(self) -> None:

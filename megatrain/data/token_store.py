@@ -68,13 +68,7 @@ class DocumentMedia(NamedTuple):
 
 
 class TokenStore:
-    """Documents and their tokens on disk; a read raises RunFailed if they are damaged.
-
-    Attributes:
-        names: of the sources.
-        notes: findings about the sources, as JSON (`Examples.notes`).
-        digest: of all tokens and records.
-    """
+    """Documents and their tokens on disk; a read raises RunFailed if they are damaged."""
 
     def __init__(self, folder: Path) -> None:
         """Open a store. Raises an error of `_DAMAGES`: a file is not as it was written."""
@@ -84,9 +78,10 @@ class TokenStore:
         meta = json.loads((folder / "meta.json").read_text())
         if meta.pop("crc32") != json_crc32(meta):
             raise ValueError("meta.json is not as it was written")
-        self.names: list[str] = meta["names"]
+        self.names: list[str] = meta["names"]  # of the sources
+        # findings about the sources, as JSON (`Examples.notes`)
         self.notes: dict[str, Any] = meta["notes"]
-        self.digest: str = meta["digest"]
+        self.digest: str = meta["digest"]  # of all tokens and records
         tokens, records, images = map(_KeptFile, map(folder.joinpath, _FILES), meta["files"])
         self._tokens, self._records, self._images = tokens.read, records.read, images.read
         self._records_bytes, self.has_images = records.num_bytes, images.num_bytes > 0

@@ -53,9 +53,7 @@ class PlaneFile:
     def __init__(self, folder: str | os.PathLike[str], num_bytes: int) -> None:
         """Make a file of `num_bytes`, rounded up to whole blocks, in `folder`; allocate all of it.
 
-        Raises:
-            InputError: no file can be made in `folder`.
-            DoesNotFit: the disk has less room.
+        Raises InputError: no file can be made in `folder`; DoesNotFit: the disk has less room.
         """
         self.folder, self.num_bytes = Path(folder).expanduser(), align(num_bytes, BLOCK)
         with explained(f"{self.folder}: no file for planes can be made there", of=OSError):
@@ -80,9 +78,8 @@ class PlaneFile:
     def _move(self, verb: str, offset: int, tensor: Tensor) -> None:
         """Read or write the bytes of `tensor`, from byte `offset` of the file on.
 
-        Raises:
-            ValueError: offset, length or address is not a multiple of `BLOCK`.
-            RunFailed: the disk fails, or the file is closed.
+        Raises ValueError: offset, length or address is not a multiple of `BLOCK`; RunFailed: the
+        disk fails, or the file is closed.
         """
         if self._handle.closed:
             raise RunFailed(f"{self.folder}: the planes' file is closed; make a new engine")

@@ -108,8 +108,8 @@ class Assembly(Shared):
         def summed(loss: Loss) -> Summed:
             return self._compiled(loss.summed, "the loss")
 
-        tokens, collectives = self.placement.head_tokens, self.collectives
-        head = Head(self.device, self.program, self.head, tokens, summed, collectives)
+        tokens = self.placement.head_tokens
+        head = Head(self.device, self.program, self.head, tokens, summed, self.collectives)
         encoded = self._encoded(trunk, embedding)
         _end_backward(trunk)
         stream = Stream(self, self.unpacking or self._unpack())

@@ -15,9 +15,9 @@ from megatrain.device import available_bytes
 from megatrain.errors import InputError
 from megatrain.loss import CROSS_ENTROPY, IGNORED, JointLoss, Loss, TokenScore, targets_of
 from megatrain.model import documents
-from megatrain.model.capture import Call, Rows
+from megatrain.model.capture import Rows
 from megatrain.model.media import as_computed
-from megatrain.model.micro_batch import Batch, MicroBatch
+from megatrain.model.micro_batch import Batch, MicroBatch, TrialRun
 from megatrain.model.program import ModelProgram
 from megatrain.model.sequence_share import WHOLE, Judged, RowTrial, SequenceShare
 from megatrain.model.sizes import most_tokens
@@ -83,8 +83,14 @@ class Intake:
         that has a target.
         """
         setup, ranks = self._setup, self._setup.ranks
-        shares: list[Mapping[str, Tensor]] = []
-        parts = ranks.agree(lambda: self._checked_part(micro_batches, loss, share, shares))
+        shares: list[Mapping[str, Tensor]] = []  # this rank's rows, which stay here
+
+        def check_own_part() -> _Part:
+            part, rows = self._checked_part(micro_batches, loss, share)
+            shares.extend(rows)
+            return part
+
+        parts = ranks.agree(check_own_part)
         require_same([{"checksum of the step's rows": str(part.checksum)} for part in parts])
         all_inputs = [inputs for part in parts for inputs in part.loss_inputs]
         normaliser = 0.0 if loss is None else loss.normaliser(*zip(*all_inputs, strict=True))
@@ -124,13 +130,14 @@ class Intake:
         return batch
 
     def _checked_part(
-        self, micro_batches: MicroBatches, loss: Loss | None, share: SequenceShare, shares: list
-    ) -> "_Part":
-        """Check this rank's micro-batches, and add its shares of their rows to `shares`."""
+        self, micro_batches: MicroBatches, loss: Loss | None, share: SequenceShare
+    ) -> tuple["_Part", list[Mapping[str, Tensor]]]:
+        """Check this rank's micro-batches; what other ranks need of them, and its share of rows."""
         if not isinstance(micro_batches, list | tuple) or not micro_batches:
             got = "none" if micro_batches == [] else f"a {type(micro_batches).__name__}"
             raise InputError(f"a step needs a list of at least one micro-batch; it got {got}")
-        spec, has_media = self._program.spec, False
+        spec = self._program.spec
+        has_media = False
         for index, micro in enumerate(micro_batches):
             text = _without_media(f"micro-batch {index}", micro, spec.capture.is_media)
             self._check(f"micro-batch {index}", text, loss)
@@ -138,38 +145,35 @@ class Intake:
         shift = spec.label_shift
         inputs = [] if loss is None else [_loss_inputs(m, loss, shift) for m in micro_batches]
         checksum = share.check(micro_batches, inputs, loss, self._max_tokens)
-        shares += [share.micro(micro) for micro in micro_batches]
+        shares = [share.micro(micro) for micro in micro_batches]
         ids = torch.cat([micro["input_ids"].reshape(-1) for micro in shares])
         # Some forwards embed token 0 where features then overwrite the embedding.
         constants = [*spec.constants, 0] if has_media else spec.constants
         unique = torch.unique(torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)]))
-        return _Part(share.judged(inputs), unique, len(shares), len(ids), checksum, has_media)
+        judged = share.judged(inputs)
+        return _Part(judged, unique, len(shares), len(ids), checksum, has_media), shares
 
     def _moved(
         self, micro: Mapping[str, Tensor], unique_U: Tensor, on_device_U: Tensor
     ) -> MicroBatch:
         """Move a micro-batch to the device, with the numbers of its embedding rows."""
-        # Without a mask transformers takes the fast causal path. A mask of ones matters only to
-        # packed rows, whose documents then see each other. Padding alone needs no right result.
         device, capture = self._setup.device.torch_device, self._program.spec.capture
-        mask = micro.get("attention_mask", torch.ones(1))
-        all_tokens, all_padding = bool(mask.all()), not bool(mask.any())
-        drops_mask = self.share.cuts_rows or all_padding
-        drops_mask = drops_mask or (all_tokens and not documents.starts_anew(micro))
         inputs, media = {}, {}
         for key, value in micro.items():
             is_input = key == "input_ids" or capture.accepts(key)
-            if not is_input or (key == "attention_mask" and drops_mask):
+            if not is_input or (key == "attention_mask" and self._drops_mask(micro)):
                 continue
             moved = (value.clone() if value.is_inference() else value).to(device)
             if capture.is_media(key):
                 media[key] = as_computed(moved, self._program.dtype)
             else:
                 inputs[key] = moved
-        counted_N = None if all_tokens else mask.flatten().float().to(device)
+        mask = micro.get("attention_mask", torch.ones(1))
+        counted_N = None if bool(mask.all()) else mask.flatten().float().to(device)
         index_BT = torch.searchsorted(on_device_U, inputs["input_ids"].contiguous())
         rows = Rows(inputs["input_ids"], index_BT, {}, unique_U)
-        lengths, packed = {}, documents.is_packed(micro)
+        packed = documents.is_packed(micro)
+        lengths = {}
         if packed:
             on_cpu = {key: micro[key] for key in [*inputs, *media]}
             positions = documents.packed_positions(capture.model, on_cpu)
@@ -185,6 +189,16 @@ class Intake:
             media=media,
             is_packed=packed if "position_ids" in inputs and not self.share.cuts_rows else None,
         )
+
+    def _drops_mask(self, micro: Mapping[str, Tensor]) -> bool:
+        """True if the result does not need a micro-batch's mask; without it attention is faster.
+
+        A mask of ones matters only to packed rows, whose documents then see each other.
+        """
+        mask = micro["attention_mask"]
+        all_padding = not bool(mask.any())  # needs no right result
+        is_plain = bool(mask.all()) and not documents.starts_anew(micro)
+        return self.share.cuts_rows or all_padding or is_plain
 
     def _check(self, where: str, micro: Mapping[str, Tensor], loss: Loss | None) -> None:
         if not isinstance(micro, Mapping):
@@ -235,7 +249,7 @@ class Intake:
             itemsize = self._program.dtype.itemsize
             documents.check_masks(micro_batches, text, itemsize, available_bytes(device))
 
-    def _run_trial(self, micro_batches: MicroBatches) -> tuple[list[Sequence[Call]], list[Tensor]]:
+    def _run_trial(self, micro_batches: MicroBatches) -> TrialRun:
         self._program.train(False)
         loss = TokenScore() if self._program.spec.capture.classifies else CROSS_ENTROPY
         last = self._num_labels - 1  # a classifier's labels are classes, but here they are tokens
@@ -246,7 +260,8 @@ class Intake:
         with self._program.eager(), unscaled:
             losses = [loss.cpu() for loss in self._losses(batch)]
         by_rank = self._setup.ranks.all_gather_object(losses)
-        return [micro.calls for micro in batch.micro], by_rank[0]  # all ranks decide by the same
+        calls = [micro.calls for micro in batch.micro]
+        return TrialRun(calls, by_rank[0])  # all ranks decide by the same losses
 
 
 def _as_int64(micro_batches: Any) -> Any:

@@ -138,11 +138,7 @@ class UpdateSums:
 
 
 class BitChecks:
-    """The checksums of an engine's tiles.
-
-    Attributes:
-        flag: on the device, the number of differences there; it is part of a step's report.
-    """
+    """The checksums of an engine's tiles."""
 
     def __init__(
         self, device: Device, tiles: Sequence[Tile], verify: Verify = "off", threads: int = 1
@@ -155,6 +151,7 @@ class BitChecks:
         self._copies: dict[_CopyKey, Tensor] | None = None  # of copies used in the current step
         # Comparisons on the device since the last report: text, expected and computed checksum.
         self._comparisons: list[tuple[str, Tensor, Tensor]] = []
+        # on the device, the number of differences there; it is part of a step's report
         self.flag = device.empty("planes that differ", 1, torch.float32)
         device.run(COMPUTE, "clear flag", self.flag.data.zero_, writes=[self.flag])
 

@@ -33,19 +33,15 @@ State = list[Activations]
 
 @dataclass
 class Graph:
-    """A unit's graph of one micro-batch, ready for its backward.
+    """A unit's graph of one micro-batch, ready for its backward."""
 
-    Attributes:
-        inputs: autograd leaves by Ref; the rows of an embedding table by the table's name.
-        edges: gradient edges of the outputs that need a gradient.
-        saved: the SavedTensors of a graph that waits. They must not refer to the graph, whose hooks
-            refer to them: Python cannot free such a cycle, half of which is in torch.
-    """
-
+    # autograd leaves by Ref; the rows of an embedding table by the table's name
     inputs: dict[Any, Tensor]
     parameters: dict[str, Tensor]
-    edges: dict[Ref, GradientEdge]
+    edges: dict[Ref, GradientEdge]  # gradient edges of the outputs that need a gradient
     outputs: set[Ref]
+    # the SavedTensors of a graph that waits. They must not refer to the graph, whose hooks refer to
+    # them: Python cannot free such a cycle, half of which is in torch.
     saved: Any = None
 
     def free_inputs(self) -> None:

@@ -70,13 +70,10 @@ class OffloadPlan:
     """Collects the allocations to send to the host, each once, however many views are saved.
 
     Views alone hold them, so what a dropped graph had saved (DoRA's norms) is freed.
-
-    Attributes:
-        memory: what leaves, once the forward has ended.
     """
 
     def __init__(self) -> None:
-        self.memory: list[Any] = []
+        self.memory: list[Any] = []  # what leaves, once the forward has ended
         self._saved: WeakValueDictionary[int, _Leaving] = WeakValueDictionary()
 
     def view(self, tensor: Tensor) -> _View:

@@ -133,16 +133,7 @@ def summed_in_place(waiting: Iterable[Tile], dtype: torch.dtype) -> list[Tile]:
 
 
 class Sink:
-    """Takes each tile's gradient once per step.
-
-    Attributes:
-        updates: the `Update` (engine/update.py) that gets each gradient.
-        with_rows: indices of the tiles to whose gradients the Embedding adds those of rows, before
-            it passes them to `updates.ready`.
-        landed: the host gradients of these tiles, by tile index.
-        squares: on the device, the squared norm of each tile's gradient (fp32); the last element
-            is the squared norm of row gradients, which the Embedding adds.
-    """
+    """Takes each tile's gradient once per step."""
 
     def __init__(
         self, shared: Shared, waiting: Sequence[Tile], updates: Any, work: ScratchArena
@@ -153,11 +144,13 @@ class Sink:
         self._device = device
         self._arena = work
         self._collectives = shared.collectives
-        self.updates = updates
+        self.updates = updates  # the `Update` (engine/update.py) that gets each gradient
         self._is_first_pass, self._is_last_pass = True, True
         self._reached = set[str]()  # encoders' parameters with a gradient, in any pass of the step
+        # indices of the tiles to whose gradients the Embedding adds those of rows, before it passes
+        # them to `updates.ready`
         self.with_rows = set[int]()
-        self.landed: dict[int, Lane] = {}
+        self.landed: dict[int, Lane] = {}  # the host gradients of these tiles, by tile index
         # Lanes: device buffers for rounded pieces of gradients on their way to the host.
         largest = max([1, *(tile.layout.local.trainable_numel for tile in visited)])
         layer = max((tile.layout.local.trainable_numel for tile in shared.layers), default=0)
@@ -178,6 +171,8 @@ class Sink:
                 name, numel = f"{tile.name} sums", tile.layout.local.trainable_numel
                 sums = device.empty(Name(Memory.KEPT_SUMS, name), numel, torch.float32)
                 self._sums[id(tile)] = sums
+        # on the device, the squared norm of each tile's gradient (fp32); the last element is the
+        # squared norm of row gradients, which the Embedding adds
         self.squares = device.empty("squares", len(tiles) + 1, torch.float32)
         device.run(COMPUTE, "clear squares", self.squares.data.zero_, writes=[self.squares])
         # Host gradients: one for each waiting tile, and a few for all other tiles.

@@ -142,8 +142,8 @@ class Stream:
             assert place is not None, "visits must follow the itinerary"
             self._device.wait(COMPUTE, place.ready, "weights arrived")
             version = unit.tile.version  # an update may begin before the visit ends
-            stack = self._stacks.get(unit.tile.index, ())
-            yield unit, self._as_computed(unit.tile, place.buffer, stack)
+            left_out = self._stacks.get(unit.tile.index, ())
+            yield unit, self._as_computed(unit.tile, place.buffer, left_out)
             self._checks.sum_copy(unit.tile, place.buffer, version)
             done = self._device.record(COMPUTE)
             for slot in place.slots:
@@ -162,32 +162,34 @@ class Stream:
         Waits until the device has computed `chosen`: numbers of rows, in any order, with
         repetitions; numbers beyond the last row are ignored.
         """
-        device, place, weights = self._device, self._places[self._visited], tile.weights
+        device, weights = self._device, tile.weights
+        place = self._places[self._visited]
         assert self._itinerary[self._visited].tile is tile, "the visit is of another tile"
         device.synchronize(device.record(COMPUTE), "rows chosen")
         rows = sorted({row for row in chosen.flatten().tolist() if row < stack[0].shape[0]})
         for entry in stack:
             for start, stop in entry.places_of(rows, weights.data.itemsize):
-                to, source = place.buffer.piece(start, stop), weights.piece(start, stop)
-                device.copy(COPY_IN, to, source)
+                device.copy(COPY_IN, place.buffer.piece(start, stop), weights.piece(start, stop))
         device.wait(COMPUTE, device.record(COPY_IN), "rows arrived")
         device.run(COMPUTE, Name(Kind.NOTE, "read rows"), lambda: None, [place.buffer])
-        self._as_computed(tile, place.buffer, stack, rows)
+        self._as_computed(tile, place.buffer, rows={entry.name: rows for entry in stack})
 
     def _as_computed(
         self,
         tile: Tile,
         weights: Buffer,
-        stack: Sequence[Entry] = (),
-        rows: Sequence[int] | None = None,
+        left_out: Sequence[Entry] = (),
+        rows: Mapping[str, Sequence[int]] | None = None,
     ) -> Buffer:
-        """The weights in the compute type, unpacked if they rest in another; of `stack` `rows`."""
+        """The weights in the compute type, unpacked as by `TileLayout.unpack` if they need it."""
         layout = tile.layout.local
         if not layout.needs_unpacking:
             return weights
         work = partial(self._unpack, layout, weights.data, self._unpacked.data)
-        if stack:
-            work = partial(work, stacks={entry.name for entry in stack}, rows=rows)
+        if left_out:
+            work = partial(work, left_out={entry.name for entry in left_out})
+        if rows is not None:
+            work = partial(work, rows=rows)
         self._device.run(COMPUTE, f"unpack {tile.name}", work, [weights], [self._unpacked])
         return self._unpacked
 

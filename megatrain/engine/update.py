@@ -197,20 +197,16 @@ _REL_TOL = 0.05  # between two computations of one step; atomic additions differ
 
 
 class _Run(NamedTuple):
-    """Elements `start` to `stop` (excluded) of a tile that one update treats alike.
-
-    Attributes:
-        version: the number of updates, this one included; None: the elements are not updated.
-        scale: the clipping factor; 1 where the gradient is a direction, already clipped.
-        moved: `start + moved` is the first element in the layout of one rank; it seeds rounding.
-    """
+    """Elements `start` to `stop` (excluded) of a tile that one update treats alike."""
 
     group: dict[str, Any]
     start: int
     stop: int
     states: Sequence[Plane]
+    # the number of updates, this one included; None: the elements are not updated
     version: int | None
-    scale: float
+    scale: float  # the clipping factor; 1 where the gradient is a direction, already clipped
+    # `start + moved` is the first element in the layout of one rank; it seeds rounding
     moved: int = 0
 
     def within(self, first: int, last: int) -> "_Run":

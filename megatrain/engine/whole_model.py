@@ -9,7 +9,7 @@ experts that its router has chosen are read from host memory.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,44 +54,28 @@ def whole_model(
         # Wait at the end for loads that ran ahead: the next update overwrites what they read.
         stack.callback(lambda: device.synchronize(device.record(COPY_IN), "weights read"))
         model = stack.enter_context(spec.capture.with_layers())
-        places, dtype = _Places(model), store.tiles[0].weights.data.dtype
+        places = _Places(model)
         stack.callback(places.restore)
         first_name, _ = next(model.named_parameters())  # `model.device` is that of this one
         # Until their weights come, and if they never do, parameters are NaN, without memory.
+        dtype = store.tiles[0].weights.data.dtype
         nan = torch.full((), torch.nan, device=device.torch_device, dtype=dtype)
         for name in {first_name, *spec.unused, *spec.media}:
             places.put(name, nan.expand(model.get_parameter(name).shape))
-        encoders = {*spec.media}
-
-        def encoded(encoder: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            """Call an encoder; before the first call put the encoders' weights in place."""
-            if encoders and ranks.size > 1:
-                raise InputError("ranks that share a model make no texts of images; use one rank")
-            for tile in store.of(TileKind.MEDIA) if encoders else ():
-                for name, values in tile.layout.views(tile.weights.data).items():
-                    places.put(name, values.to(device.torch_device))
-            encoders.clear()
-            return encoder(*args, **kwargs)
-
-        stack.enter_context(replaced(calls_of(model, spec.media), encoded))
-        units = [*parts.trunk, parts.head]
+        encode = _encoding(opened, store, places)
+        stack.enter_context(replaced(calls_of(model, spec.media), encode))
         gathered = [(tile, e) for tile, e in store.entries() if e.name in spec.gathered]
         fits = False
         if spare is not None and ranks.size == 1:
+            units = [*parts.trunk, parts.head]
             to_copy = {unit.tile for unit in units if not parts.stream.keeps(unit.tile)}
             numel = sum(tile.layout.unpacked.numel for tile in to_copy)
             numel += sum(entry.numel for _, entry in gathered)
             fits = spare + numel * dtype.itemsize <= _USABLE * free_bytes(device, opened.host_limit)
         tables = {entry.name: _table(opened, tile, entry) for tile, entry in gathered}
-        if fits:  # copy all weights once, through the slots
-            for name, table in tables.items():
-                places.put(name, table)
-            parts.stream.begin(units)
-            for unit, slot in parts.stream.visit(units):
-                data = slot.data if parts.stream.keeps(unit.tile) else slot.data.clone()
-                for name, values in unit.tile.layout.values(data).items():
-                    places.put(name, values)
-        else:  # stream them in each forward
+        if fits:
+            _copy_all(parts, places, tables)
+        else:  # stream the weights in each forward
             feed = _Feed(parts, places, tables)
             for hook in feed.hooks(model, [layer.module for layer in spec.layers]):
                 stack.callback(hook.remove)
@@ -101,6 +85,36 @@ def whole_model(
         stack.enter_context(torch.no_grad())
         stack.enter_context(sdpa_kernel(_ATTENTION))
         yield model
+
+
+def _encoding(opened: EngineSetup, store: Store, places: "_Places") -> Callable[..., Any]:
+    """A function that calls an encoder; its first call puts the encoders' weights in place."""
+
+    @cache
+    def put_weights() -> None:
+        if opened.ranks.size > 1:
+            raise InputError("ranks that share a model make no texts of images; use one rank")
+        for tile in store.of(TileKind.MEDIA):
+            for name, values in tile.layout.views(tile.weights.data).items():
+                places.put(name, values.to(opened.device.torch_device))
+
+    def encode(encoder: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        put_weights()
+        return encoder(*args, **kwargs)
+
+    return encode
+
+
+def _copy_all(parts: Parts, places: "_Places", tables: Mapping[str, Tensor]) -> None:
+    """Put tables and copies of all other weights in place; they come through the slots."""
+    units = [*parts.trunk, parts.head]
+    for name, table in tables.items():
+        places.put(name, table)
+    parts.stream.begin(units)
+    for unit, slot in parts.stream.visit(units):
+        data = slot.data if parts.stream.keeps(unit.tile) else slot.data.clone()
+        for name, values in unit.tile.layout.values(data).items():
+            places.put(name, values)
 
 
 def _take_logits_of_first(ranks: Ranks, module: nn.Module, args: Any, output: Any) -> None:
@@ -140,7 +154,8 @@ class _Places:
 
 def _table(opened: EngineSetup, tile: Tile, entry: Entry) -> Tensor:
     """A whole embedding table on the device, gathered from the blocks that ranks keep."""
-    flat, device, ranks = tile.weights.data, opened.device.torch_device, opened.ranks.shards
+    device, ranks = opened.device.torch_device, opened.ranks.shards
+    flat = tile.weights.data
     if ranks.size == 1:
         return entry.view(flat).to(device)
     [(start, stop)] = [part for part in tile.layout.parts if part[0] <= entry.offset < part[1]]
@@ -185,7 +200,8 @@ class _Feed:
     def hooks(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterable[Any]:
         """Register hooks on the model and its layers; the caller removes them."""
         units: list[StreamedModule] = [*self._parts.trunk, self._parts.head]
-        experts, stacks = [*_experts(model, units)], defaultdict[int, list[Entry]](list)
+        experts = [*_experts(model, units)]
+        stacks: defaultdict[int, list[Entry]] = defaultdict(list)  # by the tile's index
         for owner in experts:
             stacks[owner.tile.index] += owner.stack
         num_chosen, num_experts = experts_of_a_token(model.config)

@@ -309,26 +309,29 @@ class Measurer:
         frozen = {name for name, weight in encoders.items() if not weight.requires_grad}
         parts = FrozenParts(self.program.capture.model, frozen) if trained and frozen else None
         encode = partial(self.program.encode, encoders, micro, parts)
-        ignored = encoders, prologue, micro.inputs, micro.media, micro.rows.tables
+        arguments = encoders, prologue, micro.inputs, micro.media, micro.rows.tables
         if parts is not None:  # a first forward with gradients finds the parts to keep results of
             with torch.enable_grad():
                 encode()
         with torch.no_grad():
-            encoding, features_N = counted(encode, ignored, real=True)
+            encoding, features_N = counted(encode, arguments, real=True)
         kept_bytes = sum(row.nbytes for _, row in micro.kept)
         again = Work()
         if trained:
             backward = partial(_with_gradients, encode, trained)
-            again, _ = counted(backward, (*ignored, micro.kept), real=True)
+            again, _ = counted(backward, (*arguments, micro.kept), real=True)
         self.program.follow_media(micro)
         leaf_N = torch.empty_like(features_N).requires_grad_()
         enter = partial(self.program.prologue, prologue, micro, leaf_N)
         with torch.enable_grad():
-            entering, values = counted(enter, (ignored, leaf_N), real=True)
+            entering, values = counted(enter, (arguments, leaf_N), real=True)
         sources = [*micro.rows.tables.values(), *prologue.values(), leaf_N]
-        leaving, _ = counted(partial(_with_gradients, enter, sources), (ignored, leaf_N), real=True)
-        before_layers, size = Prologue.of(micro.calls, values), features_N.nbytes
-        return MediaWork(encoding, again, entering, leaving, kept_bytes, size, before_layers)
+        leave = partial(_with_gradients, enter, sources)
+        leaving, _ = counted(leave, (arguments, leaf_N), real=True)
+        return MediaWork(
+            encoding, again, entering, leaving, kept_bytes,
+            feature_bytes=features_N.nbytes, prologue=Prologue.of(micro.calls, values),
+        )  # fmt: skip
 
     def prologue(self, rows: int) -> Prologue:
         """The results and arguments of what comes before the layers."""

@@ -7,13 +7,13 @@ file. A file that is damaged, or of other versions, is replaced.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -50,44 +50,45 @@ class Once:
         return self._known[key]
 
 
+class _Layer(NamedTuple):
+    name: str
+    kind: int  # its index in `examples`
+    inputs: list[Ref]
+    parameters: list[str]
+
+
 @dataclass
 class Outline:
-    """A model's structure without its code, from which `spec` makes a `ModelSpec` for counting.
+    """A model's structure without its code, from which `spec` makes a `ModelSpec` for counting."""
 
-    Attributes:
-        parameters: of each its name, its sizes, and True if it requires gradients.
-        norms: names of the LayerNorm modules, which updates treat apart.
-        kinds: of each kind of layer its outputs for a tiny batch, and True if it has routers.
-        layers: of each its name, the number of its kind, its inputs, and its parameters' names.
-        packed: names of packings by parameter.
-    """
-
+    # of each its name, its sizes, and True if it requires gradients
     parameters: list[tuple[str, tuple[int, ...], bool]]
-    norms: list[str]
-    kinds: list[tuple[list[Shape | None], bool]]
-    layers: list[tuple[str, int, list[Ref], list[str]]]
-    packed: dict[str, str]
+    norms: list[str]  # names of the LayerNorm modules, which updates treat apart
+    examples: list[list[Shape | None]]  # outputs of each kind of layer for a tiny batch
+    routed: list[bool]  # True for kinds of layers that have routers
+    layers: list[_Layer]
+    packed: dict[str, str]  # names of packings by parameter
     structure: Structure
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "Outline":
         model = spec.capture.model
-        kinds = list({id(layer.kind): layer.kind for layer in spec.layers}.values())
-        numbers = {id(kind): number for number, kind in enumerate(kinds)}
-        in_fp32 = {"wide_in_bf16": spec.in_fp32(torch.bfloat16)}
-        examples = [
-            [Shape.of(x) if torch.is_tensor(x) else None for x in kind.example] for kind in kinds
-        ]
+        kinds = {id(layer.kind): layer.kind for layer in spec.layers}
+        numbers = {kind: number for number, kind in enumerate(kinds)}
+        layers: list[_Layer] = []
+        for layer in spec.layers:
+            names = [name for name, _ in layer.module.named_parameters()]
+            layers.append(_Layer(layer.name, numbers[id(layer.kind)], layer.inputs, names))
+        structure = {field.name: getattr(spec, field.name) for field in fields(Structure)}
+        structure["wide_in_bf16"] = spec.in_fp32(torch.bfloat16)
         return cls(
-            [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()],
-            [name for name, m in model.named_modules() if isinstance(m, nn.LayerNorm)],
-            [(example, kind.routes) for example, kind in zip(examples, kinds, strict=True)],
-            [
-                (v.name, numbers[id(v.kind)], v.inputs, [n for n, _ in v.module.named_parameters()])
-                for v in spec.layers
-            ],
-            {name: packing.name for name, packing in spec.packed.items()},
-            Structure(**{f.name: getattr(spec, f.name) for f in fields(Structure)} | in_fp32),
+            parameters=[(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()],
+            norms=[name for name, m in model.named_modules() if isinstance(m, nn.LayerNorm)],
+            examples=[_shapes(kind.example) for kind in kinds.values()],
+            routed=[kind.routes for kind in kinds.values()],
+            layers=layers,
+            packed={name: packing.name for name, packing in spec.packed.items()},
+            structure=Structure(**structure),
         )
 
     def spec(self, config: Any) -> ModelSpec:
@@ -102,14 +103,14 @@ class Outline:
         )
         model.config = config
         capture = SimpleNamespace(model=model, is_media=of_media)
-        kinds = [
-            LayerTemplate(nn.Module(), example=[s and s.empty() for s in example], routes=routes)
-            for example, routes in self.kinds
-        ]
-        layers = [
-            Layer(name, _holding({n: parameters[f"{name}.{n}"] for n in names}), kinds[kind], refs)
-            for name, kind, refs, names in self.layers
-        ]
+        kinds: list[LayerTemplate] = []
+        for example, routes in zip(self.examples, self.routed, strict=True):
+            outputs = [shape and shape.empty() for shape in example]
+            kinds.append(LayerTemplate(nn.Module(), example=outputs, routes=routes))
+        layers: list[Layer] = []
+        for name, kind, inputs, names in self.layers:
+            module = _holding({n: parameters[f"{name}.{n}"] for n in names})
+            layers.append(Layer(name, module, kinds[kind], inputs))
         return ModelSpec(
             capture=cast(Capture, capture),
             layers=layers,
@@ -117,6 +118,10 @@ class Outline:
             packed={name: PACKINGS[packing] for name, packing in self.packed.items()},
             **vars(self.structure),
         )
+
+
+def _shapes(outputs: Sequence[Any]) -> list[Shape | None]:
+    return [Shape.of(output) if torch.is_tensor(output) else None for output in outputs]
 
 
 def _holding(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
@@ -127,15 +132,12 @@ def _holding(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
 
 
 class Notes(Once):
-    """Measurements of a model, in memory and in a file.
-
-    Attributes:
-        opened: returns the model's `ModelSpec`, whose code can run; it is opened once.
-    """
+    """Measurements of a model, in memory and in a file."""
 
     def __init__(self, opened: Callable[[], ModelSpec], key: Mapping[str, Any] | None = None):
         """Args: `key`: all that measurements depend on, beside versions; None: no file is kept."""
         super().__init__()
+        # returns the model's `ModelSpec`, whose code can run; it is opened once
         self.opened = cache(opened)
         self._file: Path | None = None
         self._values: dict[str, Any] = {}
@@ -164,7 +166,8 @@ class Notes(Once):
             with suppress(KeyError, TypeError, ValueError):
                 return cast(Value, codec.validate_json(self._values[name]))
             new = make()
-            self._values[name], self._is_new = codec.dump_json(new).decode(), True
+            self._values[name] = codec.dump_json(new).decode()
+            self._is_new = True
             return new
 
         return self.once(key, read_or_made)

@@ -72,32 +72,21 @@ def foreseeing(part: str) -> Iterator[None]:
 
 
 class Work(NamedTuple):
-    """The cost of a piece of device work.
-
-    Attributes:
-        expert_flops: of the experts' grouped products, rounded up to whole tiles.
-        attention_flops, attention_backward_flops: causal attention counts half.
-        exchanged_bytes: of rows that ranks send to the owners of their experts.
-        touched_bytes: of device memory, but for attention and dense products.
-        attention_bytes: results of attention, which may be kept for its backward.
-        peak_bytes: of memory that is alive at once: results count, arguments do not.
-        kept_bytes: kept for a backward, besides results and arguments.
-        made_bytes: the peak of what a backward allocates, without what was kept for it.
-        calls: of the layer or head, if there is more than one.
-    """
+    """The cost of a piece of device work."""
 
     product_flops: int = 0
-    expert_flops: int = 0
+    expert_flops: int = 0  # of the experts' grouped products, rounded up to whole tiles
+    # attention_flops, attention_backward_flops: causal attention counts half
     attention_flops: int = 0
     attention_backward_flops: int = 0
-    exchanged_bytes: int = 0
-    touched_bytes: int = 0
+    exchanged_bytes: int = 0  # of rows that ranks send to the owners of their experts
+    touched_bytes: int = 0  # of device memory, but for attention and dense products
     kernels: int = 0
-    attention_bytes: int = 0
-    peak_bytes: int = 0
-    kept_bytes: int = 0
-    made_bytes: int = 0
-    calls: int = 0
+    attention_bytes: int = 0  # results of attention, which may be kept for its backward
+    peak_bytes: int = 0  # of memory that is alive at once: results count, arguments do not
+    kept_bytes: int = 0  # kept for a backward, besides results and arguments
+    made_bytes: int = 0  # the peak of what a backward allocates, without what was kept for it
+    calls: int = 0  # of the layer or head, if there is more than one
 
     def times(self, count: int) -> "Work":
         """The work of `count` micro-batches, one after the other; memory stays that of one."""
@@ -152,22 +141,15 @@ class Prologue(NamedTuple):
 
 
 class MediaWork(NamedTuple):
-    """The work of one micro-batch's images and sounds.
+    """The work of one micro-batch's images and sounds."""
 
-    Attributes:
-        encoding: a forward of the encoders that keeps nothing.
-        again: the encoders' forward and backward in the backward sweep; 0 if all are frozen.
-        entering, leaving: forward, and forward with backward, of what puts features among tokens.
-        kept_bytes: of results of frozen parts, which are kept for the backward sweep.
-        feature_bytes: of the encoders' results.
-    """
-
-    encoding: Work
-    again: Work
+    encoding: Work  # a forward of the encoders that keeps nothing
+    again: Work  # the encoders' forward and backward in the backward sweep; 0 if all are frozen
+    # entering, leaving: forward, and forward with backward, of what puts features among tokens
     entering: Work
     leaving: Work
-    kept_bytes: int
-    feature_bytes: int
+    kept_bytes: int  # of results of frozen parts, which are kept for the backward sweep
+    feature_bytes: int  # of the encoders' results
     prologue: Prologue
 
     def of_rows(self, rows: int, of_two: "MediaWork") -> "MediaWork":
@@ -185,21 +167,16 @@ class MediaWork(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The work of one micro-batch in a layer.
+    """The work of one micro-batch in a layer."""
 
-    Attributes:
-        forward: a forward that keeps nothing.
-        again: the forward of the backward sweep, which keeps a graph for `backward`.
-        keeping, kept_backward: of a layer that keeps its graph between the sweeps.
-        repeating: the backward of a graph that holds nothing and computes `forward` again itself
-            (then `again` does not run); None: the layer does not make such graphs.
-    """
-
-    forward: Work
-    again: Work
+    forward: Work  # a forward that keeps nothing
+    again: Work  # the forward of the backward sweep, which keeps a graph for `backward`
     backward: Work
+    # keeping, kept_backward: of a layer that keeps its graph between the sweeps
     keeping: Work
     kept_backward: Work
+    # the backward of a graph that holds nothing and computes `forward` again itself (then `again`
+    # does not run); None: the layer does not make such graphs
     repeating: Work | None
     outputs: dict[int, Shape]
 

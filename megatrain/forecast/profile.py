@@ -62,7 +62,7 @@ def grouped(micro: MicroBatch) -> int:
 
 
 def groups(rows: int, micro_batch: int, cap: int | None, passes: int = 1) -> list[tuple[int, int]]:
-    """The groups of a step: the number of micro-batches, and their rows, of each.
+    """The groups of a step: of each the number of micro-batches, and the rows of one.
 
     Args: `cap`: groups, at most, where no pass needs more; None: one for each micro-batch.
     """
@@ -71,16 +71,15 @@ def groups(rows: int, micro_batch: int, cap: int | None, passes: int = 1) -> lis
     num_micro = num_full + len(last)
     passes = min(passes, num_micro)
     ends = [num_micro * number // passes for number in range(passes + 1)]
-    counts = []
+    sizes: list[tuple[int, int]] = []
     for start, stop in pairwise(ends):
         num = min(stop, num_full) - start
         num_groups = num
         if cap is not None:
             num_groups = min(num, max(1, (cap - len(last)) // passes))
-        counts += [
-            (num // num_groups + (i < num % num_groups), micro_batch) for i in range(num_groups)
-        ]
-    return [*counts, *last]
+        for i in range(num_groups):
+            sizes.append((num // num_groups + (i < num % num_groups), micro_batch))
+    return [*sizes, *last]
 
 
 class Profile(Once):

@@ -161,33 +161,28 @@ class _TimelessDevice(ClockDevice):
 
 @dataclass(frozen=True)
 class Forecast:
-    """The forecast of one steady optimizer step on a machine.
-
-    Attributes:
-        seconds: from one step's end to the next one's, while the updates of the first run.
-        parameters: distinct ones, shared ones counted once.
-        computing: parameters that compute with each token, and the trained ones of these.
-        spans: the work of each stream over time, from the step's begin (telemetry/timeline.py).
-        bounds: seconds that each resource is busy; no schedule can be faster than the largest.
-        device_bytes: at the step's peak, by part, such as `slots`, `kept weights`, `activations`,
-            `working set` (of one layer or the head); `libraries` are their workspaces, `allocator`
-            is taken beyond what is in use, `context` of the process: everything else is what
-            `Engine.memory()` counts. `generation` is what replies take beyond a step's peak.
-        host_bytes: as `Engine.memory()` names them (`host_weights_bytes`, ...), and
-            `host_process_bytes` for the process itself.
-    """
+    """The forecast of one steady optimizer step on a machine."""
 
     placement: Placement
     machine: Machine
-    parameters: int
+    parameters: int  # distinct ones, shared ones counted once
+    # parameters that compute with each token, and the trained ones of these
     computing: tuple[int, int]
     tokens_per_step: int
     sequence_length: int
     micro_batch: int
-    seconds: float
+    seconds: float  # from one step's end to the next one's, while the updates of the first run
+    # the work of each stream over time, from the step's begin (telemetry/timeline.py)
     spans: Sequence[Span]
+    # seconds that each resource is busy; no schedule can be faster than the largest
     bounds: dict[str, float]
+    # at the step's peak, by part, such as `slots`, `kept weights`, `activations`, `working set` (of
+    # one layer or the head); `libraries` are their workspaces, `allocator` is taken beyond what is
+    # in use, `context` of the process: everything else is what `Engine.memory()` counts.
+    # `generation` is what replies take beyond a step's peak.
     device_bytes: dict[str, int]
+    # as `Engine.memory()` names them (`host_weights_bytes`, ...), and `host_process_bytes` for the
+    # process itself
     host_bytes: dict[str, int]
 
     @property

@@ -88,41 +88,33 @@ class MediaRow:
 
 @dataclass(frozen=True)
 class Workload:
-    """The size of a step, how it is computed, and the memory that it may take.
-
-    Attributes:
-        micro_batch: rows of a micro-batch; None: the planner chooses, as it does a `placement`.
-        clip: True if updates wait for the norm of all gradients, by which they are clipped.
-        device_memory, host_memory: bytes that the process may take; None: all of the machine's.
-        disk_space: bytes that planes may take on a disk; None: all that is free in `disk`.
-        ranks: of one host, which share one copy of the model; each takes a step of this size.
-        hosts: hosts with `ranks` each, and with a copy of the model each.
-        may_own: True if each rank may own some of the experts.
-        sequence_ranks: ranks that share every row; 1: each rank has rows of its own.
-        media: the images or sounds that every row has; None: rows have none.
-        second: a model that is streamed before each step. For plans alone: in a run it is loaded
-            before the engine, which gets the memory that is left.
-    """
+    """The size of a step, how it is computed, and the memory that it may take."""
 
     tokens_per_step: int = TOKENS
     sequence_length: int = SEQUENCE_LENGTH
+    # rows of a micro-batch; None: the planner chooses, as it does a `placement`
     micro_batch: int | None = None
+    # True if updates wait for the norm of all gradients, by which they are clipped
     clip: bool = True
     precision: Precision = "bf16"
     compile: bool = True
     rule: Rule = field(default_factory=AdamW)
     placement: Placement | None = None
+    # device_memory, host_memory: bytes that the process may take; None: all of the machine's
     device_memory: int | None = None
     host_memory: int | None = None
     disk: str | None = None
+    # bytes that planes may take on a disk; None: all that is free in `disk`
     disk_space: int | None = None
     loss: Loss = CROSS_ENTROPY
-    ranks: int = 1
-    hosts: int = 1
-    may_own: bool = False
-    sequence_ranks: int = 1
+    ranks: int = 1  # of one host, which share one copy of the model; each takes a step of this size
+    hosts: int = 1  # hosts with `ranks` each, and with a copy of the model each
+    may_own: bool = False  # True if each rank may own some of the experts
+    sequence_ranks: int = 1  # ranks that share every row; 1: each rank has rows of its own
     generation: Generation | None = None
-    media: MediaRow | None = None
+    media: MediaRow | None = None  # the images or sounds that every row has; None: rows have none
+    # a model that is streamed before each step. For plans alone: in a run it is loaded before the
+    # engine, which gets the memory that is left.
     second: Second | None = None
 
     @classmethod

@@ -60,7 +60,8 @@ class Sampling:
             cached: True if the model keeps keys and values of earlier tokens.
         """
         settings = copy.deepcopy(of_model)
-        if ignored := [n for n in _NOT_FOLLOWED if getattr(of_model, n, None) not in _NEUTRAL]:
+        ignored = [n for n in _NOT_FOLLOWED if getattr(of_model, n, None) not in _NEUTRAL]
+        if ignored:
             _warn_of_ignored(", ".join(ignored))
         for name in ignored:
             setattr(settings, name, None)

@@ -63,9 +63,8 @@ def generate(
         streamer: transformers' streamer, which gets each new token; for a single prompt.
         images: the model's processor, for messages with images; each prompt is a batch then.
 
-    Raises:
-        InputError: a prompt cannot be used, or fills the model's context.
-        DoesNotFit: there is no memory for the keys and values of a batch.
+    Raises InputError: a prompt cannot be used, or fills the model's context; DoesNotFit: there is
+    no memory for the keys and values of a batch.
     """
     sampling = sampling or Sampling()
     config = source.config.get_text_config(decoder=True)

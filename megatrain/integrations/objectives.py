@@ -29,14 +29,11 @@ _NLL_TYPES = ("nll", "chunked_nll")  # of SFTTrainer, mathematically one
 
 
 class Waiting(NamedTuple):
-    """A micro-batch that waits on the host for its step, which has `num_micro` of them.
-
-    Attributes:
-        items: labels of the Trainer's step, by which it divides the sum of losses; None: the
-            Trainer divides each micro-batch's mean by `num_micro`.
-    """
+    """A micro-batch that waits on the host for its step, which has `num_micro` of them."""
 
     inputs: dict[str, Tensor]
+    # labels of the Trainer's step, by which it divides the sum of losses; None: the Trainer divides
+    # each micro-batch's mean by `num_micro`
     items: float | None
     num_micro: int
 
@@ -244,7 +241,8 @@ class Scores(_Pairs):
 
 def _numbered(step: MicroBatches, labels: list[Tensor]) -> MicroBatches:
     """The micro-batches with labels, the number of each row's pair, and 1 for chosen replies."""
-    numbered, first = [], 0
+    numbered = []
+    first = 0  # the number of the micro-batch's first pair
     for micro, targets in zip(step, labels, strict=True):
         rows = torch.arange(len(targets))
         count = len(rows) // 2

@@ -66,14 +66,16 @@ def add(sums: Tensor, gradient: Tensor) -> None:
 
 def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) -> None:
     """Compute `reference.checksum` on the device of the bytes."""
-    if bytes_uint8.is_cuda and (aligned := 0 if at % 8 else len(bytes_uint8) // 8 * 8):
+    aligned = 0 if at % 8 else len(bytes_uint8) // 8 * 8
+    if bytes_uint8.is_cuda and aligned:
         try:
             from megatrain.kernels import gpu
         except ImportError:  # no Triton: the reference is slower, with the same result
             aligned = 0
         else:
             gpu.checksum(bytes_uint8[:aligned], blocks, at)
-        bytes_uint8, at = bytes_uint8[aligned:], at + aligned
+        bytes_uint8 = bytes_uint8[aligned:]
+        at += aligned
     on_host = is_native and bytes_uint8.is_cpu and at % 8 == 0
     (_chosen if on_host else reference).checksum(bytes_uint8, blocks, at, threads=threads)
 

@@ -6,7 +6,7 @@ release the interpreter lock and may come from several threads at once.
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import CDLL, c_char_p, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatrain.kernels import states
 from megatrain.kernels.reference import RULES
-from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
+from megatrain.kernels.states import Checksums, Scalars, TileRange, UpdateOptions
 
 _ABI = 9
 """The number that megatrain_abi() in csrc/api.cpp must return."""
@@ -85,6 +85,27 @@ def use_instruction_set(name: str) -> bool:
     return bool(_call["use_instruction_set"](name.encode()))
 
 
+def _sums_arguments(planes: Sequence[Tensor | None], sums: Checksums) -> list[Any]:
+    """The library's tables of checksums before and after, first bytes, and element sizes."""
+    # The gradient's values are last in both; moments that the rule lacks are None.
+    read, written, first = (
+        [*values[:-1], *[None] * (len(planes) - len(values)), values[-1]] for values in sums
+    )
+    for blocks in (*read, *written):
+        if blocks is not None:
+            states.check_tensor("blocks", blocks, (torch.int64,))
+    sizes = [0 if plane is None else plane.element_size() for plane in planes]
+    if sums.first[0] % (2 * states.GROUP * sizes[0]):
+        raise ValueError(f"sums begin at byte {sums.first[0]} of the weights")
+    pointers, numbers = c_void_p * len(planes), c_int64 * len(planes)
+    return [
+        pointers(*map(_address, read)),
+        pointers(*map(_address, written)),
+        numbers(*(byte or 0 for byte in first)),
+        numbers(*sizes),
+    ]
+
+
 def update(rule: str, tile: TileRange, scalars: Scalars, options: UpdateOptions) -> None:
     """Compute the bits of `reference.update`, and `options.sums`, in one pass over memory.
 
@@ -94,21 +115,7 @@ def update(rule: str, tile: TileRange, scalars: Scalars, options: UpdateOptions)
     states.check_update(rule, tile, options)
     weights, remainder, moments, grad = tile
     planes = (weights, remainder, *moments, *[None] * (4 - len(moments)), grad)
-    sums: list[Any] = [None] * 4
-    if options.sums is not None:
-        read, written, first = (
-            [*items[:-1], *[None] * (len(planes) - len(items)), items[-1]] for items in options.sums
-        )
-        for blocks in (*read, *written):
-            if blocks is not None:
-                states.check_tensor("blocks", blocks, (torch.int64,))
-        if options.sums.first[0] % (2 * states.GROUP * weights.element_size()):
-            raise ValueError(f"sums begin at byte {options.sums.first[0]} of the weights")
-        sums = [
-            *((c_void_p * len(planes))(*map(_address, blocks)) for blocks in (read, written)),
-            (c_int64 * len(planes))(*(byte or 0 for byte in first)),
-            (c_int64 * len(planes))(*(0 if p is None else p.element_size() for p in planes)),
-        ]
+    sums = [None] * 4 if options.sums is None else _sums_arguments(planes, options.sums)
     _call["update"](
         *map(_address, planes),
         _ADAMW[moments[0].dtype] if rule == "adamw" else _RULES[rule],

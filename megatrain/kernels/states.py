@@ -57,15 +57,12 @@ class Checksums(NamedTuple):
     """Tensors to which an update adds checksums (`reference.checksum`) of its reads and writes.
 
     Each attribute has an item for each plane, in the order of TileRange; None: no checksum.
-
-    Attributes:
-        read, written: [blocks, 2] int64 of the planes before the update and after it.
-        first: the range's first byte in each plane.
     """
 
+    # read, written: [blocks, 2] int64 of the planes before the update and after it
     read: Sequence[Tensor | None]
     written: Sequence[Tensor | None]
-    first: Sequence[int]
+    first: Sequence[int]  # the range's first byte in each plane
 
 
 class UpdateOptions(NamedTuple):

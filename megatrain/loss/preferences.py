@@ -17,16 +17,11 @@ MOST_NUMBERS = 1 << 24  # fp32 holds all whole numbers below exactly
 
 
 class Replies(NamedTuple):
-    """Sums over the labels of each reply `[R]`, in fp64, which hides a GPU's order of summation.
+    """Sums over the labels of each reply `[R]`, in fp64, which hides a GPU's order of summation."""
 
-    Attributes:
-        log_prob: log-probability in the model; `reference`: in a reference model, else 0.
-        length: number of labels.
-    """
-
-    log_prob: Tensor
-    reference: Tensor
-    length: Tensor
+    log_prob: Tensor  # log-probability in the model
+    reference: Tensor  # in a reference model, else 0
+    length: Tensor  # number of labels
 
     @property
     def gain(self) -> Tensor:

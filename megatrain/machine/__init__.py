@@ -63,49 +63,39 @@ def mapping_bytes(pinned_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU with its host. Rates are those of work of real size, not nominal peaks.
-
-    Attributes:
-        device_context_bytes: device memory that driver and libraries take before any tensor.
-        host_memory_bytes, cores: of this process, at most.
-        matmul_tflops: of dense products in the compute dtype.
-        experts: the share of `matmul_tflops` that grouped products reach, beside their bytes.
-        attention_forward_tflops, attention_backward_tflops: of causal attention over long rows;
-            only the unmasked half counts.
-        device_gbps: of device memory, reads and writes together.
-        to_device_gbps, from_device_gbps: of copies from and to pinned host memory.
-        update_gbps: of host memory during updates (26 bytes a parameter).
-        launch_seconds: from one piece of device work to the next if there is nothing to compute.
-        measured: True if rates were measured here; False: published figures times usual shares.
-        disk_both_gbps: of reads while equally many bytes are written.
-        link_gbps, network_gbps: at which a GPU receives in a gather on one host, or from another
-            host while all GPUs of its host receive; None, as for a disk: not known.
-        disk_space_bytes: bytes that planes may take on a disk; None: there is no disk.
-        one_memory: True if device and host share one memory, of which the process itself has
-            `host_memory_bytes`.
-    """
+    """One GPU with its host. Rates are those of work of real size, not nominal peaks."""
 
     name: str
     device_memory_bytes: int
-    device_context_bytes: int
+    device_context_bytes: int  # device memory that driver and libraries take before any tensor
+    # host_memory_bytes, cores: of this process, at most
     host_memory_bytes: int
     cores: int
-    matmul_tflops: float
+    matmul_tflops: float  # of dense products in the compute dtype
+    # attention_forward_tflops, attention_backward_tflops: of causal attention over long rows; only
+    # the unmasked half counts
     attention_forward_tflops: float
     attention_backward_tflops: float
-    device_gbps: float
+    device_gbps: float  # of device memory, reads and writes together
+    # to_device_gbps, from_device_gbps: of copies from and to pinned host memory
     to_device_gbps: float
     from_device_gbps: float
-    update_gbps: float
+    update_gbps: float  # of host memory during updates (26 bytes a parameter)
     disk_write_gbps: float | None
+    # from one piece of device work to the next if there is nothing to compute
     launch_seconds: float
-    measured: bool
+    measured: bool  # True if rates were measured here; False: published figures times usual shares
     disk_read_gbps: float | None = None
-    disk_both_gbps: float | None = None
+    disk_both_gbps: float | None = None  # of reads while equally many bytes are written
+    # bytes that planes may take on a disk; None: there is no disk
     disk_space_bytes: int | None = None
+    # link_gbps, network_gbps: at which a GPU receives in a gather on one host, or from another host
+    # while all GPUs of its host receive; None, as for a disk: not known
     link_gbps: float | None = None
     network_gbps: float | None = None
+    # True if device and host share one memory, of which the process itself has `host_memory_bytes`
     one_memory: bool = False
+    # the share of `matmul_tflops` that grouped products reach, beside their bytes
     experts: float = 0.9
 
     @property

@@ -26,16 +26,12 @@ Values = Mapping[str, Callable[[], Tensor]]
 
 @dataclass(frozen=True)
 class Adapted:
-    """The adapter of a model, and the base without it.
+    """The adapter of a model, and the base without it."""
 
-    Attributes:
-        base: the model without the adapter and without weights.
-        held: names in the model -> names in the base, of the base's parameters and buffers.
-        copies: the same for copies that are trained in place of the base's (modules_to_save).
-    """
-
-    base: PreTrainedModel
+    base: PreTrainedModel  # the model without the adapter and without weights
+    # names in the model -> names in the base, of the base's parameters and buffers
     held: Mapping[str, str]
+    # the same for copies that are trained in place of the base's (modules_to_save)
     copies: Mapping[str, str]
     config: Any
     name: str
@@ -138,7 +134,9 @@ def with_adapter(base: PreTrainedModel, config: Any, name: str = "default") -> P
 
 def _of_text(config: Any, model: PreTrainedModel) -> Any:
     """The configuration, adapting modules of a multimodal model's language model alone."""
-    config, decoder, excluded = copy.copy(config), model.get_decoder(), config.exclude_modules
+    config = copy.copy(config)
+    excluded = config.exclude_modules
+    decoder = model.get_decoder()
     path = next(name for name, module in model.named_modules() if module is decoder)
     if excluded and not isinstance(excluded, str):
         excluded = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, sorted(excluded)))})"
@@ -157,7 +155,18 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
         return with_adapter(base, config)
     from megatrain.compat.transformers import encodes
 
-    modules, word = [f".{name}" for name, _ in base.named_modules()], str(config.target_modules)
+    _refuse_unknown_modules(base, config)
+    if config.target_modules == "all-linear" and encodes(base):
+        config = _of_text(config, base)
+    model = with_adapter(base, config)
+    _refuse_unmatched_patterns(model, config)
+    return model
+
+
+def _refuse_unknown_modules(base: PreTrainedModel, config: Any) -> None:
+    """Raises InputError: a name of a module is the end of no module's path."""
+    modules = [f".{name}" for name, _ in base.named_modules()]
+    word = str(config.target_modules)
     if re.fullmatch(r"[\w-]+", word) and f".{word}" not in (*modules, ".None", ".all-linear"):
         raise InputError(  # to PEFT a word is a pattern of whole names
             f"adapter: target_modules is {word!r}, and no module's whole name is that; take "
@@ -171,14 +180,15 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
             if not any(path.endswith(f"{dot}{name}") for path in modules):
                 leaves = dict.fromkeys(name.split(".")[-2] for name, _ in base.named_parameters())
                 raise _unmatched(f"the model has no module {name!r} ({key})", leaves)
-    if config.target_modules == "all-linear" and encodes(base):
-        config = _of_text(config, base)
-    model = with_adapter(base, config)
+
+
+def _refuse_unmatched_patterns(model: PreTrainedModel, config: Any) -> None:
+    """Raises InputError: a pattern or a layer's number matches no adapted module."""
     paths = set()
     for path, module in peft.wrappers(model):
         if not peft.is_copy(module):
-            name, parameter = peft.base_path(path), peft.parameter_of(module)
-            paths.add(name if parameter is None else f"{name}.{parameter}")
+            parameter = peft.parameter_of(module)
+            paths.add(".".join(filter(None, (peft.base_path(path), parameter))))
     for key in ("rank_pattern", "alpha_pattern", "target_parameters"):
         for pattern in getattr(config, key, None) or ():
             if not any(re.fullmatch(rf"(.*\.)?({pattern})", path) for path in paths):
@@ -187,7 +197,6 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
         if not any(str(index) in path.split(".") for path in paths):
             problem = f"no module of layer {index} is adapted (layers_to_transform, from 0 on)"
             raise _unmatched(problem, sorted(paths))
-    return model
 
 
 def _unmatched(problem: str, names: Iterable[str]) -> InputError:
@@ -256,10 +265,12 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
     first = {id(p): name for name, p in reversed(names)}
     uses = Counter(id(p) for _, p in names)
     for path, module in peft.wrappers(model):
-        is_copy, inner = peft.is_copy(module), peft.inner(module)
+        is_copy = peft.is_copy(module)
+        inner = peft.inner(module)
         # A copy has buffers as well.
         tensors = inner.state_dict(keep_vars=True) if is_copy else dict(inner.named_parameters())
-        only, base_path = peft.parameter_of(module), peft.base_path(path)
+        only = peft.parameter_of(module)
+        base_path = peft.base_path(path)
         if not is_copy and module.lora_bias[adapters.name] and "bias" not in tensors:
             raise InputError(
                 f"{path} has no bias that the adapter's (lora_bias) could be merged into; export "

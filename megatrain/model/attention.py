@@ -131,7 +131,8 @@ def attend_by_kernel(spec: ModelSpec, precision: Precision) -> None:
 
     torch's kernel computes in bf16: in fp32 only layers with caps change.
     """
-    model, half = spec.capture.model, precision != "fp32"
+    model = spec.capture.model
+    half = precision != "fp32"
     if not takes_flash_attention(model):
         return
     kinds = {id(layer.kind): layer.kind for layer in spec.layers}.values()
@@ -147,9 +148,10 @@ def attend_by_kernel(spec: ModelSpec, precision: Precision) -> None:
 
 def takes_lengths(model: PreTrainedModel, *, fp32: bool) -> bool:
     """True if documents' lengths can replace a model's masks; on a GPU no kernel is for `fp32`."""
-    name, with_sinks = attention_of(model.config), [m for m in model.modules() if has_sinks(m)]
+    name = attention_of(model.config)
     has_kernel = not fp32 and (name == BY_SINKS or chosen_attention(name) == BY_MASKS)
     if name in ("eager", BY_EAGER):
+        with_sinks = [module for module in model.modules() if has_sinks(module)]
         has_kernel = bool(with_sinks) and all(map(_is_plain, with_sinks))
     return has_kernel and takes_flash_attention(model)
 
@@ -166,7 +168,8 @@ def _eager(module: nn.Module) -> Callable[..., tuple[Tensor, Any]] | None:
 def _is_plain(module: nn.Module) -> bool:
     """True if a module's attention has a width of our kernels, no dropout, and an eager form."""
     width = getattr(module, "head_dim", None)
-    fits = (isinstance(width, int) and width % 8 == 0 and width <= MOST_WIDTH) or _has_cap(module)
+    has_width = isinstance(width, int) and width % 8 == 0 and width <= MOST_WIDTH
+    fits = has_width or _has_cap(module)
     plain = not getattr(module, "attention_dropout", 0.0)
     return fits and plain and _eager(module) is not None
 
@@ -191,11 +194,12 @@ def _attention_in_documents(
 
     Args: `within_images`: over patches `[1, H, N, D]`, which attend to all of the same image.
     """
-    edges, window = cu_seq_lens_q, None if within_images else options.get("sliding_window")
+    edges = cu_seq_lens_q
+    window = None if within_images else options.get("sliding_window")
     if edges is not None and (within_images or attention_mask is None):
         if query.is_cuda and has_kernel(query, value, options):
-            causal, scale = not within_images, options.get("scaling")
-            return _varlen(query, key, value, edges, max_length_q, window or 0, scale, causal), None
+            how = (edges, max_length_q, window or 0, options.get("scaling"), not within_images)
+            return _varlen(query, key, value, *how), None
         if within_images:
             lengths = edges.diff().tolist()
             images = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
@@ -212,7 +216,8 @@ attention_within_images = partial(_attention_in_documents, within_images=True)
 def has_kernel(query: Tensor, value: Tensor, options: Mapping[str, Any]) -> bool:
     """True if torch's flash kernel supports this attention; keys are as wide as queries."""
     plain = not options.get("dropout") and options.get("position_bias") is None
-    width, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
+    width = query.shape[-1]
+    half = query.dtype in (torch.bfloat16, torch.float16)
     fits = width % 8 == 0 and value.shape[-1] <= width <= MOST_WIDTH
     return plain and fits and half
 
@@ -270,12 +275,14 @@ def _attention_with_sinks(
         return eager(module, query, key, value, attention_mask, scaling=scaling, **options)
     sinks = getattr(module, "sinks", None)
     sinks = None if sinks is None else sinks.to(query.dtype)  # None: a layer of another kind
-    window, cap = options.get("sliding_window") or 0, options.get("softcap") or 0.0
+    window = options.get("sliding_window") or 0
+    cap = options.get("softcap") or 0.0
     width = value.shape[-1]
     value = F.pad(value, (0, query.shape[-1] - width))  # values may be narrower
     heads = (x.transpose(1, 2) for x in (query, key, value))
-    how = max_length_q, window, scaling, cap, lengths
-    out, _ = causal_attention(*heads, sinks, cu_seq_lens_q, *how)
+    out, _ = causal_attention(
+        *heads, sinks, cu_seq_lens_q, max_length_q, window, scaling, cap, lengths
+    )
     return out[..., :width], None
 
 
@@ -289,7 +296,8 @@ def _lengths_or_mask(*args: Any, **kwargs: Any) -> Tensor | None:
         return None
     padding = kwargs.get("attention_mask")
     if padding is not None and is_causal_alone({**kwargs, "attention_mask": None}):
-        lengths, tokens = padding.sum(1, dtype=torch.int32), padding.shape[1]
+        lengths = padding.sum(1, dtype=torch.int32)
+        tokens = padding.shape[1]
         least = max(1, tokens + 1 - (kwargs.get("local_size") or tokens))
         at_end = (padding.bool().int().diff(dim=1) <= 0).all()
         if bool(at_end & (lengths >= least).all()):

@@ -27,20 +27,15 @@ _LARGEST = 70.0  # exponentials of logits up to this, and their sums, are finite
 
 
 class Seen(NamedTuple):
-    """The tokens to which each token attends, and the factors of logits.
+    """The tokens to which each token attends, and the factors of logits."""
 
-    Attributes:
-        first_BT, last_BT: places in the row of the first and the last token to which a token
-            attends; the last is never after the token.
-        reach: a token attends to fewer tokens before itself.
-        cap: of logits; 0: none.
-    """
-
+    # first_BT, last_BT: places in the row of the first and the last token to which a token attends;
+    # the last is never after the token
     first_BT: Tensor
     last_BT: Tensor
-    reach: int
+    reach: int  # a token attends to fewer tokens before itself
     scale: float
-    cap: float
+    cap: float  # of logits; 0: none
 
 
 @torch.no_grad()  # with gradients kernels would be compiled twice
@@ -52,10 +47,10 @@ def attend_in_chunks(
     out = torch.empty(q_BTKGD.shape, dtype=query.dtype, device=query.device)
     sums_BTKG = query.new_empty(q_BTKGD.shape[:-1], dtype=torch.float32)
     fused = _fused(_weights, query.is_cuda)
-    for piece in _pieces(k_BTKGD):
-        k_NTD, v_NTD = (_by_head(x[piece]) for x in (k_BTKGD, v_BTKGD))
+    for rows, heads in _pieces(k_BTKGD):
+        k_NTD, v_NTD = (_by_head(x[rows, :, heads]) for x in (k_BTKGD, v_BTKGD))
         for queries, keys in _spans(q_BTKGD.shape[1], q_BTKGD.shape[3], seen.reach):
-            at = piece[0], queries, piece[2]
+            at = rows, queries, heads
             q_RCKGD = q_BTKGD[at]
             logits = _by_head(q_RCKGD) @ k_NTD[:, keys].mT
             weights, totals, logs = fused(
@@ -83,13 +78,14 @@ def gradients_in_chunks(
     sums_BTKG = sums_BTH.unflatten(2, q_BTKGD.shape[2:4])
     of_q, of_k, of_v = (torch.empty_like(x) for x in (q_BTKGD, k_BTKGD, v_BTKGD))
     fused = _fused(_slopes, query.is_cuda)
-    for piece in _pieces(k_BTKGD):
-        k_NTD, v_NTD = (_by_head(x[piece]) for x in (k_BTKGD, v_BTKGD))
+    for rows, heads in _pieces(k_BTKGD):
+        k_NTD, v_NTD = (_by_head(x[rows, :, heads]) for x in (k_BTKGD, v_BTKGD))
         sum_k, sum_v = (torch.zeros_like(x, dtype=torch.float32) for x in (k_NTD, v_NTD))
         for queries, keys in _spans(q_BTKGD.shape[1], q_BTKGD.shape[3], seen.reach):
-            at = piece[0], queries, piece[2]
+            at = rows, queries, heads
             q_RCKGD = q_BTKGD[at]
-            q, g, k = _by_head(q_RCKGD), _by_head(g_BTKGD[at]), k_NTD[:, keys]
+            q, g = _by_head(q_RCKGD), _by_head(g_BTKGD[at])
+            k = k_NTD[:, keys]
             products = q @ k.mT, g @ v_NTD[:, keys].mT
             sums = sums_BTKG[at].transpose(1, 2).clone(memory_format=torch.contiguous_format)
             product = (g.float() * _by_head(o_BTKGD[at])).sum(-1).view(sums.shape)
@@ -99,7 +95,8 @@ def gradients_in_chunks(
             sum_v[:, keys] += shares.mT @ g
             sum_k[:, keys] += slopes.mT @ q
             of_q[at] = _by_token(slopes @ k, q_RCKGD)
-        of_k[piece], of_v[piece] = (_by_token(x, k_BTKGD[piece]) for x in (sum_k, sum_v))
+        for gradients, sums_of_keys in ((of_k, sum_k), (of_v, sum_v)):
+            gradients[rows, :, heads] = _by_token(sums_of_keys, k_BTKGD[rows, :, heads])
     return [of_q, of_k, of_v]
 
 
@@ -133,13 +130,13 @@ def _at_once(tokens: int, heads: int) -> tuple[int, int]:
     return min(_ROWS, max(1, rows // heads)), min(heads, rows)
 
 
-def _pieces(k_BTKGD: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Slices of rows, tokens and heads of keys that are computed together."""
+def _pieces(k_BTKGD: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Slices of rows, and of heads of keys, that are computed together."""
     rows, tokens, heads = k_BTKGD.shape[:3]
     num_rows, num_heads = _at_once(tokens, heads)
     for row in range(0, rows, num_rows):
         for head in range(0, heads, num_heads):
-            yield slice(row, row + num_rows), slice(None), slice(head, head + num_heads)
+            yield slice(row, row + num_rows), slice(head, head + num_heads)
 
 
 def _spans(tokens: int, groups: int, reach: int) -> Iterator[tuple[slice, slice]]:

@@ -262,25 +262,24 @@ def loaded_types(
     if dtype in by_dtype:
         return by_dtype[dtype]
     if (adapters := adapted(model)) is not None:
-        types, names = loaded_types(adapters.base, dtype), {**adapters.held, **adapters.copies}
+        of_base = loaded_types(adapters.base, dtype)
+        base_names = {**adapters.held, **adapters.copies}
         named_tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
-        by_dtype[dtype] = {name: types.get(names.get(name, ""), dtype) for name, _ in named_tensors}
-        return by_dtype[dtype]
+        types = {name: of_base.get(base_names.get(name, ""), dtype) for name, _ in named_tensors}
+        by_dtype[dtype] = types
+        return types
     if built is None:
         with weightless():
             built = hf.model_of(type(model), copy.deepcopy(model.config), dtype=dtype)
     plan = [re.compile(pattern.replace("*", ".*")) for pattern in hf.in_fp32(model, dtype)]
     stored = built.state_dict().keys()
     tensors = chain(built.named_parameters(remove_duplicate=False), built.named_buffers())
-    by_dtype[dtype] = {
-        name: torch.float32
-        if name in stored
-        and tensor.is_floating_point()
-        and any(pattern.search(name) for pattern in plan)
-        else tensor.dtype
-        for name, tensor in tensors
-    }
-    return by_dtype[dtype]
+    types = {name: tensor.dtype for name, tensor in tensors}
+    for name in stored & types.keys():
+        if types[name].is_floating_point and any(pattern.search(name) for pattern in plan):
+            types[name] = torch.float32
+    by_dtype[dtype] = types
+    return types
 
 
 @contextmanager

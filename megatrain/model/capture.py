@@ -137,20 +137,16 @@ class Rows:
 
 @dataclass
 class Uses:
-    """The tensors that a run used, by kind of use.
+    """The tensors that a run used, by kind of use."""
 
-    Attributes:
-        lookups: `(table, ids)` of every embedding lookup.
-        constants: `(id of table, row)` of every `table[row]`.
-        touched: ids of the input tensors of all operations.
-        read: ids of inputs from which an operation but a lookup of rows computed tensors.
-        derived: by id, tensors that were put there, and all that are computed from them.
-    """
-
+    # `(table, ids)` of every embedding lookup
     lookups: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    # `(id of table, row)` of every `table[row]`
     constants: set[tuple[int, int]] = field(default_factory=set)
-    touched: set[int] = field(default_factory=set)
+    touched: set[int] = field(default_factory=set)  # ids of the input tensors of all operations
+    # ids of inputs from which an operation but a lookup of rows computed tensors
     read: set[int] = field(default_factory=set)
+    # by id, tensors that were put there, and all that are computed from them
     derived: dict[int, Tensor] = field(default_factory=dict)
 
     def note(self, arguments: Iterable[Any], result: Any, *, of_rows: bool) -> None:

@@ -18,7 +18,7 @@ from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from megatrain.loss import IGNORED
 from megatrain.model.attention import BY_EAGER, BY_LENGTHS, BY_MASKS, BY_WINDOWS, document_starts
 from megatrain.model.capture import Rows
 from megatrain.model.media import of_media
-from megatrain.model.micro_batch import MicroBatch
+from megatrain.model.micro_batch import MicroBatch, TrialRun
 from megatrain.model.program import ModelProgram
 from megatrain.model.spec import ModelSpec
 from megatrain.parallel.distributed import ALONE, Ranks
@@ -145,15 +145,15 @@ class DocumentCheck:
     def __init__(
         self,
         program: ModelProgram,
-        tried: Callable[[list[Micro]], tuple[Any, list[Tensor]]],
+        run_trial: Callable[[list[Micro]], TrialRun],
         check_masks: Callable[[Sequence[Micro]], None],
     ) -> None:
-        """Args: `tried`: computes calls and losses `[B, T]` of micro-batches;
-        `check_masks`: raises DoesNotFit if the present attention needs masks that do not fit.
-        """
+        """Args: `check_masks` raises DoesNotFit if attention needs masks that do not fit."""
         config = program.spec.capture.model.config
-        self._model_type, self._dtype, self._tried = config.model_type, program.dtype, tried
-        self._program, self._check_masks = program, check_masks
+        self._model_type, self._dtype = config.model_type, program.dtype
+        self._program = program
+        self._run_trial = run_trial
+        self._check_masks = check_masks
         self._limits = limits_of(config)
         ids = re.findall(r"_token_(?:id|index)'?: (\d+)", str(config.to_dict()))
         self._placeholders = torch.tensor([*map(int, ids)], dtype=torch.long)
@@ -166,9 +166,8 @@ class DocumentCheck:
         (windows, kernel sizes...) or powers of two, if they are single or several, and if they have
         the same kinds of media.
 
-        Raises:
-            InputError: the model does not keep documents separate.
-            DoesNotFit: there is no memory for the masks.
+        Raises InputError: the model does not keep documents separate; DoesNotFit: there is no
+        memory for the masks.
         """
         untried = self._untried(micro_batches, ranks)
         new = {self._kind(micro): micro for micro in reversed(untried)}
@@ -236,7 +235,7 @@ class DocumentCheck:
 
     def _losses(self, trial: Micro, attention: str) -> Tensor:
         self._program.attend(attention)
-        _, [losses_BT] = self._tried([trial])
+        [losses_BT] = self._run_trial([trial]).losses
         return losses_BT.cpu()
 
     def _keeps_apart(self, micro: Micro, at_once: int) -> bool:
@@ -245,11 +244,11 @@ class DocumentCheck:
             compared = self._trials(micro, seed)
             rows = [row for comparison in compared for row in comparison.micro_batches]
             groups = [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
-            losses = [loss.cpu() for group in groups for loss in self._tried(group)[1]]
+            losses = [loss.cpu() for group in groups for loss in self._run_trial(group).losses]
             if not all(bool(loss.isfinite().all()) for loss in losses):
                 return False  # the step itself reports the error
             pairs = zip(compared, losses[::2], losses[1::2], strict=True)
-            changes = [comparison.differences(*pair) for comparison, *pair in pairs]
+            changes = [comparison.differences(one, other) for comparison, one, other in pairs]
             noise, leak, context = (max(values) for values in zip(*changes, strict=True))
             if noise > MOST_NOISE[self._dtype] or leak > TOLERANCE + NOISES * noise:
                 continue
@@ -261,7 +260,7 @@ class DocumentCheck:
     def _is_as_alone(self, micro: Micro, losses_BT: Tensor) -> bool:
         """True if documents with media have the same losses as in rows of their own."""
         alone = unpacked(micro)
-        _, [alone_NL] = self._tried([alone])
+        [alone_NL] = self._run_trial([alone]).losses
         alone_N = alone_NL.cpu()[alone["attention_mask"].bool()]
         limit = TOLERANCE if self._dtype == torch.float32 else MOST_NOISE[self._dtype]
         return change_of(losses_BT.flatten(), alone_N) <= limit
@@ -287,11 +286,18 @@ def check_documents(spec: ModelSpec) -> None:
     micro = MicroBatch(inputs | {"position_ids": positions}, ids, rows)
     program.prologue({}, micro)  # its weights are zeros
     leaves = [leaf for call in micro.calls for leaf in call.leaves if isinstance(leaf, Tensor)]
-    # A mask is bool, or is added to logits.
-    masks = [leaf for leaf in leaves if leaf.ndim > 2 and leaf.shape[-2:] == (size, size)]
-    across = [mask[..., first:, :first] for mask in masks]
-    if any(bool((part if part.dtype == torch.bool else part > -1).any()) for part in across):
-        raise InputError(_MIXED.format(model.config.model_type))
+    for mask in (leaf for leaf in leaves if leaf.ndim > 2 and leaf.shape[-2:] == (size, size)):
+        is_seen = mask if mask.dtype == torch.bool else mask > -1  # else it is added to logits
+        if bool(is_seen[..., first:, :first].any()):
+            raise InputError(_MIXED.format(model.config.model_type))
+
+
+class Changes(NamedTuple):
+    """How much losses change with some tokens: root mean squares, divided by the losses' spread."""
+
+    noise: float  # of the most changed document before these tokens
+    leak: float  # of the most changed one after them
+    context: float  # of the other tokens of their own document
 
 
 @dataclass(frozen=True)
@@ -302,12 +308,8 @@ class Comparison:
     changed_T: Tensor  # True for the tokens of these documents that are changed
     micro_batches: list[Micro]  # the rows, and the rows with tokens changed
 
-    def differences(self, one_BT: Tensor, other_BT: Tensor) -> tuple[float, float, float]:
-        """Root mean square changes of losses, divided by the losses' spread.
-
-        Those of the most changed document before the changed tokens, of the most changed one after
-        them, and of the other tokens of their own document.
-        """
+    def differences(self, one_BT: Tensor, other_BT: Tensor) -> Changes:
+        """The changes from the losses of the rows to those with the changed tokens."""
         change_BT = ((one_BT - other_BT) / spread_of(one_BT)).reshape(-1, len(self.changed_T))
         parts = (x.split(self.lengths, -1) for x in (change_BT, ~self.changed_T))
         before = after = within = 0.0
@@ -321,13 +323,14 @@ class Comparison:
                 after = max(after, size)
             else:
                 before = max(before, size)
-        return before, after, within
+        return Changes(noise=before, leak=after, context=within)
 
 
 def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
     """Comparisons of documents with a row's lengths, and of short documents between long ones."""
-    shape = min(micro["position_ids"].shape[0], 2), micro["position_ids"].shape[1]
-    pool, tokens = at_least_two(torch.unique(micro["input_ids"])), shape[1]
+    rows, tokens = micro["position_ids"].shape
+    shape = min(rows, 2), tokens
+    pool = at_least_two(torch.unique(micro["input_ids"]))
     compared: list[Comparison] = []
 
     def add(lengths: list[int], changed: list[int]) -> None:
@@ -366,7 +369,8 @@ def with_media(micro: Micro, placeholders: Tensor) -> Comparison:
 
     Args: `placeholders`: ids of tokens that stand for media: they are not changed.
     """
-    places_BT, ids_BT = micro["position_ids"], micro["input_ids"]
+    ids_BT = micro["input_ids"]
+    places_BT = micro["position_ids"]
     labels_BT = micro["labels"].masked_fill(document_starts(places_BT), IGNORED)
     number_BT = document_starts(places_BT).flatten().cumsum(0).view_as(places_BT)
     learnt_BT = (labels_BT != IGNORED) & ~torch.isin(ids_BT, placeholders)
@@ -396,7 +400,9 @@ def _lengths(micro: Micro) -> list[int]:
 
 def at_least_two(pool: Tensor) -> Tensor:
     """The tokens of `pool`, and another token if there is only one."""
-    return pool if len(pool) > 1 else torch.cat([pool, pool - 1 if int(pool) else pool + 1])
+    if len(pool) > 1:
+        return pool
+    return torch.cat([pool, pool - 1 if int(pool) else pool + 1])
 
 
 def spread_of(losses: Tensor) -> float:

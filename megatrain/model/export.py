@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +36,14 @@ from megatrain.model.safetensors_io import (
 )
 
 Tensors = dict[str, Tensor]
-Piece = tuple[
-    Tensors, Callable[[], Tensors]
-]  # meta tensors, and a function that makes their values
+
+
+class ExportPiece(NamedTuple):
+    """Tensors to write: shapes and dtypes by name, and a function that makes the values."""
+
+    blanks: Tensors
+    read: Callable[[], Tensors]
+
 
 _SHARD_BYTES = 5 * GIB
 SHARD_FILE = "model-{:05d}-of-{:05d}.safetensors"
@@ -77,12 +83,11 @@ def write_weights(
         carried: more tensors, which are written unchanged under their names.
         max_shard_bytes: a larger tensor gets a shard of its own.
 
-    Raises:
-        InputError: `folder` is a file.
-        RunFailed: not enough disk space, or the disk cannot be written; nothing is left behind.
-        ValueError: `tensors` lacks a name, or has one that the model does not have.
+    Raises InputError: `folder` is a file; RunFailed: the disk is full or cannot be written, and
+    nothing is left behind; ValueError: the names of `tensors` are not the model's.
     """
-    saved, usual_types = _saved_names(model, tensors), loaded_types(model, dtype)
+    saved = _saved_names(model, tensors)
+    usual_types = loaded_types(model, dtype)
     metas: Tensors = {}  # shape and file dtype of all that is written
     for name, first in saved.items():
         reference = model.get_parameter_or_buffer(name)
@@ -101,7 +106,7 @@ def write_weights(
 
     pieces = _pieces(model, metas, value)
     for name, tensor in (carried or {}).items():
-        pieces.append(({name: tensor.blank()}, partial(read, name, tensor)))
+        pieces.append(ExportPiece({name: tensor.blank()}, partial(read, name, tensor)))
     described = _described(pieces)
     with _exported(folder, described, beside or {}) as new:
         write_configs(new, model, dtype)
@@ -122,8 +127,10 @@ def write_adapter(
     """
     adapter = adapted(model)
     assert adapter is not None
-    names, state = peft.file_names(model, adapter.name), model.state_dict()
-    parameters, described = dict(model.named_parameters()), dict[str, Tensor]()
+    names = peft.file_names(model, adapter.name)
+    state = model.state_dict()
+    parameters = dict(model.named_parameters())
+    described: Tensors = {}
     for name, model_name in names.items():  # buffers keep their own dtype
         stored = dtype if model_name in parameters else tensors[model_name]().dtype
         described[name] = torch.empty_like(state[model_name], dtype=stored, device="meta")
@@ -170,10 +177,11 @@ def pack_like(folder: Path, reference: Path, packed: Mapping[str, Packed]) -> No
                 f"--like {reference}: {name!r} is {[*weight.shape]} and in the exported model "
                 f"{size}; give the folder from which the run began"
             )
-    pieces: list[Piece] = []
+    pieces: list[ExportPiece] = []
     for name, tensor in exported.items():
-        likes = {part.name: part.blank() for part in packed[name].parts} if name in packed else {}
-        pieces.append((likes or {name: tensor.blank()}, partial(_as_in, packed, tensor)))
+        parts = packed[name].parts if name in packed else [tensor]
+        blanks = {part.name: part.blank() for part in parts}
+        pieces.append(ExportPiece(blanks, partial(_as_in, packed, tensor)))
     described = _described(pieces)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         _write_shards(Path(name), described, _made(pieces), _SHARD_BYTES)
@@ -187,10 +195,10 @@ def pack_like(folder: Path, reference: Path, packed: Mapping[str, Packed]) -> No
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _described(pieces: list[Piece]) -> Tensors:
+def _described(pieces: list[ExportPiece]) -> Tensors:
     """The tensors of all pieces, which are sorted: wide elements first, so shards are aligned."""
-    pieces.sort(key=lambda piece: -next(iter(piece[0].values())).dtype.itemsize)
-    return {name: like for likes, _ in pieces for name, like in likes.items()}
+    pieces.sort(key=lambda piece: -next(iter(piece.blanks.values())).dtype.itemsize)
+    return {name: blank for piece in pieces for name, blank in piece.blanks.items()}
 
 
 def _as_in(packed: Mapping[str, Packed], tensor: Stored) -> Tensors:
@@ -272,11 +280,11 @@ def write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> N
         model.generation_config.to_json_file(folder / GENERATION)
 
 
-def _made(pieces: Sequence[Piece]) -> Iterator[Tensor]:
+def _made(pieces: Sequence[ExportPiece]) -> Iterator[Tensor]:
     """The values of pieces, one tensor after the other."""
-    for likes, make in pieces:
-        tensors = make()
-        for name in likes:
+    for piece in pieces:
+        tensors = piece.read()
+        for name in piece.blanks:
             yield tensors.pop(name)  # only the caller keeps it alive
 
 
@@ -284,7 +292,8 @@ def _write_shards(
     folder: Path, described: Tensors, values: Iterator[Tensor], max_shard_bytes: int
 ) -> None:
     shards = _split(described, max_shard_bytes)
-    count, file_of = len(shards), dict[str, str]()
+    count = len(shards)
+    file_of: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file_name = SINGLE_FILE if count == 1 else SHARD_FILE.format(number, count)
         write_shard(folder / file_name, shard, values)
@@ -310,7 +319,9 @@ def _split(described: Tensors, max_shard_bytes: int) -> list[Tensors]:
     return shards
 
 
-def _pieces(model: PreTrainedModel, metas: Tensors, value: Callable[[str], Tensor]) -> list[Piece]:
+def _pieces(
+    model: PreTrainedModel, metas: Tensors, value: Callable[[str], Tensor]
+) -> list[ExportPiece]:
     """A model's tensors in the hub's layout, in the order of `metas`; `value` returns values."""
 
     def renamed(name: str, source: str) -> Tensors:
@@ -325,14 +336,14 @@ def _pieces(model: PreTrainedModel, metas: Tensors, value: Callable[[str], Tenso
 
     on_hub = hf.loading.revert_weight_conversion(model, dict(metas))
     name_of = {id(meta): name for name, meta in metas.items()}
-    pieces: dict[str, Piece] = {}  # by the first of the names that they are made of
+    pieces: dict[str, ExportPiece] = {}  # by the first of the names that they are made of
     for name, meta in on_hub.items():
         if (source := name_of.get(id(meta))) is not None:
-            pieces[source] = {name: meta}, partial(renamed, name, source)
+            pieces[source] = ExportPiece({name: meta}, partial(renamed, name, source))
     for group in _groups(model, {name: m for name, m in metas.items() if name not in pieces}):
-        likes = converted(metas.__getitem__, group)
-        pieces[group[0]] = likes, partial(converted, value, group)
-    planned = sorted((n, like.shape) for likes, _ in pieces.values() for n, like in likes.items())
+        blanks = converted(metas.__getitem__, group)
+        pieces[group[0]] = ExportPiece(blanks, partial(converted, value, group))
+    planned = sorted((n, t.shape) for piece in pieces.values() for n, t in piece.blanks.items())
     if planned != sorted((name, _one(meta).shape) for name, meta in on_hub.items()):
         raise RunFailed(
             f"{type(model).__name__} cannot be exported layer by layer: transformers converts "

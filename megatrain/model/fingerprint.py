@@ -45,12 +45,7 @@ class Is:
 
 
 class Reader:
-    """Describes objects, and all that they hold, by values that can be compared.
-
-    Attributes:
-        strays: weights in objects that no module of `root` has registered.
-        reads_dictionaries: True if a function reads attributes by way of `__dict__`.
-    """
+    """Describes objects, and all that they hold, by values that can be compared."""
 
     def __init__(
         self, root: nn.Module, *, left_out: Collection[str] = (), by_identity: bool = False
@@ -67,8 +62,8 @@ class Reader:
         self._by_identity = by_identity
         self._own = {id(parameter) for parameter in root.parameters()}
         self._seen: dict[int, tuple[int, Any]] = {}
-        self.strays: list[Tensor] = []
-        self.reads_dictionaries = False
+        self.strays: list[Tensor] = []  # weights in objects that no module of `root` has registered
+        self.reads_dictionaries = False  # True if a function reads attributes by way of `__dict__`
 
     def of(self, value: Any) -> Any:
         """The value that describes an object."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,46 +55,56 @@ def initialise(
     paths = {id(module): path for path, module in model.named_modules()}
     names = {name for name, _ in model.named_parameters()}
     names &= names if only is None else set(only)
-    owners, parts = _owners(model), list(_parts(model, spec))
-    made_of: list[Any] = []
+    owners = _owners(model)
+    drawn_kinds: list[Any] = []  # classes, names and shapes of the part whose `values` these are
     values: list[Tensor | None] = []
-    for index, part in enumerate(parts):
+    for index, part in enumerate(list(_parts(model, spec))):
         # A tied parameter belongs to the module that has it under its first name.
         shells = [
-            (module, name, parameter, f"{paths[id(module)]}.{name}".lstrip("."))
+            _Shell(module, name, parameter, f"{paths[id(module)]}.{name}".lstrip("."))
             for module in part
             for name, parameter in module.named_parameters(recurse=False)
         ]
-        if names.isdisjoint(full for *_, full in shells):
+        if names.isdisjoint(shell.full_name for shell in shells):
             continue
-        earlier, made_of = made_of, [(type(m), name, p.shape) for m, name, p, _ in shells]
-        if not alike or made_of != earlier:
+        kinds = [(type(shell.module), shell.name, shell.parameter.shape) for shell in shells]
+        if not alike or kinds != drawn_kinds:
+            drawn_kinds = kinds
             values.clear()
             torch.default_generator.manual_seed(derived_seed(seed, index))
             first = derived_seed(seed) + index * _PART_SEEDS
             with ThreadPoolExecutor(threads) as pool, _InPieces(pool, first):
                 _draw(part, owners)
-            values += (_taken(module, name, p, full, kept) for module, name, p, full in shells)
-        for full, drawn in zip((full for *_, full in shells), values, strict=True):
-            if full in names and drawn is None:
+            values += (shell.put_back(kept) for shell in shells)
+        for shell, drawn in zip(shells, values, strict=True):
+            if shell.full_name not in names:
+                continue
+            if drawn is None:
                 raise InputError(
-                    f"the _init_weights of a {type(model).__name__} does not set {full}; give the "
-                    "model's folder, or a model in memory (AutoModelForCausalLM.from_config)"
+                    f"the _init_weights of a {type(model).__name__} does not set "
+                    f"{shell.full_name}; give the model's folder, or a model in memory "
+                    "(AutoModelForCausalLM.from_config)"
                 )
-            if full in names and drawn is not None:
-                write(full, drawn)
+            write(shell.full_name, drawn)
 
 
-def _taken(
-    module: nn.Module, name: str, shell: nn.Parameter, full: str, kept: Callable[..., Tensor]
-) -> Tensor | None:
-    """The values that replace `shell`, passed through `kept`; None: the class set none."""
-    parameters = parameters_of(module)
-    values, parameters[name] = parameters[name], shell
-    assert values is not None
-    # The minimum is NaN if any value is; `isnan` would take a byte for each value.
-    unset = values.numel() and values.amin().isnan()
-    return None if unset else kept(full, values.detach())
+class _Shell(NamedTuple):
+    """A parameter without values, its module and its names there and in the model."""
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+    full_name: str
+
+    def put_back(self, kept: Callable[[str, Tensor], Tensor]) -> Tensor | None:
+        """Put the parameter in place of drawn values; `kept` of these; None: the class set none."""
+        parameters = parameters_of(self.module)
+        values = parameters[self.name]
+        parameters[self.name] = self.parameter
+        assert values is not None
+        # The minimum is NaN if any value is; `isnan` would take a byte for each value.
+        unset = values.numel() and values.amin().isnan()
+        return None if unset else kept(self.full_name, values.detach())
 
 
 def most_drawn_at_once(spec: ModelSpec) -> int:

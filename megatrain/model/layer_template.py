@@ -126,11 +126,10 @@ def _apply(
     shared = containers(args, kwargs)
     copies = [dict(container) for container in shared]
     output = functional_call(module, weights, args, kwargs)
-    written = [
-        {key: value for key, value in container_now.items() if old.get(key) is not value}
-        for container_now, old in zip(shared, copies, strict=True)
-    ]
-    return output, written, router_sums(module, counted_N)
+    added: list[dict[Any, Any]] = []
+    for container, old in zip(shared, copies, strict=True):
+        added.append({key: v for key, v in container.items() if old.get(key) is not v})
+    return output, added, router_sums(module, counted_N)
 
 
 def containers(args: tuple, kwargs: dict[str, Any]) -> list[MutableMapping]:

@@ -46,13 +46,10 @@ def as_computed(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The result of one call of an encoder, without its features.
+    """The result of one call of an encoder, without its features."""
 
-    Attributes:
-        leaves: of the result; a `_Feature` stands for features, a tensor on `meta` for a leaf that
-            is not read (hooks of transformers count what layers return, and pass over None).
-    """
-
+    # of the result; a `_Feature` stands for features, a tensor on `meta` for a leaf that is not
+    # read (hooks of transformers count what layers return, and pass over None)
     leaves: Sequence[Any]
     spec: Any
 

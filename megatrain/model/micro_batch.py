@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,37 +15,37 @@ Activations = dict[Ref, Tensor]
 Weights = Mapping[str, Tensor]
 
 
+class TrialRun(NamedTuple):
+    """The layers' arguments and the losses `[B, T]` of micro-batches that try a model."""
+
+    calls: Sequence[Sequence[Call]]
+    losses: list[Tensor]
+
+
 @dataclass
 class MicroBatch:
-    """One micro-batch on the device.
+    """One micro-batch on the device."""
 
-    Attributes:
-        inputs: `input_ids` `[B, T]` and other arguments of the model's forward.
-        targets: `[B, T]` token that each position predicts, -100 for none.
-        rows: the step's embedding rows, as this micro-batch indexes them.
-        extras: `[B, T]` or `[B, T, K]`, the loss's inputs beside the targets, in its order.
-        documents: the forward's arguments with the ends of packed documents (model/documents.py).
-        counted_N: 1 for a token, 0 for padding; None: all are tokens.
-        calls: the layers' arguments, known once the prologue has run.
-        document_indices: the document of each token in packed rows, for each time the forward asks.
-        is_packed: True if positions in `inputs` restart within a row; None: only the device knows.
-        media: the forward's arguments that describe images and sounds.
-        encoded: the calls of encoders, known once these have run.
-        kept: results of frozen parts of encoders, for the backward of trained parts.
-    """
-
-    inputs: dict[str, Tensor]
-    targets: Tensor | None
-    rows: Rows
+    inputs: dict[str, Tensor]  # `input_ids` `[B, T]` and other arguments of the model's forward
+    targets: Tensor | None  # `[B, T]` token that each position predicts, -100 for none
+    rows: Rows  # the step's embedding rows, as this micro-batch indexes them
     loss: Loss = CROSS_ENTROPY
+    # `[B, T]` or `[B, T, K]`, the loss's inputs beside the targets, in its order
     extras: Sequence[Tensor] = ()
+    # the forward's arguments with the ends of packed documents (model/documents.py)
     documents: Mapping[str, Any] = field(default_factory=dict)
-    counted_N: Tensor | None = None
+    counted_N: Tensor | None = None  # 1 for a token, 0 for padding; None: all are tokens
+    # the layers' arguments, known once the prologue has run
     calls: list[Call] = field(default_factory=list)
+    # the document of each token in packed rows, for each time the forward asks
     document_indices: list[Tensor | None] = field(default_factory=list)
+    # True if positions in `inputs` restart within a row; None: only the device knows
     is_packed: bool | None = None
+    # the forward's arguments that describe images and sounds
     media: dict[str, Tensor] = field(default_factory=dict)
+    # the calls of encoders, known once these have run
     encoded: list[Encoded] = field(default_factory=list)
+    # results of frozen parts of encoders, for the backward of trained parts
     kept: list[Kept] = field(default_factory=list)
 
 

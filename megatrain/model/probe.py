@@ -8,7 +8,7 @@ parameters each result depends on.
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -103,29 +103,36 @@ def _refuse_broken(model: PreTrainedModel) -> None:
 def _spec(model: PreTrainedModel, routers: RouterLoss | None) -> ModelSpec:
     """The structure of a model by the largest of its stacks that the forward calls."""
     not_called = []
-    for name, stack in find_stacks(model):
-        probe = _Probe(model, (name, stack), routers)
+    for stack in find_stacks(model):
+        probe = _Probe(model, stack, routers)
         try:
             return probe.run()
         except BaseException as error:
             probe.capture.restore()
             if not isinstance(error, NotCalled):
                 raise
-            not_called.append(name)
+            not_called.append(stack.name)
     raise Unsupported(
         f"{type(model).__name__} has no list of layers that its text forward calls one after the "
         f"other (looked at: {', '.join(not_called) or 'none'})"
     )
 
 
-def find_stacks(model: PreTrainedModel) -> list[tuple[str, nn.ModuleList]]:
+class Stack(NamedTuple):
+    """A list of layers, and its path in the model."""
+
+    name: str
+    layers: nn.ModuleList
+
+
+def find_stacks(model: PreTrainedModel) -> list[Stack]:
     """Every outermost ModuleList, the one with most parameters first."""
-    stacks: list[tuple[str, nn.ModuleList]] = []
+    stacks: list[Stack] = []
     for name, module in model.named_modules():
-        is_nested = any(name.startswith(outer + ".") for outer, _ in stacks)
+        is_nested = any(name.startswith(outer.name + ".") for outer in stacks)
         if isinstance(module, nn.ModuleList) and len(module) and not is_nested:
-            stacks.append((name, module))
-    return sorted(stacks, key=lambda s: -sum(p.numel() for p in s[1].parameters()))
+            stacks.append(Stack(name, module))
+    return sorted(stacks, key=lambda s: -sum(p.numel() for p in s.layers.parameters()))
 
 
 def _layers_of(stack: nn.ModuleList, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -145,10 +152,12 @@ class _Probe:
     """The structure run of a model, with one of its stacks."""
 
     def __init__(
-        self, model: PreTrainedModel, named: tuple[str, nn.ModuleList], routers: RouterLoss | None
+        self, model: PreTrainedModel, named_stack: Stack, routers: RouterLoss | None
     ) -> None:
-        self.model, self.router_loss = model, routers
-        self.stack_name, stack = stack_name, _ = named
+        self.model = model
+        self.router_loss = routers
+        self.stack_name, stack = named_stack
+        stack_name = self.stack_name
         paths, layers = zip(*_layers_of(stack, stack_name), strict=True)
         self.paths = dict(zip(map(id, layers), paths, strict=True))
         in_stack = {id(p) for p in stack.parameters()}
@@ -209,7 +218,7 @@ class _Probe:
                 )
             structure = self._finish(rows, constants, output)
         refuse_mixing(structure)
-        unsupported.refuse_state(watch, lambda: self._again(output, rows))
+        unsupported.refuse_state(watch, lambda: self._repeat(output, rows))
         if self.without_gradients:  # last, as other reasons say more
             raise Unsupported(
                 f"{self.without_gradients[0]} is called under torch.no_grad(), and would be "
@@ -229,8 +238,8 @@ class _Probe:
         tables = {n: torch.zeros(len(unique), w, requires_grad=True) for n, w in widths.items()}
         return Rows(PROBE_IDS, torch.searchsorted(unique, PROBE_IDS), tables, unique)
 
-    def _again(self, output: Any, rows: Rows) -> list[Any]:
-        """The layers' arguments in another run, and the results of the forward."""
+    def _repeat(self, output: Any, rows: Rows) -> list[Any]:
+        """Run the forward a second time; returns the layers' arguments and the results."""
         results: list[Any] = []
         visits = iter(self.layers)
 
@@ -268,7 +277,8 @@ class _Probe:
 
     def _tables(self) -> tuple[list[str], list[int]]:
         """Names of tables that are only read by the batch's ids or fixed rows; and these rows."""
-        uses, arguments = Uses(), list[Any]()
+        uses = Uses()
+        arguments: list[Any] = []  # of the first layer
 
         def first(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
             arguments.extend(pytree.tree_leaves((args, kwargs)))
@@ -334,7 +344,8 @@ class _Probe:
 
     def _refuse_other_gradients(self, leaf: Tensor, path: str) -> None:
         """Raises Unsupported: an autograd.Function between layers, whose backward would be lost."""
-        ends, node = {value.grad_fn for value in self.alive}, leaf.grad_fn
+        ends = {value.grad_fn for value in self.alive}
+        node = leaf.grad_fn
         while node is not None and node not in ends:
             if isinstance(node, torch.autograd.function.BackwardCFunction):
                 raise Unsupported(
@@ -349,7 +360,8 @@ class _Probe:
         if id(module) not in self.numbered:
             if key in self.kinds:
                 return self.kinds[key]
-            kind, reads = self._template(module, path, numbered=False), NumberRead.count
+            kind = self._template(module, path, numbered=False)
+            reads = NumberRead.count
             with suppress(Exception):  # without the number a forward may fail in any way
                 unsupported.try_kind(kind, path, module, args, kwargs)
                 if NumberRead.count == reads:
@@ -376,12 +388,12 @@ class _Probe:
         return [f"{layer.name}.{name}" for name in names if id(zeros[name]) not in reached]
 
     def _template(self, module: nn.Module, path: str, *, numbered: bool = True) -> LayerTemplate:
-        template, loss = self.capture.template(module), self.router_loss
+        template = self.capture.template(module)
         unsupported.refuse_grad_modes(template, path)
         without_atomic_sums(template)
         template = template if numbered else without_index(template)
-        if loss is not None:
-            tap(template, path, self.model, loss)
+        if self.router_loss is not None:
+            tap(template, path, self.model, self.router_loss)
         return LayerTemplate(template)
 
     def _finish(self, rows: Rows, constants: list[int], output: Any) -> ModelSpec:
@@ -405,26 +417,16 @@ class _Probe:
         shared = sorted(names[i] for i in prior & later if i in names)
         if shared:
             raise Unsupported(f"{shared[0]} is used both before and after the layers")
-        gathered, prologue = sorted(rows.tables), sorted(names[i] for i in prior if i in names)
+        gathered = sorted(rows.tables)
+        prologue = sorted(names[i] for i in prior if i in names)
         epilogue = sorted(names[i] for i in later if i in names)
-        placed = {*gathered, *prologue, *epilogue}
-        others = [name for name in weights if name not in placed]
-        used = self.uses.touched
-        if self.capture.encodes:  # here `touched` includes weights that are asked for their dtype
-            used = self.uses.read | {id(table) for table, _ in self.uses.lookups}
-            used |= {table for table, _ in self.uses.constants}
-        fixed = sorted(name for name in others if id(weights[name]) in used)
-        still = [name for name in others if name not in fixed]
+        without_gradient = weights.keys() - {*gathered, *prologue, *epilogue}
+        used = self._used_ids()
+        fixed = sorted(name for name in without_gradient if id(weights[name]) in used)
         unreached = [name for name, table in rows.tables.items() if id(table) not in prior]
-        media = still if self.capture.encodes else []
-        called = {layer.name for layer in self.layers}
-        paths = [(self.paths[id(layer)], layer) for layer in self.capture.layers]
-        skipped = [
-            f"{path}.{name}"
-            for path, layer in paths
-            if path not in called
-            for name, _ in layer.named_parameters()
-        ]
+        # Images and sounds may use the weights that text does not use.
+        not_used = [name for name in weights if name in without_gradient and name not in fixed]
+        media, unused = (not_used, []) if self.capture.encodes else ([], not_used)
         return ModelSpec(
             capture=self.capture,
             layers=self.layers,
@@ -437,10 +439,27 @@ class _Probe:
             num_logits=logits.shape[-1],
             trunk=with_hidden(output, last_hidden(output).detach()[:0]),
             fixed=fixed + unreached + self.choosing,
-            unused=[n for n in still if n not in media] + skipped,
+            unused=unused + self._parameters_of_skipped_layers(),
             media=media,
             router_loss=self.router_loss,
         )
+
+    def _used_ids(self) -> set[int]:
+        """The ids of weights with which the forward computes."""
+        if not self.capture.encodes:
+            return self.uses.touched
+        # Here `touched` includes weights that are asked for their dtype.
+        looked_up = {id(table) for table, _ in self.uses.lookups}
+        return self.uses.read | looked_up | {table for table, _ in self.uses.constants}
+
+    def _parameters_of_skipped_layers(self) -> list[str]:
+        called = {layer.name for layer in self.layers}
+        names: list[str] = []
+        for layer in self.capture.layers:
+            path = self.paths[id(layer)]
+            if path not in called:
+                names += [f"{path}.{name}" for name, _ in layer.named_parameters()]
+        return names
 
     def _logits(self, output: Any) -> Tensor:
         # Other numbers of rows and tokens than the run's show states that the trunk has pooled.

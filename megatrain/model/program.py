@@ -73,7 +73,6 @@ class ModelProgram:
         self._encoder_calls = calls_of(model, spec.media)
         if self._encoder_calls:
             attention.attend_by_images(model)
-        self._modules = [layer.module for layer in spec.layers]
         numbered = (part.isdigit() for name in spec.epilogue for part in name.split("."))
         self._epilogue_has_layers = any(numbered)
         self._outer = {  # zeros without memory, for weights that a run does not use
@@ -89,7 +88,8 @@ class ModelProgram:
     def _in_float8(self) -> list[nn.Module]:
         """Let linear modules compute in float8; returns those with one scale for all tokens."""
         require_float8(self.device)
-        modules, frozen = list[nn.Module](), multiplied(self.spec)
+        modules: list[nn.Module] = []
+        frozen = multiplied(self.spec)
         for kind in self.kinds:
             layer = next(layer for layer in self.spec.layers if layer.kind is kind)
             names = {n: f"{layer.name}.{n}" for n, _ in kind.module.named_parameters()}
@@ -192,107 +192,44 @@ class ModelProgram:
         if features_N is not None and frozenset(batch.media) not in self._supported_media:
             self._check_media(weights, batch, features_N)
             self._supported_media.add(frozenset(batch.media))
-        values, calls, _ = self._recorded(weights, batch, features_N)
+        recorder = _LayerRecorder(self.spec.layers, batch, self._zeros)
+        self._record(recorder, weights, features_N)
         if not batch.calls:
-            if len(calls) < len(self.spec.layers):
-                _expect(self.spec.layers, len(calls), None)
-            batch.calls = calls
-        return values
+            if len(recorder.calls) < len(self.spec.layers):
+                _expect(self.spec.layers, len(recorder.calls), None)
+            batch.calls = recorder.calls
+        return recorder.values
 
     def follow_media(self, batch: MicroBatch) -> None:
         """Skip the check of media of this kind, which needs tensors with data."""
         self._supported_media.add(frozenset(batch.media))
 
-    def _recorded(
+    def _record(
         self,
+        recorder: "_LayerRecorder",
         weights: Weights,
-        batch: MicroBatch,
         features_N: Tensor | None,
-        *,
-        layer_output: float = 0.0,
-        whole: bool = False,
         uses: Uses | None = None,
-    ) -> tuple[Activations, list[Call], Any]:
-        """Run the model's forward with recorders in place of layers, as far as is needed.
-
-        A recorder returns zeros. Its arguments with a graph come from the prologue, from another
-        layer, or from a layer with a tensor added (images or sounds). Returns the activations that
-        enter the layers, their calls if `batch` has none yet, and with `whole` the trunk's output.
-
-        Args:
-            layer_output: with images or sounds, the value of recorders' results in place of 0.
-            uses: notes the tensors that the run uses.
-        """
-        traced: dict[Hashable, Ref | Sum] = {}  # arguments of layers, by the tensor's identity
-        made_by: dict[int, Ref] = {}  # outputs of layers, by the id of the leaf of their graph
-        values: Activations = {}
-        calls: list[Call] = []
-        alive: list[Any] = []  # tensors whose ids and memory no others may get in this run
-        needed = len(set[Ref]().union(*(call.entering for call in batch.calls)))
-
-        def record(module: nn.Module, args: tuple, kwargs: dict) -> Any:
-            visit = len(calls)
-            if batch.media and module not in self._modules[visit : visit + 1]:
-                raise _text_alone(
-                    "with images or sounds, the forward calls other layers than for text"
-                )
-            _expect(self.spec.layers, visit, module)
-            leaves, tree_spec = pytree.tree_flatten((args, kwargs))
-            alive.append(leaves)
-            calls.append(Call([argument(visit, leaf) for leaf in leaves], tree_spec))
-            is_last = len(calls) == len(self.spec.layers) and not whole
-            if is_last or (batch.calls and len(values) == needed):
-                raise Reached(None)
-            return self._output(visit, output)
-
-        def argument(visit: int, leaf: Any) -> Any:
-            """The Ref or Sum of a layer's argument; or the argument, if it is no activation."""
-            if not isinstance(leaf, Tensor):
-                return leaf
-            key = identity(leaf)
-            if key not in traced and leaf.requires_grad:
-                traced[key] = entering(visit, leaf)
-            return traced.get(key, leaf)
-
-        def entering(visit: int, leaf: Tensor) -> Ref | Sum:
-            """A new activation of the prologue, or what is added to a layer's output."""
-            outputs = {made_by[i] for i in reach([leaf]).leaves if i in made_by}
-            if not outputs:
-                ref = Ref(PROLOGUE, sum(ref.visit == PROLOGUE for ref in values))
-                values[ref] = leaf
-                return ref
-            ref = Ref(ADDED, visit)
-            if len(outputs) > 1 or ref in values:
-                raise _beyond_sums(self.spec.layers[visit])
-            values[ref] = leaf - layer_output if layer_output else leaf
-            return Sum(outputs.pop(), ref)
-
-        def output(ref: Ref, example: Tensor) -> Tensor:
-            leaf = self._zeros(example, batch)
-            if batch.media and leaf.is_floating_point():
-                scalar = torch.full((), layer_output, device=leaf.device, dtype=leaf.dtype)
-                leaf = scalar.requires_grad_().expand(leaf.shape)
-                made_by[id(scalar)] = ref
-                alive.append(scalar)
-            traced[identity(leaf)] = ref
-            alive.append(leaf)
-            return leaf
-
+    ) -> Any:
+        """Run the forward with a recorder in place of layers; returns its output, if whole."""
+        batch = recorder.batch
+        inputs = {**batch.inputs, **batch.media}
         with nullcontext() if features_N is None else self._encoded(batch, features_N):
-            trunk = self._run(record, weights, batch, {**batch.inputs, **batch.media}, uses)
-        return values, calls, trunk
+            return self._run(recorder.record, weights, batch, inputs, uses)
 
     def _check_media(self, weights: Weights, batch: MicroBatch, features_N: Tensor) -> None:
         """Raises InputError: a model does more with features than to add them before layers."""
-        features_N, uses = features_N.detach().requires_grad_(), Uses()
-        run = partial(self._recorded, weights, batch, features_N)
+        features_N = features_N.detach().requires_grad_()
+        uses = Uses()
+        # Recorders return 0, then 1: if features are only added, both runs add the same.
+        zeros = _LayerRecorder(self.spec.layers, batch, self._zeros)
+        ones = _LayerRecorder(self.spec.layers, batch, self._zeros, layer_output=1.0, whole=True)
         with torch.enable_grad(), self.capture.stop_after_trunk():
-            # Recorders return 0, then 1: if features are only added, both runs add the same.
-            with_zeros, calls, _ = run(uses=uses)
-            with_ones, _, output = run(layer_output=1.0, whole=True)
+            self._record(zeros, weights, features_N, uses)
+            output = self._record(ones, weights, features_N)
         self._require_apart(uses.read, self.spec.media)
-        for layer, call in zip(self.spec.layers, calls, strict=True):
-            pairs = ((with_zeros[ref], with_ones[ref]) for ref in call.entering)
+        for layer, call in zip(self.spec.layers, zeros.calls, strict=True):
+            pairs = ((zeros.values[ref], ones.values[ref]) for ref in call.entering)
             is_close = all(torch.allclose(*pair, rtol=0.02, atol=0.02) for pair in pairs)
             if call.activations != layer.inputs or not is_close:
                 raise _beyond_sums(layer)
@@ -359,7 +296,7 @@ class ModelProgram:
         def handler(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             visit = next(visits)
             _expect(self.spec.layers, visit, module)
-            return self._output(visit, known_or_zeros)
+            return _output_of(self.spec.layers[visit], visit, known_or_zeros)
 
         def known_or_zeros(ref: Ref, example: Tensor) -> Tensor:
             if ref in values:
@@ -370,21 +307,13 @@ class ModelProgram:
 
         return handler
 
-    def _output(self, visit: int, make: Callable[[Ref, Tensor], Tensor]) -> Any:
-        """The outputs of a layer in the forward's structure; `make` returns each tensor."""
-        kind = self.spec.layers[visit].kind
-        leaves = [
-            make(Ref(visit, index), leaf) if isinstance(leaf, Tensor) else leaf
-            for index, leaf in enumerate(kind.example)
-        ]
-        return pytree.tree_unflatten(leaves, kind.output_spec)
-
     def _zeros(self, example: Tensor, batch: MicroBatch) -> Tensor:
         """Zeros like a layer's output in the structure run, of this batch's rows and tokens."""
         dtype = self.dtype if example.is_floating_point() else example.dtype
-        shape, widths = batch.inputs["input_ids"].shape, example.shape[2:]
-        real = (*shape, *widths) if example.shape[:2] == PROBE_SHAPE else example.shape
-        return torch.zeros((), device=self.device, dtype=dtype).expand(real)
+        shape = example.shape
+        if shape[:2] == PROBE_SHAPE:
+            shape = batch.inputs["input_ids"].shape + shape[2:]
+        return torch.zeros((), device=self.device, dtype=dtype).expand(shape)
 
     def _run(
         self,
@@ -428,19 +357,107 @@ class ModelProgram:
         batch's positions are known on the CPU. A model's own positions, of ids alone, are the same
         for all rows of a length, unless they are computed from the ids.
         """
-        of_batch, number = batch.inputs.get("position_ids"), len(batch.document_indices)
+        of_batch = batch.inputs.get("position_ids")
         if of_batch is not None and batch.is_packed is not None:
             of_batch = of_batch if of_batch.ndim == 2 else of_batch[0]
             if identity(of_batch) == identity(position_ids):
                 starts = attention.document_starts(of_batch)
                 return starts.cumsum(-1) - 1 if batch.is_packed else None
         undivided = self._undivided.get(batch.inputs["input_ids"].shape, set())
+        number = len(batch.document_indices)
         if number in undivided and _gives_ids_alone(batch):
             return None
         indices = look(position_ids)
         if indices is None and uses is not None and id(position_ids) not in uses.derived:
             undivided.add(number)
         return indices
+
+
+class _LayerRecorder:
+    """Records the layers' arguments in a run of the forward; in place of layers it returns zeros.
+
+    An argument with a graph comes from the prologue, from another layer, or from a layer with a
+    tensor added (images or sounds). The run ends when all activations that enter layers are known.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        batch: MicroBatch,
+        make_zeros: Callable[[Tensor, MicroBatch], Tensor],
+        *,
+        layer_output: float = 0.0,
+        whole: bool = False,
+    ) -> None:
+        self.batch = batch
+        self.calls: list[Call] = []
+        self.values: Activations = {}  # activations that enter the layers
+        self._layers = layers
+        self._whole = whole  # the run does not end before the trunk does
+        self._make_zeros = make_zeros
+        self._layer_output = layer_output  # with images or sounds, the results' value in place of 0
+        self._num_entering = len(set[Ref]().union(*(call.entering for call in batch.calls)))
+        self._traced: dict[Hashable, Ref | Sum] = {}  # arguments, by the tensor's identity
+        self._made_by: dict[int, Ref] = {}  # results, by the id of the leaf of their graph
+        self._alive: list[Any] = []  # tensors whose ids and memory no others may get in this run
+
+    def record(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """Note the arguments of the next layer, and return its results."""
+        visit = len(self.calls)
+        is_next = module in [layer.module for layer in self._layers[visit : visit + 1]]
+        if self.batch.media and not is_next:
+            raise _text_alone("with images or sounds, the forward calls other layers than for text")
+        _expect(self._layers, visit, module)
+        leaves, tree_spec = pytree.tree_flatten((args, kwargs))
+        self._alive.append(leaves)
+        self.calls.append(Call([self._argument(visit, leaf) for leaf in leaves], tree_spec))
+        is_last = len(self.calls) == len(self._layers) and not self._whole
+        if is_last or (self.batch.calls and len(self.values) == self._num_entering):
+            raise Reached(None)
+        return _output_of(self._layers[visit], visit, self._result)
+
+    def _argument(self, visit: int, leaf: Any) -> Any:
+        """The Ref or Sum of a layer's argument; or the argument, if it is no activation."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        key = identity(leaf)
+        if key not in self._traced and leaf.requires_grad:
+            self._traced[key] = self._entering(visit, leaf)
+        return self._traced.get(key, leaf)
+
+    def _entering(self, visit: int, leaf: Tensor) -> Ref | Sum:
+        """Note a new activation of the prologue, or what is added to a layer's result."""
+        made_by = {self._made_by[i] for i in reach([leaf]).leaves if i in self._made_by}
+        if not made_by:
+            ref = Ref(PROLOGUE, sum(ref.visit == PROLOGUE for ref in self.values))
+            self.values[ref] = leaf
+            return ref
+        ref = Ref(ADDED, visit)
+        if len(made_by) > 1 or ref in self.values:
+            raise _beyond_sums(self._layers[visit])
+        self.values[ref] = leaf - self._layer_output if self._layer_output else leaf
+        return Sum(made_by.pop(), ref)
+
+    def _result(self, ref: Ref, example: Tensor) -> Tensor:
+        """A layer's result, with a graph if images or sounds may be added to it."""
+        leaf = self._make_zeros(example, self.batch)
+        if self.batch.media and leaf.is_floating_point():
+            scalar = torch.full((), self._layer_output, device=leaf.device, dtype=leaf.dtype)
+            leaf = scalar.requires_grad_().expand(leaf.shape)
+            self._made_by[id(scalar)] = ref
+            self._alive.append(scalar)
+        self._traced[identity(leaf)] = ref
+        self._alive.append(leaf)
+        return leaf
+
+
+def _output_of(layer: Layer, visit: int, make: Callable[[Ref, Tensor], Tensor]) -> Any:
+    """The outputs of a layer in the forward's structure; `make` returns each tensor."""
+    leaves = [
+        make(Ref(visit, index), leaf) if isinstance(leaf, Tensor) else leaf
+        for index, leaf in enumerate(layer.kind.example)
+    ]
+    return pytree.tree_unflatten(leaves, layer.kind.output_spec)
 
 
 def _gives_ids_alone(batch: MicroBatch) -> bool:
@@ -471,10 +488,12 @@ def _own_buffers(
     layer: Layer, types: Mapping[str, torch.dtype], own: Container[str]
 ) -> dict[str, Tensor]:
     """The layer's buffers that differ from its template's, or are in `own`, in compute dtypes."""
-    shared, buffers = dict(layer.kind.module.named_buffers()), dict[str, Tensor]()
+    of_template = dict(layer.kind.module.named_buffers())
+    buffers: dict[str, Tensor] = {}
     for name, buffer in layer.module.named_buffers():
         full = f"{layer.name}.{name}"
-        value, shared_one = buffer.to(types.get(full, buffer.dtype)), shared[name]
-        if full in own or value.dtype != shared_one.dtype or not torch.equal(value, shared_one):
+        value = buffer.to(types.get(full, buffer.dtype))
+        other = of_template[name]
+        if full in own or value.dtype != other.dtype or not torch.equal(value, other):
             buffers[name] = value
     return buffers

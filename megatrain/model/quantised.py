@@ -116,18 +116,14 @@ def stays_whole(config: Mapping[str, Any], module: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed(Stored):
-    """A weight of several stored parts; its dtype and shape are those of its values.
+    """A weight of several stored parts; its dtype and shape are those of its values."""
 
-    Attributes:
-        parts: the scales first, then the codes.
-        packing: the format in which a tile can keep the weight; None: it keeps the values.
-        unpack: from the parts' tensors to the values, or with `packing` to the format's tensors.
-        pack: from values to the parts' tensors; None: the folder's format cannot be written.
-    """
-
-    parts: tuple[Stored, ...]
+    parts: tuple[Stored, ...]  # the scales first, then the codes
+    # from the parts' tensors to the values, or with `packing` to the format's tensors
     unpack: Callable[..., Any]
+    # the format in which a tile can keep the weight; None: it keeps the values
     packing: WeightFormat | None = None
+    # from values to the parts' tensors; None: the folder's format cannot be written
     pack: Callable[[Tensor], Sequence[Tensor]] | None = None
 
     def read(self) -> Tensor:
@@ -160,8 +156,9 @@ class Packed(Stored):
 
     def _tensors(self) -> list[Tensor]:
         tensors = [part.read() for part in self.parts]
-        exponents = tensors[0].dtype == torch.uint8
-        if not (tensors[0] != 255 if exponents else tensors[0].float().isfinite()).all():
+        scales = tensors[0]
+        is_usable = scales != 255 if scales.dtype == torch.uint8 else scales.float().isfinite()
+        if not is_usable.all():
             raise _refused(self.parts[0], "holds a scale that is NaN or infinite")
         return tensors
 
@@ -176,7 +173,8 @@ def joined(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _unsupported(settings: Settings) -> Iterator[tuple[str, Any]]:
-    schemes, compressed = _schemes(settings), settings.get("quant_method") == "compressed-tensors"
+    """The settings, and their values, whose weights cannot be unpacked."""
+    compressed = settings.get("quant_method") == "compressed-tensors"
     if settings.get("weight_block_size") and not _is_block(settings["weight_block_size"]):
         yield "weight_block_size", settings["weight_block_size"]
     for key in ("sparsity_config", "transform_config"):
@@ -185,6 +183,7 @@ def _unsupported(settings: Settings) -> Iterator[tuple[str, Any]]:
     for key, right in _OF_INTEGERS.get(str(settings.get("quant_method")), {}).items():
         if settings.get(key, right[0]) not in right:
             yield key, settings[key]
+    schemes = _schemes(settings)
     if compressed and not schemes:
         yield "config_groups", settings.get("config_groups")
     sizes: dict[str, Any] = {}
@@ -201,20 +200,18 @@ def _unsupported(settings: Settings) -> Iterator[tuple[str, Any]]:
 
 def _is_block(block: Any) -> bool:
     sizes = block if isinstance(block, list | tuple) else ()
-    return len(sizes) == 2 and all(
-        size is None or (type(size) is int and size > 0) for size in sizes
-    )
+    return len(sizes) == 2 and all(n is None or (type(n) is int and n > 0) for n in sizes)
 
 
 def _block(scheme: Settings) -> Any:
     """The rows and columns that share a scale in a compressed scheme; None: it is unknown."""
     size, block = scheme.get("group_size"), scheme.get("block_structure")
-    usual = "block" if block else "tensor" if size is None else "group"
-    usual = "channel" if size == -1 else usual
-    blocks = {
-        "tensor": (None, None), "channel": (1, None), "group": (1, size or 0), "block": block,
-    }  # fmt: skip
-    return blocks.get(str(scheme.get("strategy") or usual))
+    usual = "tensor" if size is None else "group"
+    if block or size == -1:
+        usual = "channel" if size == -1 else "block"
+    strategy = str(scheme.get("strategy") or usual)
+    blocks = {"tensor": (None, None), "channel": (1, None), "group": (1, size or 0)}
+    return block if strategy == "block" else blocks.get(strategy)
 
 
 def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -286,15 +283,13 @@ def _fp8(name: str, stored: Mapping[str, Stored], settings: Settings) -> Packed:
     DeepSeek V4's experts are int8: each has two 4-bit values, and 32 inputs share a scale.
     """
     scales, codes = stored[f"{name}_scale_inv"], stored.get(name)
-    in_4_bits = codes is not None and codes.dtype == torch.int8
-    if (
-        codes is None
-        or not (in_4_bits or codes.dtype == torch.float8_e4m3fn)
-        or len(codes.shape) < 2
-    ):
+    is_matrix = codes is not None and len(codes.shape) >= 2
+    if codes is None or not is_matrix or codes.dtype not in (torch.int8, torch.float8_e4m3fn):
         raise _refused(scales, f"has no matrix {name!r} of float8 (e4m3) to scale")
+    in_4_bits = codes.dtype == torch.int8
     size = [1, 32] if in_4_bits else settings.get("weight_block_size", [128, 128])
-    block, shape = size or (None, None), (*codes.shape[:-1], codes.shape[-1] << in_4_bits)
+    block = size or (None, None)
+    shape = (*codes.shape[:-1], codes.shape[-1] << in_4_bits)
     if not _fits(shape, scales, block):
         raise _unlike(codes, scales, f"weight_block_size {size}")
     packing = BLOCKS if [*block] == [SIDE, SIDE] and BLOCKS.takes(shape) else None
@@ -319,11 +314,11 @@ def _wide(scales: Tensor) -> Tensor:
 
 def _compressed(module: str, stored: Mapping[str, Stored], settings: Settings) -> Packed:
     """A weight `[O, I]` of float8 or integers, with scales for groups, rows or blocks."""
-    name, schemes = f"{module}.weight", _schemes(settings)
+    name = f"{module}.weight"
     scales, zeros = stored[f"{name}_scale"], stored.get(f"{name}_zero_point")
-    packed, of_values = stored.get(f"{name}_packed"), stored.get(f"{name}_shape")
+    packed = stored.get(f"{name}_packed")
     codes = packed or stored.get(name)
-    of_dtype = [scheme for scheme in schemes if codes and _CODES[scheme["format"]] == codes.dtype]
+    of_dtype = [s for s in _schemes(settings) if codes and _CODES[s["format"]] == codes.dtype]
     if codes is None or not of_dtype or len(codes.shape) != 2:
         raise _refused(scales, f"has no matrix {name!r} of the dtype of its format to scale")
     fitting = [scheme for scheme in of_dtype if _shape(codes, scales, _block(scheme))]
@@ -343,8 +338,9 @@ def _compressed(module: str, stored: Mapping[str, Stored], settings: Settings) -
     unpack: Callable[..., Tensor] = partial(_scaled, block, scales.dtype)
     parts = [scales, codes, zeros]
     if packed:
-        parts.append(of_values)
-        unpack = partial(_of_int4, unpack, shape, of_values)
+        stored_shape = stored.get(f"{name}_shape")
+        parts.append(stored_shape)
+        unpack = partial(_of_int4, unpack, shape, stored_shape)
     pack = partial(_to_float8, block, scales.dtype) if codes.dtype.is_floating_point else None
     return _weight(name, scales.dtype, shape, unpack, *filter(None, parts), pack=pack)
 
@@ -361,10 +357,11 @@ def _shape(codes: Stored, scales: Stored, block: Block) -> tuple[int, ...]:
 
 def _schemes(settings: Settings) -> list[dict[str, Any]]:
     """The schemes of a compressed model's groups of weights, each with its format."""
-    groups, usual = settings.get("config_groups"), settings.get("format")
+    groups = settings.get("config_groups")
     of_groups = [*groups.values()] if isinstance(groups, dict) else []
     if not all(isinstance(g, dict) and isinstance(g.get("weights"), dict) for g in of_groups):
         return []
+    usual = settings.get("format")
     schemes = [{**g["weights"], "format": str(g.get("format") or usual)} for g in of_groups]
     for scheme in schemes:
         if scheme["format"] == "naive-quantized":
@@ -395,17 +392,19 @@ def _integers(module: str, stored: Mapping[str, Stored], settings: Settings) -> 
 
     GPTQ packs inputs, and may have each one's group (g_idx); AWQ packs outputs, in another order.
     """
-    awq, per = settings["quant_method"] == "awq", 32 // settings["bits"]
+    awq = settings["quant_method"] == "awq"
+    per = 32 // settings["bits"]  # integers in an int32
     codes = stored[f"{module}.qweight"]
     scales, zeros = stored.get(f"{module}.scales"), stored.get(f"{module}.qzeros")
     if scales is None or zeros is None:
         raise _refused(codes, f"lacks its '{module}.{'qzeros' if scales else 'scales'}'")
     index = None if awq else stored.get(f"{module}.g_idx")
-    inputs, outputs = (n * (per if along == awq else 1) for along, n in enumerate(codes.shape))
+    inputs, outputs = codes.shape
+    inputs, outputs = (inputs, outputs * per) if awq else (inputs * per, outputs)
     size = settings.get("group_size") or -1
     groups = 1 if size == -1 else ceil(inputs / size)
-    shapes = (groups, outputs), (groups, outputs // per), (inputs,)
-    if (scales.shape, zeros.shape, index.shape if index else (inputs,)) != shapes:
+    fits = scales.shape == (groups, outputs) and zeros.shape == (groups, outputs // per)
+    if not fits or (index and index.shape != (inputs,)):
         raise _unlike(codes, scales, f"group_size {size}, or others of zero points and g_idx")
     if {codes.dtype, zeros.dtype} != {torch.int32}:
         raise _refused(codes, f"has {codes.dtype} and {zeros.dtype}, not int32")
@@ -426,7 +425,8 @@ def _from_awq(size: int, scales: Tensor, codes: Tensor, zeros: Tensor) -> Tensor
 def _from_gptq(
     settings: Settings, size: int, scales: Tensor, codes: Tensor, zeros: Tensor, *index: Tensor
 ) -> Tensor:
-    bits, offsets = settings["bits"], _fields(zeros, settings["bits"])
+    bits = settings["bits"]
+    offsets = _fields(zeros, bits)
     if settings.get("checkpoint_format") != "gptq_v2":  # the first version stores them less one
         offsets = offsets + 1 & 2**bits - 1
     values = _fields(codes.T, bits)
@@ -448,18 +448,22 @@ def _fields(packed: Tensor, bits: int) -> Tensor:
 
 def _nf4(name: str, stored: Mapping[str, Stored], of_folder: Settings) -> Packed:
     """A weight of bitsandbytes, whose settings are a tensor of JSON."""
-    state, file = stored[name + _STATE], stored[name + _STATE].file
-    settings = parse_object(state.read().numpy().tobytes(), file)
+    file = stored[name + _STATE].file
+    settings = parse_object(stored[name + _STATE].read().numpy().tobytes(), file)
     pieces = {part: stored[name + part] for part in _PARTS if name + part in stored}
-    nested, offset = ".nested_absmax" in pieces, settings.get("nested_offset")
-    dtype, sizes = _DTYPES.get(str(settings.get("dtype"))), settings.get("shape")
+    nested = ".nested_absmax" in pieces  # the scales, less their mean, are quantised as well
+    dtype = _DTYPES.get(str(settings.get("dtype")))
+    offset = settings.get("nested_offset")
+    sizes = settings.get("shape")
     shape: tuple[int, ...] = ()  # unless of two complete numbers
     if isinstance(sizes, list) and [type(size) for size in sizes] == [int, int]:
         shape = tuple(sizes)
     usual = {"quant_type": "nf4", "blocksize": 64}
-    usual |= {"nested_blocksize": 256, "nested_dtype": "float32"} if nested else {}
+    if nested:
+        usual |= {"nested_blocksize": 256, "nested_dtype": "float32"}
     unusual = {key: settings.get(key) for key, value in usual.items() if settings.get(key) != value}
-    unusual |= {"nested_offset": offset} if nested and not isinstance(offset, int | float) else {}
+    if nested and not isinstance(offset, int | float):
+        unusual["nested_offset"] = offset
     if unusual or dtype is None:
         unlike = unusual or {"dtype": settings.get("dtype")}
         raise InputError(f"{file}: {name!r} is quantised with {str(unlike)[:200]}; {_REMEDY}")
@@ -482,10 +486,12 @@ def _nf4(name: str, stored: Mapping[str, Stored], of_folder: Settings) -> Packed
 
 def _fp8_rows(module: str, stored: Mapping[str, Stored], settings: Settings) -> Packed:
     """A weight `[O, I]` of torchao: float8 values, with a scale for each row."""
-    name, codes = f"{module}.weight", stored[module + _QDATA]
+    name = f"{module}.weight"
+    codes = stored[module + _QDATA]
     scales = stored.get(f"{module}._weight_scale", codes)
-    types, sizes = (codes.dtype, scales.dtype), (*codes.shape[:1], 1)
-    fits = len(codes.shape) == 2 and scales.shape == sizes and prod(codes.shape) % 64 == 0
+    types = (codes.dtype, scales.dtype)
+    is_matrix = len(codes.shape) == 2 and prod(codes.shape) % 64 == 0
+    fits = is_matrix and scales.shape == (codes.shape[0], 1)
     if types != (torch.float8_e4m3fn, torch.float32) or not fits:
         raise InputError(
             f"{codes.file}: {name!r} has no float8 (e4m3) values with an fp32 scale for each row; "
@@ -517,9 +523,9 @@ def _scaled(
         whole_rows = stacked.view(grid).repeat_interleave(down, 0)[:rows]
         return whole_rows.repeat_interleave(along, 1)[:, :columns]
 
-    scales, out = _wide(scales), torch.empty(codes.shape, dtype=dtype)
-    stacked = out.view(-1, rows, columns), codes.view(-1, rows, columns), scales.view(-1, *grid)
-    for target, values, scale in zip(*stacked, strict=True):
+    out = torch.empty(codes.shape, dtype=dtype)
+    matrices = (x.view(-1, rows, columns) for x in (out, codes))
+    for target, values, scale in zip(*matrices, _wide(scales).view(-1, *grid), strict=True):
         values = values.float()
         for zero in zeros:
             values -= spread(zero.float())
@@ -560,8 +566,10 @@ def _weight(
     """A weight of stored parts: scales, then codes, whose file messages name, then others."""
     _, codes, *_ = parts
     num_bytes = prod(shape) * dtype.itemsize + sum(part.num_bytes for part in parts)  # at once
-    place = name, codes.file, dtype, shape, 0, num_bytes
-    return Packed(*place, parts=parts, unpack=unpack, packing=packing, pack=pack)
+    return Packed(
+        name, codes.file, dtype, shape, start=0, num_bytes=num_bytes,
+        parts=parts, unpack=unpack, packing=packing, pack=pack,
+    )  # fmt: skip
 
 
 def _unlike(codes: Stored, scales: Stored, setting: str) -> InputError:

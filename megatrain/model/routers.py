@@ -162,7 +162,8 @@ def set_router_losses(model: "PreTrainedModel", settings: Mapping[str, float | N
         is_balance = name == "router_aux_loss_coef"
         parts = [p for p in (text, model.config) if hasattr(p, "output_router_logits")]
         holders = [(p, n) for p in (model, text, model.config) for n in _WEIGHTS if hasattr(p, n)]
-        if not (parts and holders) if is_balance else value and not recorded_routers(model):
+        has_loss = bool(parts and holders) if is_balance else bool(recorded_routers(model))
+        if not has_loss and (value or is_balance):
             raise InputError(
                 f"{name} is {value}, but {type(model).__name__} has no "
                 f"{'loss of ' if is_balance else ''}routers; leave it out"
@@ -188,7 +189,8 @@ def router_loss(model: "PreTrainedModel") -> RouterLoss:
     extras = float(asked.get("router_z_loss_coef", 0)), float(asked.get("router_bias_update", 0))
     if not is_on or (weights and not weights[0]):
         return RouterLoss(0.0, 0, *extras)
-    chosen = next((n for p in parts if (n := getattr(p, "num_experts_per_tok", None))), None)
+    numbers = [getattr(part, "num_experts_per_tok", None) for part in parts]
+    chosen = next(filter(None, numbers), None)
     takes = "output_router_logits" in inspect.signature(model.forward).parameters
     if not (weights and chosen and takes and recorded_routers(model)):
         raise Unsupported(

@@ -192,9 +192,8 @@ def header_bytes(
 def write_shard(path: Path, described: Mapping[str, Tensor], tensors: Iterable[Tensor]) -> None:
     """Write a shard; `tensors` yields each in turn, in the order of `described` (`header_bytes`).
 
-    Raises:
-        OSError: the disk is full or cannot be written.
-        ValueError: a tensor differs from its description.
+    Raises OSError: the disk is full or cannot be written; ValueError: a tensor differs from its
+    description.
     """
     with path.open("wb") as file:
         file.write(header_bytes(described, {"format": "pt"}))

@@ -37,6 +37,7 @@ from megatrain.loss import IGNORED, JointLoss, Loss
 from megatrain.model.attention import OURS, set_to
 from megatrain.model.capture import Call
 from megatrain.model.documents import TOLERANCE, at_least_two, change_of, limits_of
+from megatrain.model.micro_batch import TrialRun
 from megatrain.model.program import ModelProgram
 from megatrain.parallel.distributed import ALONE, ProcessGroups, Ranks, exchange, numbered
 
@@ -160,15 +161,16 @@ class RowTrial:
         self,
         share: SequenceShare,
         program: ModelProgram,
-        losses: Callable[[list[Micro]], tuple[list[Sequence[Call]], list[Tensor]]],
+        run_trial: Callable[[list[Micro]], TrialRun],
     ) -> None:
-        """Args: `losses` computes the layers' arguments, for whole rows, and the losses `[B, T]`.
+        """Args: `run_trial` runs the model on whole rows.
 
         Raises InputError: ranks cannot share the rows of this model.
         """
         spec = program.spec
         self._share, self._program = share, program
-        self._losses, self._limits = losses, limits_of(spec.capture.model.config)
+        self._run_trial = run_trial
+        self._limits = limits_of(spec.capture.model.config)
         self._equal: set[tuple[int, int]] = set()
         for reason, applies in {
             "it gives scores of rows": spec.capture.scores_rows,
@@ -203,7 +205,7 @@ class RowTrial:
         self._program.attend(self._of_shares)
         try:
             with set_to(tokens, _trial_tokens), unpacked():
-                calls, losses = self._losses(rows)
+                calls, losses = self._run_trial(rows)
         finally:
             self._program.attend(self._of_ranks)
         plain, placed, joined, shares, *_ = losses

@@ -29,39 +29,29 @@ class Layer:
 
 @dataclass
 class Structure:
-    """The part of a model's structure that can be written to a file.
+    """The part of a model's structure that can be written to a file."""
 
-    Attributes:
-        label_shift: tokens from logits to the label with which they are compared.
-        epilogue_inputs: activations that the epilogue reads.
-        gathered: embedding tables that are read only by the batch's own token ids; their rows are
-            gathered on the host.
-        constants: token ids whose rows the prologue reads for any batch.
-        prologue, epilogue: names of the other parameters used before and after the layers.
-        head: names of the epilogue's parameters that are used after the trunk.
-        fixed: parameters that the forward uses, but no gradient reaches.
-        unused: parameters that no training uses; they stay as they are.
-        media: parameters that text alone does not use, of a model that encodes images or sounds.
-        wide: parameters whose values in the source have more bits than bf16.
-        wide_in_bf16: `in_fp32` of bf16, for a structure without code; None: the code is asked.
-        stacks: names of stacked experts' parameters.
-        router_loss: losses of routers that the configuration asks for; None: nothing is trained.
-    """
-
-    epilogue_inputs: list[Ref]
+    epilogue_inputs: list[Ref]  # activations that the epilogue reads
+    # embedding tables that are read only by the batch's own token ids; their rows are gathered on
+    # the host
     gathered: list[str]
-    constants: list[int]
+    constants: list[int]  # token ids whose rows the prologue reads for any batch
+    # prologue, epilogue: names of the other parameters used before and after the layers
     prologue: list[str]
     epilogue: list[str]
-    head: list[str]
+    head: list[str]  # names of the epilogue's parameters that are used after the trunk
     num_logits: int
-    fixed: list[str]
-    unused: list[str]
+    fixed: list[str]  # parameters that the forward uses, but no gradient reaches
+    unused: list[str]  # parameters that no training uses; they stay as they are
+    # parameters that text alone does not use, of a model that encodes images or sounds
     media: list[str] = field(default_factory=list)
-    label_shift: int = 1
+    label_shift: int = 1  # tokens from logits to the label with which they are compared
+    # parameters whose values in the source have more bits than bf16
     wide: set[str] = field(default_factory=set)
+    # `in_fp32` of bf16, for a structure without code; None: the code is asked
     wide_in_bf16: set[str] | None = None
-    stacks: list[str] = field(default_factory=list)
+    stacks: list[str] = field(default_factory=list)  # names of stacked experts' parameters
+    # losses of routers that the configuration asks for; None: nothing is trained
     router_loss: RouterLoss | None = None
 
 

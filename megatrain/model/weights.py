@@ -20,7 +20,7 @@ from operator import methodcaller
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
@@ -111,38 +111,46 @@ def source_dtype(folder: Path) -> torch.dtype:
     return max(FLOATS, key=num_bytes.__getitem__)
 
 
+class RecipePart(NamedTuple):
+    """A stored tensor of a recipe, and the converter's pattern for its name ("": there is none)."""
+
+    pattern: str
+    stored: Stored
+
+
 @dataclass
 class Recipe:
     """A plan to make one parameter, or several by one converter, from stored tensors."""
 
     target: str  # with a converter: the name from which its outputs' names are derived
     converter: hf.loading.WeightConverter | None
-    sources: list[tuple[str, Stored]]  # (the converter's pattern, tensor)
+    parts: list[RecipePart]
 
     @property
     def files(self) -> set[Path]:
-        """The files of the sources; of a packed source the file of its codes."""
-        return {stored.file for _, stored in self.sources}
+        """The files of the parts; of a packed one the file of its codes."""
+        return {part.stored.file for part in self.parts}
 
     @property
     def packing(self) -> WeightFormat | None:
-        """The format of all sources, if the target is their bytes, joined; else None."""
-        formats = {s.packing if isinstance(s, Packed) else None for _, s in self.sources}
+        """The format of all parts, if the target is their bytes, joined; else None."""
+        tensors = [part.stored for part in self.parts]
+        formats = {t.packing if isinstance(t, Packed) else None for t in tensors}
         packing = formats.pop() if len(formats) == 1 else None
         if self.converter is None or packing is None:
             return packing
         joined = {type(operation) for operation in self.converter.operations} <= _JOINS
         side = _SIDES.get(packing, 0)
-        in_whole_blocks = side and all(n % side == 0 for _, s in self.sources for n in s.shape)
-        packing = NF4_WIDE if packing is NF4 else packing  # NF4's mean differs for each source
+        in_whole_blocks = side and all(n % side == 0 for t in tensors for n in t.shape)
+        packing = NF4_WIDE if packing is NF4 else packing  # NF4's mean differs for each part
         return packing if joined and in_whole_blocks else None
 
     def build(self, model: PreTrainedModel, load: Callable[[Stored], Tensor]) -> dict[str, Tensor]:
         """The finished tensors by the model's names; `load` gives the values of a stored tensor."""
         if self.converter is None:
-            return {self.target: load(self.sources[0][1])}
+            return {self.target: load(self.parts[0].stored)}
         converter = copy.deepcopy(self.converter)  # a converter keeps tensors that it gets
-        for pattern, stored in self.sources:
+        for pattern, stored in self.parts:
             converter.add_tensor(self.target, stored.name, pattern, load(stored))
         built = converter.convert(self.target, model=model, config=model.config)
         pairs = ((name, x[0] if isinstance(x, list) else x) for name, x in built.items())
@@ -174,21 +182,18 @@ def read_weights(
         packed: formats in which tiles keep tensors, by name: a tensor that the folder has in this
             format is passed as its bytes, uint8; any other as its values.
 
-    Returns:
-        Names that the model's class lets a checkpoint leave out, and this one lacks: the caller
-        has to initialise them. Almost always empty.
-
-    Raises:
-        InputError: tensors missing, unknown, misshapen or not of a float dtype, or damaged files.
+    Returns the names that the checkpoint lacks, as the model's class allows: the caller initialises
+    them. Raises InputError: tensors missing, unknown, misshapen, of another dtype, or damaged.
     """
     plan = WeightPlan(folder, model)
     recipes, left_out = plan.checked()
     if packing := unpacked_format(read_json(folder / "config.json")):
         text = "%s: unpacked from %s to %s; exports are unpacked, but for --like"
         log.info(text, folder, packing, str(source_dtype(folder)).removeprefix("torch."))
-    failed, unread = Event(), Counter(file for recipe in recipes for file in recipe.files)
+    failed = Event()
+    unread = Counter(file for recipe in recipes for file in recipe.files)  # recipes still to read
 
-    def deliver(recipe: Recipe) -> Recipe:
+    def read_and_write(recipe: Recipe) -> Recipe:
         try:
             if not failed.is_set():
                 for name, tensor in plan.build(recipe, packed).items():
@@ -198,7 +203,7 @@ def read_weights(
             raise
         return recipe
 
-    def end_some() -> None:
+    def wait_for_some() -> None:
         for ended in wait(reads, return_when=FIRST_COMPLETED).done:
             del reads[ended]
             recipe = ended.result()
@@ -207,19 +212,19 @@ def read_weights(
                 with suppress(OSError), path.open("rb") as file:
                     forget_pages(file.fileno())
 
-    reads: dict[Future[Recipe], int] = {}
+    reads: dict[Future[Recipe], int] = {}  # with the bytes that each has in memory
     with ThreadPoolExecutor(threads, thread_name_prefix="read-weights") as pool:
         try:
             for recipe in recipes:
                 # A tensor beyond the limit is read alone. Merging needs the parts and the result.
-                num_bytes = sum(stored.num_bytes for _, stored in recipe.sources)
+                num_bytes = sum(part.stored.num_bytes for part in recipe.parts)
                 num_bytes *= 1 if recipe.converter is None else 2
                 num_bytes = min(num_bytes, IN_FLIGHT_BYTES)
                 while sum(reads.values()) + num_bytes > IN_FLIGHT_BYTES:
-                    end_some()
-                reads[pool.submit(deliver, recipe)] = num_bytes
+                    wait_for_some()
+                reads[pool.submit(read_and_write, recipe)] = num_bytes
             while reads:
-                end_some()
+                wait_for_some()
         except BaseException:  # Ctrl-C included
             failed.set()
             raise
@@ -241,11 +246,11 @@ def lazy_weights(
     def read(recipe: Recipe, first: str) -> Tensor:
         return plan.build(recipe, packed)[first]
 
-    return {
-        first: partial(read, recipe, first)
-        for recipe in recipes
-        for first in (plan.first_name[name] for name in recipe.build(model, Stored.blank))
-    }
+    readers: dict[str, Callable[[], Tensor]] = {}
+    for recipe in recipes:
+        firsts = [plan.first_name[name] for name in recipe.build(model, Stored.blank)]
+        readers |= {first: partial(read, recipe, first) for first in firsts}
+    return readers
 
 
 _HEADS = "lm_head.", "embed_out.", "cls."  # of language models
@@ -264,9 +269,12 @@ def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
     for path in sorted({*folder.glob("*.safetensors")} - plan.files):
         if not path.name.startswith(("consolidated", "adapter_model")):
             log.warning("%s: is named by no index, so neither read nor exported", path)
-    scores, unsaved = hf.classifies(model), hf.not_saved(model)
-    carried = [s for to, s in plan.unexpected if not (scores and to.startswith(_HEADS))]
-    carried += [s for recipe in plan.recipes if recipe.target in unsaved for _, s in recipe.sources]
+    heads = _HEADS if hf.classifies(model) else ()
+    others = plan.unexpected.items()
+    carried = [s for name, tensors in others if not name.startswith(heads) for s in tensors]
+    unsaved = hf.not_saved(model)
+    recipes = [recipe for recipe in plan.recipes if recipe.target in unsaved]
+    carried += [part.stored for recipe in recipes for part in recipe.parts]
     opened = cache(lambda path: path.open("rb", buffering=0))
     return {stored.name: stored.kept_open(opened) for stored in carried}
 
@@ -276,14 +284,15 @@ class WeightPlan:
 
     Attributes:
         recipes: for the model's tensors.
-        unexpected: the folder's other tensors, each with the name that it would have in the model.
+        unexpected: the folder's other tensors, by the names that they would have in the model.
         first_name: for each name, the first name of the same tensor.
         types: the dtype of each parameter and buffer in the folder, by first name.
     """
 
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
         """Raises InputError: tensors misshapen or not of a float dtype, or damaged files."""
-        self._folder, self._model, saved = folder, model, model.state_dict().keys()
+        self._folder, self._model = folder, model
+        saved = model.state_dict().keys()
         named = chain(
             model.named_parameters(remove_duplicate=False),
             model.named_buffers(remove_duplicate=False),
@@ -319,18 +328,23 @@ class WeightPlan:
             built = recipe.build(self._model, methodcaller("read"))
             return {self.first_name[name]: tensor for name, tensor in built.items()}
         kept = Packed.nf4_rows if recipe.converter and packing is NF4_WIDE else Packed.kept
-        parts_of = {s.name: kept(s) for _, s in recipe.sources if isinstance(s, Packed)}
+        sources = (part.stored for part in recipe.parts)
+        sections = {s.name: kept(s) for s in sources if isinstance(s, Packed)}
+        first, *_ = sections.values()
 
-        def built_of(part: int) -> dict[str, Tensor]:
-            return recipe.build(self._model, lambda stored: parts_of[stored.name][part])
+        def build_section(index: int) -> dict[str, Tensor]:
+            return recipe.build(self._model, lambda stored: sections[stored.name][index])
 
-        parts = [*map(built_of, range(len(next(iter(parts_of.values())))))]
-        return {self.first_name[name]: joined(part[name] for part in parts) for name in parts[0]}
+        built_sections = [build_section(index) for index in range(len(first))]
+        return {
+            self.first_name[name]: joined(section[name] for section in built_sections)
+            for name in built_sections[0]
+        }
 
 
 def _plan_load(
     model: PreTrainedModel, stored: Mapping[str, Stored]
-) -> tuple[list[Recipe], list[tuple[str, Stored]]]:
+) -> tuple[list[Recipe], dict[str, list[Stored]]]:
     """Match stored tensors with the model's names, as transformers' loading does.
 
     The conversions that were used are put into `model._weight_conversions`, from which transformers
@@ -344,21 +358,21 @@ def _plan_load(
     prefix = model.base_model_prefix
 
     recipes: dict[str, Recipe] = {}
-    unexpected: list[tuple[str, Stored]] = []
+    unexpected: dict[str, list[Stored]] = {}
     for name in sorted(stored, key=hf.loading.dot_natural_key):
         target, pattern = hf.loading.rename_source_key(name, renamings, converters, prefix, names)
         if target not in names and name in names:
             target, pattern = hf.loading.rename_source_key(name, [], [], prefix, names)
         if target not in names:
-            unexpected.append((target, stored[name]))
+            unexpected.setdefault(target, []).append(stored[name])
         else:
             converter = None if pattern is None else by_pattern[pattern]
             recipe = recipes.setdefault(target, Recipe(target, converter, []))
-            if recipe.sources and (converter is None or recipe.converter is None):
+            if recipe.parts and (converter is None or recipe.converter is None):
                 raise InputError(
                     f"{stored[name].file}: {name!r} is stored again under another name"
                 )
-            recipe.sources.append((pattern or "", stored[name]))
+            recipe.parts.append(RecipePart(pattern or "", stored[name]))
     hf.set_conversions(model, [conversion for conversion in conversions if conversion.was_used()])
     return list(recipes.values()), unexpected
 
@@ -369,10 +383,10 @@ def _check_recipes(
     """Build all recipes on the meta device; returns the dtypes of their tensors by name."""
     built: dict[str, torch.dtype] = {}
     for recipe in recipes:
-        stored = recipe.sources[0][1]
+        stored = recipe.parts[0].stored
         where = f"{stored.file}: {stored.name!r}"
         if recipe.converter is not None:
-            where += f" (and {len(recipe.sources) - 1} others, which are merged or split)"
+            where += f" (and {len(recipe.parts) - 1} others, which are merged or split)"
         problem = f"{where} cannot become {recipe.target!r}"
         with explained(problem, "tensors are missing or of a wrong shape"):
             outputs = recipe.build(model, Stored.blank)  # operations raise errors of any type
@@ -393,7 +407,8 @@ def _check_tensor(
             f"{list(reference.shape)} for {name!r}; weights and config.json do not belong together"
         )
     floats = reference.is_floating_point()
-    if tensor.dtype not in FLOATS if floats else tensor.is_floating_point():
+    is_right = tensor.dtype in FLOATS if floats else not tensor.is_floating_point()
+    if not is_right:
         raise InputError(
             f"{where} has dtype {str(tensor.dtype).removeprefix('torch.')}, and {name!r} holds "
             f"{'floats of at most 32 bits' if floats else reference.dtype}; use the unquantised "
@@ -413,14 +428,14 @@ def _without_tied_copies(recipes: list[Recipe], first_name: Mapping[str, str]) -
         first_recipe = by_parameter.setdefault(first, recipe)
         if first_recipe is not recipe and not _same_values(first_recipe, recipe):
             raise InputError(
-                f"{recipe.sources[0][1].file}: {recipe.target!r} and {first_recipe.target!r} are "
+                f"{recipe.parts[0].stored.file}: {recipe.target!r} and {first_recipe.target!r} are "
                 "tied in config.json, but their values differ; set tie_word_embeddings to false"
             )
     return list(by_parameter.values())
 
 
 def _same_values(one: Recipe, other: Recipe) -> bool:
-    (_, a), (_, b) = one.sources[0], other.sources[0]
+    a, b = one.parts[0].stored, other.parts[0].stored
     if isinstance(a, Packed) or isinstance(b, Packed):
         return torch.equal(a.read(), b.read())
     if one.converter or other.converter or (a.dtype, a.num_bytes) != (b.dtype, b.num_bytes):
@@ -433,11 +448,10 @@ def _same_values(one: Recipe, other: Recipe) -> bool:
 
 
 def _check_complete(
-    folder: Path, model: PreTrainedModel, missing: set[str], unexpected: list[tuple[str, Stored]]
+    folder: Path, model: PreTrainedModel, missing: set[str], unexpected: dict[str, list[Stored]]
 ) -> tuple[str, ...]:
     """The missing names, sorted. Raises InputError: the class does not permit all of these."""
-    names = {name for name, _ in unexpected}
-    report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=names)
+    report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
     hf.drop_ignorable(model, report)
     # transformers has fixed names of layers that predict further tokens: here the configuration has
     # their number.
@@ -459,7 +473,8 @@ def _check_complete(
             f"{type(model).__name__}; it is incomplete or config.json belongs to another model"
         )
     if report.unexpected_keys:
-        unknown = [stored for name, stored in unexpected if name in report.unexpected_keys]
+        names = [name for name in unexpected if name in report.unexpected_keys]
+        unknown = [stored for name in names for stored in unexpected[name]]
         raise InputError(
             f"{unknown[0].file}: {_some({stored.name for stored in unknown})} "
             f"unknown to {type(model).__name__}; config.json belongs to another model"

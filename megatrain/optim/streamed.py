@@ -66,9 +66,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
     Its parameters are names and shapes only; states rest in the tiles. Each step reads the groups
     again, so parameters may move between groups at any time. The tensors in `params` identify
     parameters; `param_names` is derived from them.
-
-    Attributes:
-        restored_rates: the groups' learning rates that `restore` set, until the next step, or None.
     """
 
     def __init__(self, rule: Rule, model: nn.Module) -> None:
@@ -82,11 +79,14 @@ class StreamedOptimizer(torch.optim.Optimizer):
             ]
         self._names = {p: name for group in groups for name, p in group["params"]}
         self._in_engine = False
-        self._driver: tuple[Callable[[], None], Callable[[], None]] | None = None
+        # what `step` and `zero_grad` call if a trainer's loop calls them (`drive`)
+        self._driven_step: Callable[[], None] | None = None
+        self._driven_zero_grad: Callable[[], None] | None = None
         self.rule = rule
         super().__init__(groups, {name: getattr(rule, name) for name in rule.settings})
         self.state = _NoState()  # type: ignore[assignment]
         self.num_steps = 0
+        # the groups' learning rates that `restore` set, until the next step, or None
         self.restored_rates: list[float] | None = None
 
     def group_of(self) -> dict[str, int]:
@@ -132,7 +132,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         """Like torch's if a trainer's loop calls `step`; else refused: the hook would come late."""
-        if self._driver is None:
+        if self._driven_step is None:
             raise InputError("optimizer: its hooks before steps come late; call before Engine.step")
         return super().register_step_pre_hook(hook)
 
@@ -191,7 +191,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def took_step(self) -> None:
         """Count a step of the engine by calling `step`, which torch's schedulers watch."""
-        if self._driver is not None:  # a trainer's loop called `step`, which took this step
+        if self._driven_step is not None:  # a trainer's loop called `step`, which took this step
             self.num_steps += 1
             return
         with changed([self], _in_engine=True):
@@ -203,8 +203,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
         Raises InputError: always, except within `took_step` or after `drive`.
         """
-        if self._driver is not None:
-            self._driver[0]()
+        if self._driven_step is not None:
+            self._driven_step()
             return
         if not self._in_engine:
             raise InputError(
@@ -214,12 +214,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def drive(self, step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
         """Let `step` and `zero_grad`, which a trainer's loop calls, call these functions."""
-        self._driver = step, zero_grad
+        self._driven_step, self._driven_zero_grad = step, zero_grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Call the function that `drive` has set, if any: the engine keeps no gradients."""
-        if self._driver is not None:
-            self._driver[1]()
+        if self._driven_zero_grad is not None:
+            self._driven_zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the groups in torch's form; `note` says that moments are not included."""

@@ -211,17 +211,13 @@ exchange.register_autograd(_send_back, setup_context=_keep_splits)
 
 @dataclass(frozen=True)
 class ProcessGroups(Ranks):
-    """Ranks of an initialised torch.distributed.
+    """Ranks of an initialised torch.distributed."""
 
-    Attributes:
-        incoming, outgoing: groups for the device's gathers and sums, which run side by side.
-        parts: `shards` and `replicas`, if there are several hosts.
-        beneath: group for exchanges within layers, on the compute stream; None: no exchanges.
-    """
-
+    # incoming, outgoing: groups for the device's gathers and sums, which run side by side
     incoming: ProcessGroup | None = None
     outgoing: ProcessGroup | None = None
-    parts: tuple[Ranks, Ranks] | None = None
+    parts: tuple[Ranks, Ranks] | None = None  # `shards` and `replicas`, if there are several hosts
+    # group for exchanges within layers, on the compute stream; None: no exchanges
     beneath: ProcessGroup | None = None
 
     @property
@@ -440,7 +436,8 @@ def open_sequence_ranks(ranks: Ranks, device: torch.device, number: Any) -> Rank
     """
     require_same(ranks.all_gather_object({"sequence_parallel": str(number)}))
     all_here = ranks.on_host == ranks.size and ranks.hosts == 1
-    if type(number) is not int or number not in ((1, ranks.size) if all_here else (1,)):
+    is_all = number == ranks.size and all_here
+    if type(number) is not int or not (number == 1 or is_all):
         raise InputError(
             f"sequence_parallel is {number!r}; it must be 1 (each rank has rows of its own) or the "
             f"number of ranks, which is {ranks.size}, all of one host"

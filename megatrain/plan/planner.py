@@ -355,24 +355,17 @@ class TileBytes:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a workload on a machine.
-
-    Attributes:
-        machine: its memory is the most that the process may take.
-        forecast: of the workload; if it does not fit, on a machine with just enough memory.
-        compute_bound_tokens: tokens a step from which on the GPU's arithmetic is the bottleneck.
-        total_tokens: of the run, if known.
-        several, disk: `several_gpus` and `disk_use` of the step.
-    """
+    """The plan of a workload on a machine."""
 
     workload: Workload
-    machine: Machine
-    forecast: Forecast
+    machine: Machine  # its memory is the most that the process may take
+    forecast: Forecast  # of the workload; if it does not fit, on a machine with just enough memory
     fits: bool
     remedies: Sequence[Remedy]
     tiles: Sequence[TileBytes]
-    compute_bound_tokens: int
-    total_tokens: int | None
+    compute_bound_tokens: int  # tokens a step from which on the GPU's arithmetic is the bottleneck
+    total_tokens: int | None  # of the run, if known
+    # several, disk: `several_gpus` and `disk_use` of the step
     several: dict[str, Any] | None
     disk: dict[str, Any] | None = None
     warnings: Sequence[str] = field(default_factory=list)

@@ -211,16 +211,11 @@ def finished_steps(run: Path, config: Config) -> int | None:
 
 
 class Ending(NamedTuple):
-    """The end of the run that wrote `model/`; each value may be None, for unknown.
+    """The end of the run that wrote `model/`; each value may be None, for unknown."""
 
-    done: the number of steps taken.
-    state: the step of the model, the best or the last one.
-    early: the reason why the run ended before its last step.
-    """
-
-    done: int | None
-    state: int | None
-    early: str | None
+    done: int | None  # the number of steps taken
+    state: int | None  # the step of the model, the best or the last one
+    early: str | None  # the reason why the run ended before its last step
 
 
 def ending(run: Path) -> Ending:

@@ -52,12 +52,11 @@ def check_call(
             )
         if ranks.size == 1:
             return {}
-        kind, settings = "an evaluation", list[dict[str, Any]]()
-        if optimizer is not None:
-            kind, names = "a step", ("param_names", *optimizer.rule.settings)
-            settings = [{name: group[name] for name in names} for group in optimizer.param_groups]
+        groups = [] if optimizer is None else optimizer.param_groups
+        names = () if optimizer is None else ("param_names", *optimizer.rule.settings)
+        settings = [{name: group[name] for name in names} for group in groups]
         return {
-            "call": f"{kind} after {steps} steps",
+            "call": f"{'an evaluation' if optimizer is None else 'a step'} after {steps} steps",
             "loss": str(checked_loss),
             "settings of the optimizer": str(settings),
             "max_grad_norm, norm_limit, expected": str(alike),

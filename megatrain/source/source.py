@@ -63,37 +63,31 @@ class Source:
     """A model without its weights, and the place of the weights.
 
     Weights are in a `folder`, a `saved` checkpoint or a `given` model, or are randomly initialised.
-
-    Attributes:
-        dtype: of the weights, in which exports are written.
-        resumes: True if the optimizer's state is taken from `saved` as well.
-        untrained: tensors of the source that no step changes.
-        companions: files of the folder or checkpoint that are copied to exports and checkpoints.
-        origin: the place of an adapter's base, for checkpoints to refer to; None: they save it all.
-        lost: a message about parts of the model that no checkpoint or export has; None: no part.
-        base: the format of frozen linear layers; with `resumes` that of the checkpoint.
-        alike: True if all layers of a kind may have the same random weights.
-        grows: True if the source has no adapter and the model gets one, randomly initialised or of
-            `adapter_folder`.
-        require_base: raises InputError if the base of a run's finished adapter has changed.
-        structures: results of `structure`, by its argument `trained`.
     """
 
     model: PreTrainedModel
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the weights, in which exports are written
     folder: Path | None = None
     given: PreTrainedModel | None = None
     saved: Checkpoint | None = None
-    resumes: bool = False
+    resumes: bool = False  # True if the optimizer's state is taken from `saved` as well
+    # tensors of the source that no step changes
     untrained: state_io.Untrained = field(default_factory=state_io.Untrained)
+    # files of the folder or checkpoint that are copied to exports and checkpoints
     companions: Companions = field(default_factory=dict)
+    # the place of an adapter's base, for checkpoints to refer to; None: they save it all
     origin: state_io.Origin | None = None
+    # a message about parts of the model that no checkpoint or export has; None: no part
     lost: str | None = None
-    base: Base = "bf16"
-    alike: bool = False
+    base: Base = "bf16"  # the format of frozen linear layers; with `resumes` that of the checkpoint
+    alike: bool = False  # True if all layers of a kind may have the same random weights
+    # True if the source has no adapter and the model gets one, randomly initialised or of
+    # `adapter_folder`
     grows: bool = False
     adapter_folder: Path | None = None
+    # raises InputError if the base of a run's finished adapter has changed
     require_base: Callable[[], None] = lambda: None
+    # results of `structure`, by its argument `trained`
     structures: dict[bool, ModelSpec] = field(default_factory=dict)
 
     @property
@@ -260,8 +254,8 @@ def _not_merged(folder: Path, base: str) -> InputError:
 def _grown(source: Source, config: Any) -> Source:
     """The source, its model with a new adapter."""
     source.model, source.grows = with_new_adapter(source.model, config), True
-    names, buffers = source.names, source.untrained.buffers
-    source.untrained.buffers = {names.get(n, n): b for n, b in buffers.items()}
+    renamed = {source.names.get(n, n): buffer for n, buffer in source.untrained.buffers.items()}
+    source.untrained.buffers = renamed
     return source
 
 
@@ -270,16 +264,18 @@ def _open_plain(
 ) -> Source:
     """Open a model without putting an adapter on it; arguments as of `open_source`."""
     model = _resolved(model)
+    beside: Companions = {}  # the files beside the model's weights
     if isinstance(model, Checkpoint):
-        empty, beside = state_io.open_model(model, **code), state_io.saved_companions(model)
+        empty = state_io.open_model(model, **code)
+        beside = state_io.saved_companions(model)
         source = Source(empty, state_io.saved_dtype(model), saved=model, resumes=resumes)
         source.origin = state_io.origin_of(model, resumes=resumes)
         source.base = model.settings.base if resumes else "bf16"
     elif isinstance(model, PreTrainedModel):
         empty = emptied(model, attn_implementation=code.get("attn_implementation"))
-        source, beside = Source(empty, next(model.parameters()).dtype, given=model), {}
+        source = Source(empty, next(model.parameters()).dtype, given=model)
     elif isinstance(model, PreTrainedConfig | Alike):
-        config, beside = model.config if isinstance(model, Alike) else model, {}
+        config = model.config if isinstance(model, Alike) else model
         empty = build.empty_model(build.with_head(config, head) if head else config, **code)
         dtype = config.dtype or config.get_text_config(decoder=True).dtype or torch.float32
         source = Source(empty, dtype, alike=isinstance(model, Alike))
@@ -428,24 +424,20 @@ def _types(source: Source) -> dict[str, torch.dtype]:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """Everything that an engine needs except its placement; see `Engine` for the settings.
-
-    Attributes:
-        host_limit: bytes of host memory that the process may take; None: all that the machine has.
-        disk_space: bytes that planes may take on the disk; None: all that is free.
-        sequence_ranks: the ranks that share every row; one alone if each rank has its own rows.
-    """
+    """Everything that an engine needs except its placement; see `Engine` for the settings."""
 
     source: Source
     model: Model
     max_grad_norm: float | None
     precision: Precision
     device: Recording
+    # bytes of host memory that the process may take; None: all that the machine has
     host_limit: int | None
-    disk_space: int | None
+    disk_space: int | None  # bytes that planes may take on the disk; None: all that is free
     disk: str | Path | None
     seed: int
     ranks: Ranks = ALONE
+    # the ranks that share every row; one alone if each rank has its own rows
     sequence_ranks: Ranks = ALONE
     verify: Verify = "save"
 

@@ -52,21 +52,17 @@ _PUT_BACK = "put the base back as it was; of one that has moved a link in its ol
 
 @dataclass
 class Untrained:
-    """The tensors of a model's source that no step changes: exports write them bit for bit.
+    """The tensors of a model's source that no step changes: exports write them bit for bit."""
 
-    Attributes:
-        buffers: persistent ones, on the CPU; the model computes with copies in its own dtypes.
-        computed: buffers that no file of weights has, as the model's class computes them.
-        dtypes: of frozen parameters, by name, in the source; their values are in the tiles.
-        carried: tensors of the source's files that the model's class does not have.
-        rounded: True if the tiles hold fewer bits of a frozen parameter than the source.
-    """
-
+    # persistent ones, on the CPU; the model computes with copies in its own dtypes
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    # buffers that no file of weights has, as the model's class computes them
     computed: dict[str, Tensor] = field(default_factory=dict)
+    # of frozen parameters, by name, in the source; their values are in the tiles
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    # tensors of the source's files that the model's class does not have
     carried: Mapping[str, Stored] = field(default_factory=dict)
-    rounded: bool = False
+    rounded: bool = False  # True if the tiles hold fewer bits of a frozen parameter than the source
 
     @property
     def values(self) -> dict[str, Callable[[], Tensor]]:
@@ -428,8 +424,7 @@ def require_base_of(adapter: Path, base: str, **code: Any) -> None:
 
     The newest whole checkpoint of the run has its checksums; other adapters are not compared.
 
-    Args:
-        base: the folder, checkpoint or hub id that the adapter names.
+    Args: `base`: the folder, checkpoint or hub id that the adapter names.
     """
     from megatrain.run_folder import layout  # it needs the libraries of run files
 

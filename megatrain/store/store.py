@@ -97,15 +97,12 @@ _RESIDENT = Rests(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)  # all pla
 
 @dataclass(frozen=True)
 class Reader:
-    """A save that is reading a tile's planes: the next update of the tile waits for it.
+    """A save that is reading a tile's planes: the next update of the tile waits for it."""
 
-    Attributes:
-        event, wait: the event after which the update may begin, and the name of that wait.
-        set_aside: copies the bytes that the save still has to read, on the update's stream.
-    """
-
+    # event, wait: the event after which the update may begin, and the name of that wait
     event: Any
     wait: str
+    # copies the bytes that the save still has to read, on the update's stream
     set_aside: Callable[[], None] | None = None
 
 
@@ -118,26 +115,21 @@ class Tile:
         remainder: int16; `fp32 master = (weights << 16) + remainder`. Some rules keep its upper
             byte alone, as int8. None in fp32. Frozen parameters from bf16 sources have none.
         states: the planes of the optimizer's states, in the order of its rule.
-        version: the number of updates applied or started.
-        updated: event of the newest update; None when there is nothing to wait for.
-        written: event after which planes that rest on a disk have that update.
-        readers: saves that the next update has to wait for.
-        idle: trained parameters without a gradient in the newest step, which are not updated.
-        skipped: for each parameter, the number of updates that it has missed so.
-        rank: the planes hold this rank's block of each part of the layout, and nothing else.
     """
 
     index: int
     layout: TileLayout
     planes: Mapping[Plane, Buffer]
     rests: Rests = Rests()
-    version: int = 0
-    updated: Any = None
-    written: Any = None
-    readers: tuple[Reader, ...] = ()
+    version: int = 0  # the number of updates applied or started
+    updated: Any = None  # event of the newest update; None when there is nothing to wait for
+    written: Any = None  # event after which planes that rest on a disk have that update
+    readers: tuple[Reader, ...] = ()  # saves that the next update has to wait for
+    # trained parameters without a gradient in the newest step, which are not updated
     idle: Collection[str] = ()
+    # for each parameter, the number of updates that it has missed so
     skipped: Counter[str] = field(default_factory=Counter)
-    rank: int = 0
+    rank: int = 0  # the planes hold this rank's block of each part of the layout, and nothing else
 
     def __post_init__(self) -> None:
         kinds = {plane.kind: buffer for plane, buffer in self.planes.items()}
@@ -310,9 +302,8 @@ class Store:
                 computes nothing.
             rank: whose blocks to keep, if `layouts` are cut for several ranks.
 
-        Raises:
-            DoesNotFit: there is not enough memory.
-            InputError: `placement.resident` has a name that no tile has.
+        Raises DoesNotFit: there is not enough memory; InputError: `placement.resident` has a name
+        that no tile has.
         """
         rests = resting(placement, layouts)
         self.disk, self.rule = disk.DiskRoom(), rule

@@ -34,19 +34,15 @@ class Span(NamedTuple):
 
 @dataclass
 class Breakdown:
-    """The parts of the time between the first and the last span, in seconds.
-
-    Attributes:
-        busy: of each stream.
-        num_bytes: of each stream, if known: over the bus, or through host memory.
-        work: of each `(stream, kind of work)`; a kind is a name without numbers.
-        idle: of the main stream, by the name of the wait.
-    """
+    """The parts of the time between the first and the last span, in seconds."""
 
     seconds: float
-    busy: dict[str, float] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)  # of each stream
+    # of each stream, if known: over the bus, or through host memory
     num_bytes: dict[str, int] = field(default_factory=dict)
+    # of each `(stream, kind of work)`; a kind is a name without numbers
     work: dict[tuple[str, str], float] = field(default_factory=dict)
+    # of the main stream, by the name of the wait
     idle: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:

@@ -315,31 +315,35 @@ class TileLayout:
         stored: Tensor,
         out: Tensor,
         fast: Callable[[Any], Any],
-        stacks: Collection[str] = (),
-        rows: Sequence[int] | None = None,
+        left_out: Collection[str] = (),
+        rows: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Write the parameters of the weights plane `stored` to `out`, laid out as `unpacked`.
 
         Args:
             fast: compiles a format's `expand`, or `write_operands`.
-            stacks: parameters to leave out; with `rows` write nothing but these rows of them.
+            left_out: parameters that are not written.
+            rows: by name, the only parameters and rows to write; None: all.
         """
         plain = next((entry.offset for entry in self.entries if entry.needs_unpacking), self.numel)
         if rows is None:
             out[:plain].copy_(stored[:plain])
         for entry in self.entries:
-            left_out = entry.name in stacks if rows is None else entry.name not in stacks
-            if left_out or (rows is None and entry.offset < plain):
+            if rows is not None and entry.name not in rows:
                 continue
-            memory, to = entry.memory(stored), self.unpacked.by_name[entry.name]
+            if rows is None and (entry.name in left_out or entry.offset < plain):
+                continue
+            chosen = None if rows is None else rows[entry.name]
+            memory = entry.memory(stored)
+            to = self.unpacked.by_name[entry.name]
             if entry.multiplied:
                 written = operands(to.memory(out), to.shape)
                 fast(write_operands)(*_factors(entry, memory, fast), *written.values())
             elif entry.packed is None:
-                for row in (slice(None),) if rows is None else rows:
+                for row in (slice(None),) if chosen is None else chosen:
                     to.view(out)[row].copy_(entry.view(stored)[row])
             else:
-                entry.packed.unpack(memory, to.view(out), fast, rows)
+                entry.packed.unpack(memory, to.view(out), fast, chosen)
 
     def blocks(self, rank: int) -> Iterator[tuple[int, int]]:
         """Yield `(start, size)` of a rank's block of each part."""

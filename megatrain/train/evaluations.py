@@ -118,10 +118,11 @@ class Evaluations:
                 steps = [[micro for part in steps for micro in part]]
             values = _of_steps(self._loss, iter(results), steps)
         else:
-            losses, right = (sum(column) for column in zip(*results, strict=True))
+            loss, right = (sum(column) for column in zip(*results, strict=True))
             count = sum(count for _, count in parts)
-            values = {"loss": losses / count}
-            metrics, mean = self._job.config.loss.metrics, values["loss"]
+            mean = loss / count
+            values = {"loss": mean}
+            metrics = self._job.config.loss.metrics
             if "perplexity" in metrics:
                 values["perplexity"] = math.exp(mean) if mean < _MOST_NATS else math.inf
             if "accuracy" in metrics:
@@ -162,8 +163,10 @@ def _of_steps(loss: JointLoss, results: Iterator[Any], steps: list[Step]) -> dic
     if len(scores) == 1:
         return scores[0]
     sizes = [sum(len(micro["labels"]) for micro in rows) for rows in steps]
-    means = (np.average([values[name] for values in scores], weights=sizes) for name in scores[0])
-    return dict(zip(scores[0], map(float, means), strict=True))
+    means: dict[str, float] = {}
+    for name in scores[0]:
+        means[name] = float(np.average([values[name] for values in scores], weights=sizes))
+    return means
 
 
 def _parts(micros: Step, at_once: int, shift: int) -> _Parts:
@@ -196,7 +199,8 @@ class Watch:
         value = record[self.metric]
         is_finite = isinstance(value, int | float) and math.isfinite(value)
         signed = self._sign * value if is_finite else math.inf
-        if signed < self._reference - (self._rule.min_delta if self._rule else 0.0):
+        min_delta = self._rule.min_delta if self._rule else 0.0
+        if signed < self._reference - min_delta:
             self._reference, self._waited = signed, 0
         else:
             self._waited += 1

@@ -321,11 +321,13 @@ def _as_started(config: Config, ranks: Ranks) -> Config:
 
 
 def _run(job: Job, signals: Signals, on_record: Listener | None) -> Outcome:
-    folder, first = job.folder, job.resumed.step if job.resumed else 0
+    folder = job.folder
+    first = job.resumed.step if job.resumed else 0
     log.info("%s %s", f"going on after step {first} in" if first else "writing to", folder)
     with closing(Trackers(job.config, folder, first)) as trackers:
         listeners = [trackers.log, *([on_record] if on_record else [])]
-        run, best = _Run(job, signals, listeners, first), None
+        run = _Run(job, signals, listeners, first)
+        best = None
         try:
             run.take_steps()
             has_ended = run.is_last or run.watch.stop is not None
@@ -337,10 +339,9 @@ def _run(job: Job, signals: Signals, on_record: Listener | None) -> Outcome:
         finally:
             if job.ranks.rank == 0:
                 draw(folder)
-    engine, early = job.engine, None if run.is_last else run.watch.stop
-    return Outcome(
-        folder, run.steps.done, engine.num_parameters, engine.memory(), stopped, early, best
-    )
+    early = None if run.is_last else run.watch.stop
+    num_parameters, memory = job.engine.num_parameters, job.engine.memory()
+    return Outcome(folder, run.steps.done, num_parameters, memory, stopped, early, best)
 
 
 class _Run:
@@ -357,8 +358,9 @@ class _Run:
         job.ranks.from_first(lambda: describe_run(job, devices))
         log_file = self._folder / layout.METRICS
         logged = job.ranks.from_first(lambda: resuming.cut_metrics(log_file, first))
-        log_file, listeners = (log_file, listeners) if is_first else (Path(os.devnull), [])
-        metrics = MetricsWriter(log_file, also=listeners)
+        if not is_first:
+            log_file = Path(os.devnull)
+        metrics = MetricsWriter(log_file, also=listeners if is_first else [])
         steps_left = job.total_steps - first if is_first else 0
         timeline = RunTimeline(job.engine.recording, self._folder, steps_left)
         self.steps = Steps(job, metrics, timeline)
@@ -382,8 +384,8 @@ class _Run:
         """Take all steps, or those until an early end; a failure saves the state first."""
         total = self._job.total_steps
         console = Console(quiet=True) if self._job.ranks.rank else None
-        every, done = self._config.output.log_every, self.steps.done
-        progress = TrainingProgress(total, every, console, done=done)
+        every = self._config.output.log_every
+        progress = TrainingProgress(total, every, console, done=self.steps.done)
         self._signals.share(self._job.ranks)
         try:
             with progress, self.checkpoints.rescue(lambda: self.steps.state):
@@ -418,15 +420,17 @@ class _Run:
 
     def finish(self) -> str | None:
         """Write the model; return words for its state, or None if it is the last state."""
-        steps, config, best = self.steps.done, self._config, None
+        steps, config = self.steps.done, self._config
+        best = None
         with self.checkpoints.rescue(lambda: self.steps.state):
             self.checkpoints.settle(wait=True)
             kept = self._job.ranks.from_first(self.best_kept)
             step = kept if config.checkpoint.load_best else None
             if step is not None:
-                value, best_of_all = self.watch.value, self.watch.ranked[0]
-                best = {"step": step, config.watched: value(step)}
-                if value(best_of_all) != value(step):
+                value = self.watch.value(step)
+                best = {"step": step, config.watched: value}
+                best_of_all = self.watch.ranked[0]
+                if self.watch.value(best_of_all) != value:
                     log.warning("the state of step %d was better, but is not kept", best_of_all)
             elif config.checkpoint.load_best:
                 log.warning("no evaluated state has a checkpoint: the model is that of the last")

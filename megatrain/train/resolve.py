@@ -67,15 +67,12 @@ def trained_model(run: str) -> Checkpoint | str:
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """The model that `model` of a run file names: a run, a checkpoint, a folder or a hub id.
+    """The model that `model` of a run file names: a run, a checkpoint, a folder or a hub id."""
 
-    Attributes:
-        section: its path is the folder of configuration and tokenizer: of an adapter, that of the
-            base, with `tokenizer` set if the adapter's folder has one.
-        source: the source for `Engine`; None: the run file writes out a configuration.
-    """
-
+    # its path is the folder of configuration and tokenizer: of an adapter, that of the base, with
+    # `tokenizer` set if the adapter's folder has one
     section: ModelSection
+    # the source for `Engine`; None: the run file writes out a configuration
     source: Checkpoint | str | None
 
     @classmethod

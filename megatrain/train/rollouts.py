@@ -181,8 +181,10 @@ class Rollouts:
         config = self.config
         loss = step_loss(config.loss, config.rollout)
         assert isinstance(loss, GRPO)
-        self._loss, self._pad = loss, pad_id(self.tokenizer, self.engine.vocab_size)
-        self._layout = Layout("chat", config.data.sequence_length, False, "error", self._pad)
+        self._loss = loss
+        self._pad = pad_id(self.tokenizer, self.engine.vocab_size)
+        length = config.data.sequence_length
+        self._layout = Layout("chat", length, packing=False, overlong="error", pad_id=self._pad)
         self._at_once = config.rollout.batch_size or config.training.batch_size * loss.lines
         self._step: Step = []
         self._steps_left = self._rollouts = self._without_signal = 0
@@ -190,10 +192,8 @@ class Rollouts:
     def take(self, step: int) -> tuple[Step, dict[str, Any]]:
         """The micro-batches of a step, and values for the log if they are new replies.
 
-        Raises:
-            RunFailed: a reward function has failed.
-            StepRefused: no function has given a reward to any reply.
-            DoesNotFit: no memory for keys and values.
+        Raises RunFailed: a reward function has failed; StepRefused: no function has given a reward
+        to any reply; DoesNotFit: no memory for keys and values.
         """
         logged: dict[str, Any] = {}
         self.step = step
@@ -216,13 +216,7 @@ class Rollouts:
         with explained("the saved replies are damaged", of=(ValueError, TypeError, AttributeError)):
             self._steps_left = int(state.get("left", 0))
             temperature = float(state.get("temperature", 1))  # older checkpoints lack the key
-            self._step = [
-                {
-                    name: torch.tensor(rows, dtype=torch.int64 if name in PLAIN else torch.float32)
-                    for name, rows in micro.items()
-                }
-                for micro in state.get("step", [])
-            ]
+            self._step = [*map(_micro_batch_of, state.get("step", []))]
         changed = None
         if temperature != self._loss.temperature:
             changed = f"rollout.temperature ({temperature:g}, and now {self._loss.temperature:g})"
@@ -398,6 +392,12 @@ class Rollouts:
             if "reference_logp" in self._loss.inputs:
                 micro["reference_logp"] = reference_logp
         return micros, order
+
+
+def _micro_batch_of(saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A micro-batch of `Rollouts.state_dict`."""
+    types = {name: torch.int64 if name in PLAIN else torch.float32 for name in saved}
+    return {name: torch.tensor(rows, dtype=types[name]) for name, rows in saved.items()}
 
 
 def _described(replies: Sequence[Reply]) -> dict[str, float]:

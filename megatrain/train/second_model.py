@@ -137,13 +137,14 @@ def prepare_replies(
         sums = {n: _sums(engine, replies, rows, at_once) for n, replies in sets.items()}
         recorded = References(sums, keys)
     else:
-        recorded, path = References.read(start.run), start.run / REFERENCES
+        recorded = References.read(start.run)
         for name, key in keys.items():
             recorded_key = recorded.keys.get(name)
             if recorded_key is None or _without_path(recorded_key) != _without_path(key):
                 raise InputError(
-                    f"{path}: the reference's log-probabilities are not of this data ({name}) and "
-                    "model; set them back, or begin a new run with model.path: this one"
+                    f"{start.run / REFERENCES}: the reference's log-probabilities are not of this "
+                    f"data ({name}) and model; set them back, or begin a new run with model.path: "
+                    "this one"
                 )
     for name, replies in sets.items():
         replies.reference = recorded.sums[name]

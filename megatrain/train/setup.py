@@ -31,7 +31,7 @@ from megatrain.model.documents import check_documents
 from megatrain.model.float8 import require_float8
 from megatrain.model.sizes import check_sequence_length
 from megatrain.model.trained import Trained
-from megatrain.optim import gradient_plane, parameter_bytes
+from megatrain.optim import StreamedOptimizer, gradient_plane, parameter_bytes
 from megatrain.parallel.distributed import ALONE, Ranks, local_rank
 from megatrain.placement import Placement
 from megatrain.source.source import Source, choose_trained, open_source, open_structure
@@ -49,30 +49,25 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Job:
-    """A run ready to start; the caller closes it.
-
-    Attributes:
-        ends: tokens that end the taught texts, which the model may not know as end tokens yet.
-        evaluation: micro-batches of each evaluation set, or its prompts.
-        data: the evaluation sets, by name.
-        references: the record of a second model, if the loss needs one.
-        rollouts: makes the rows of steps, if the data are prompts.
-        teacher: a frozen model that is streamed with each step beside the trained one.
-    """
+    """A run ready to start; the caller closes it."""
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
+    # tokens that end the taught texts, which the model may not know as end tokens yet
     ends: list[int]
     engine: Engine
     loader: StepLoader
-    evaluation: dict[str, Step | Prompts]
+    evaluation: dict[str, Step | Prompts]  # micro-batches of each evaluation set, or its prompts
+    # the record of a second model, if the loss needs one
     references: second_model.References | None
     schedule: LRScheduler
     total_steps: int
     resumed: RunState | None
     ranks: Ranks = ALONE
-    rollouts: Rollouts | None = None
+    rollouts: Rollouts | None = None  # makes the rows of steps, if the data are prompts
+    # a frozen model that is streamed with each step beside the trained one
     teacher: Teacher | None = None
+    # the evaluation sets, by name
     data: Mapping[str, PackedDataset | Prompts] = field(default_factory=dict)
     folder: Path = Path()
 
@@ -82,7 +77,8 @@ class Job:
         If the run has not changed the tokenizer, the files of the model's source stay.
         """
         add_ends(folder, self.ends)
-        files, model = list(tokenizer_files(folder)), self.config.model
+        files = list(tokenizer_files(folder))
+        model = self.config.model
         is_changed = model.chat_template is not None or model.eos_token is not None
         if files and not is_changed and model.tokenizer in (None, str(model.path)):
             return
@@ -99,10 +95,8 @@ def prepare(
     With `start` the job goes on from its checkpoint. `stack` closes the loader and all engines; an
     error closes them at once, because the run may begin from an earlier checkpoint.
 
-    Raises:
-        InputError: a part of the configuration, data or model cannot be used.
-        Damaged: the checkpoint is damaged.
-        DoesNotFit: there is too little memory.
+    Raises InputError: a part of the configuration, data or model cannot be used; Damaged: the
+    checkpoint is damaged; DoesNotFit: there is too little memory.
     """
     with ExitStack() as opened:
         job = _prepared(config, start, ranks, opened)
@@ -152,11 +146,12 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     done = ranks.agree(lambda: _go_to(loader, start, total_steps))[0]
 
     # The engines, and the parts that need them.
-    has_prompts = config.loss.kind == "prompts"
-    frozen = None if teacher is None else teacher.model
-    if has_prompts and config.loss.beta:
-        frozen = initial_model()
-    references = None if frozen is None else second_model.same_model(frozen.key, start)
+    needs_reference = config.loss.kind == "prompts" and bool(config.loss.beta)
+    references = None  # the record of a second model
+    if needs_reference:
+        references = second_model.same_model(initial_model().key, start)
+    elif teacher is not None:
+        references = second_model.same_model(teacher.model.key, start)
     if teacher is not None:
         # The teacher comes first: `auto` places the trained model in the memory that is left.
         teacher = teacher.opened(ranks.host)
@@ -171,10 +166,11 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     size, device = f"{engine.num_parameters:,}", engine.device.torch_device
     log.info("model: %s parameters on %s, placement: %s", size, device, engine.placement)
     rollouts = None
-    if has_prompts:
+    if config.loss.kind == "prompts":
         reference = None
-        if frozen is not None:
-            reference = second_model.open_reference(config, frozen, tokenizer, ranks.host)
+        if needs_reference:
+            model = initial_model()
+            reference = second_model.open_reference(config, model, tokenizer, ranks.host)
             stack.enter_context(reference)
         rollouts = Rollouts(
             config, rewards, engine, tokenizer, loader, reference, total_steps, ranks
@@ -239,7 +235,8 @@ def _check_images(config: Config, sets: Sequence[Any], teacher: Teacher | None) 
 
 
 def _loader(config: Config, training: PackedDataset | Prompts, ranks: Ranks) -> StepLoader:
-    rows, seed, finish = config.training.batch_size, config.training.seed, None
+    rows = config.training.batch_size
+    finish = None
     if isinstance(training, Prompts):
         log.info("data: %s prompts", f"{len(training):,}")
     else:
@@ -253,8 +250,9 @@ def _loader(config: Config, training: PackedDataset | Prompts, ranks: Ranks) -> 
             rows, len(training),
         )  # fmt: skip
     return StepLoader(
-        training, rows_per_step=rows, rows_per_micro_batch=rows, seed=seed, workers=2, finish=finish
-    )
+        training, rows_per_step=rows, rows_per_micro_batch=rows, seed=config.training.seed,
+        workers=2, finish=finish,
+    )  # fmt: skip
 
 
 def _rows_per_micro_batch(config: Config, engine: Engine, start: Start | None) -> int:
@@ -357,7 +355,8 @@ def _engine(
 
 def _saved_engine(config: Config, start: Start, common: dict[str, Any], stack: ExitStack) -> Engine:
     """The engine of the checkpoint `start`, with the optimizer's settings that have changed."""
-    placement, workload = config.engine.placement_value(), Workload.of_run(config)
+    placement = config.engine.placement_value()
+    workload = Workload.of_run(config)
     saved_rows = start.state.data.get("rows_per_micro_batch")
     if workload.micro_batch is None and isinstance(saved_rows, int) and saved_rows > 0:
         workload = replace(workload, micro_batch=saved_rows * config.loss.lines)
@@ -379,10 +378,16 @@ def _saved_engine(config: Config, start: Start, common: dict[str, Any], stack: E
         raise
     stack.enter_context(engine)
     assert engine.optimizer is not None
-    optimizer, saved_rule = engine.optimizer, engine.optimizer.rule
-    settings, rule = config.optimizer.settings, config.optimizer.rule()
+    _change_settings(engine.optimizer, config, start)
+    return engine
+
+
+def _change_settings(optimizer: StreamedOptimizer, config: Config, start: Start) -> None:
+    """Give a checkpoint's optimizer the run's settings. Raises InputError: one may not change."""
+    rule = config.optimizer.rule()
+    settings = config.optimizer.settings
     for name in ("name", *rule.choices):
-        saved = getattr(saved_rule, name, None)  # rules of older versions lack some choices
+        saved = getattr(optimizer.rule, name, None)  # rules of older versions lack some choices
         if saved != getattr(rule, name):
             raise InputError(f"optimizer.{name}: {start.checkpoint} has {saved}; set it back")
     changed = {
@@ -399,7 +404,6 @@ def _saved_engine(config: Config, start: Start, common: dict[str, Any], stack: E
             group["lr"] = group["initial_lr"] = rule.rate(
                 group["param_names"][0], group["params"][0].shape
             )
-    return engine
 
 
 def check_device(config: Config, ranks: Ranks) -> None:
@@ -459,7 +463,8 @@ def check_disk(config: Config, model: Source | Start | None, total_steps: int | 
 
 def _checkpoints_at_once(config: Config, total_steps: int | None) -> int:
     """The number of checkpoints on the disk when the newest is written beside the kept ones."""
-    settings, steps = config.checkpoint, total_steps or 0
+    settings = config.checkpoint
+    steps = total_steps or 0
     never = steps + 1
     every = settings.every or never
     saves = steps // every
@@ -474,8 +479,9 @@ def _bytes_of(config: Config, source: Source) -> tuple[int, int]:
     parameters = list(source.model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     frozen = sum(p.numel() for p in parameters) - trained
-    rule, dtype = config.optimizer.rule(), DTYPES[config.engine.precision]
-    per_trained = parameter_bytes(rule, dtype) - gradient_plane(dtype).bytes_per_parameter
+    dtype = DTYPES[config.engine.precision]
+    with_gradient = parameter_bytes(config.optimizer.rule(), dtype)
+    per_trained = with_gradient - gradient_plane(dtype).bytes_per_parameter
     if adapted(source.model) is not None:  # the base is neither in checkpoints nor in the model
         return int(trained * per_trained), 4 * trained
     saved = trained * per_trained + (2 * frozen if source.base == "bf16" else 0)
@@ -513,7 +519,8 @@ def make_schedule(
 
 def check_schedule(config: Config, total_steps: int) -> None:
     """Warn if the rate never gets to `optimizer.lr`. Raises InputError: a rate is out of range."""
-    warmup, rates = config.schedule.num_warmup_steps(total_steps), set[float]()
+    warmup = config.schedule.num_warmup_steps(total_steps)
+    rates: set[float] = set()
     for done in sorted({0, 1, warmup + 1, total_steps // 2, total_steps - 1}):
         if done < total_steps:
             lr = config.optimizer.settings["lr"]

@@ -29,13 +29,10 @@ class Stopped(KeyboardInterrupt):
 
 
 class Signals:
-    """A context that turns signals into requests; it has no effect but on the main thread.
-
-    Attributes:
-        stop: name of the signal that asked for the end, such as `SIGTERM`; None: no signal has.
-    """
+    """A context that turns signals into requests; it has no effect but on the main thread."""
 
     def __init__(self) -> None:
+        # name of the signal that asked for the end, such as `SIGTERM`; None: no signal has
         self.stop: str | None = None
         self._shared = False  # True: ranks agree on `stop`, and `_heard` is this process's signal
         self._heard: str | None = None
@@ -89,7 +86,8 @@ class Signals:
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if was_heard := self._heard if self._shared else self.stop:
+        was_heard = self._heard if self._shared else self.stop
+        if was_heard:
             echoed = number == signal.SIGHUP or time.monotonic() - self._stop_time < _ECHO_SECONDS
             if name == was_heard and echoed:  # kernel and shell both send a hangup
                 return

@@ -39,15 +39,12 @@ Result = TypeVar("Result")
 
 
 class RunTimeline:
-    """Records one early step of a run in `timeline.json`.
-
-    Attributes:
-        breakdown: parts of the last step's time; None: that step was not recorded.
-    """
+    """Records one early step of a run in `timeline.json`."""
 
     def __init__(self, recording: Recording, folder: Path, steps: int) -> None:
         """Args: `recording`: `Engine.recording`; `steps`: how many this process will take."""
         self._recorder, self._folder = StepRecorder(recording), folder
+        # parts of the last step's time; None: that step was not recorded
         self.breakdown: Breakdown | None = None
         self._steps_left = min(RECORDED_STEP, steps)  # until the recorded step has ended
 
@@ -84,12 +81,7 @@ log = logging.getLogger(__name__)
 
 
 class Steps:
-    """Takes the steps of a run one after the other.
-
-    Attributes:
-        done: steps taken so far, skipped ones included.
-        state: the run's state after these steps, which a checkpoint keeps.
-    """
+    """Takes the steps of a run one after the other."""
 
     def __init__(self, job: "Job", metrics: MetricsWriter, timeline: RunTimeline) -> None:
         config = job.config
@@ -100,12 +92,12 @@ class Steps:
         self._refusals = BadSteps(config.training)
         self._loss = step_loss(config.loss, config.rollout)
         self._recheck = config.training.recheck is not False and config.updates_wait_for_the_norm
-        self.done = 0
+        self.done = 0  # steps taken so far, skipped ones included
         if job.resumed is not None:
             self._refusals.load_state_dict(job.resumed.refusals)
             self.done = job.resumed.step
         self._run_file = config.model_dump(mode="json")
-        self.state = self._state()
+        self.state = self._state()  # the run's state after these steps, which a checkpoint keeps
 
     def take(self) -> Mapping[str, Any]:
         """Take the next step; return its record for the log.
@@ -256,9 +248,8 @@ class BadSteps:
     def skip(self, error: StepRefused) -> None:
         """Skip a refused step, if the settings allow that.
 
-        Raises:
-            StepRefused: the settings say to stop, or the step has changed weights.
-            RunFailed: too many steps in a row were skipped.
+        Raises StepRefused: the settings say to stop, or the step has changed weights; RunFailed:
+        too many steps in a row were skipped.
         """
         if self._settings.on_nonfinite == "stop" or not error.intact:
             raise error
