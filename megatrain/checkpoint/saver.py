@@ -257,9 +257,8 @@ class Saver:
         reverse: bool,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Args: `reverse`: the last tile is updated first; for other ones see StagingBlocks."""
         self.device, self._tiles, self.ranks = device, tiles, ranks
-        self._reverse = reverse
+        self._reverse = reverse  # the last tile is updated first; for other ones see StagingBlocks
         self.spare = snapshot.StagingBlocks(device, spare_bytes, host_limit)
         self.last: Saving | None = None
 

@@ -191,12 +191,10 @@ class Intake:
         )
 
     def _drops_mask(self, micro: Mapping[str, Tensor]) -> bool:
-        """True if the result does not need a micro-batch's mask; without it attention is faster.
-
-        A mask of ones matters only to packed rows, whose documents then see each other.
-        """
+        """True if the result does not need a micro-batch's mask; without it attention is faster."""
         mask = micro["attention_mask"]
         all_padding = not bool(mask.any())  # needs no right result
+        # A mask of ones lets documents of packed rows see each other.
         is_plain = bool(mask.all()) and not documents.starts_anew(micro)
         return self.share.cuts_rows or all_padding or is_plain
 

@@ -250,17 +250,16 @@ class Declared:
     def _prologue(
         self, prologue: Prologue, slot: Any, micro: MicroBatch, h: Values
     ) -> tuple[Work, Values]:
-        count, measured = grouped(micro), self.measured
-        results, argument_bytes = measured.prologue(micro.inputs["input_ids"].shape[0])
+        measured = self.measured
+        rows, count = micro.inputs["input_ids"].shape[0], grouped(micro)
+        results, argument_bytes = measured.prologue(rows)
         arguments = self.ledger.hold(Place.ARGUMENTS, count * argument_bytes)
         micro.calls = [Call([arguments], None)] * len(measured.spec.layers)
         sizes = {ref: shape.num_bytes for ref, shape in results}
         moved = count * sum(sizes.values())
         work = Work(touched_bytes=2 * moved, kernels=count, calls=count)
         if micro.media:
-            work = self._of_group(
-                measured.media_work(micro.inputs["input_ids"].shape[0]).entering, count
-            )
+            work = self._of_group(measured.media_work(rows).entering, count)
         return work, self._results(sizes, count)
 
     def _prologue_backward(
@@ -284,10 +283,10 @@ class Declared:
     def _gradients(
         self, head: Head, slot: Any, count: float, sums: Any, micro: MicroBatch, values: Values
     ) -> tuple[Work, tuple[Tensor, Values]]:
-        number, rows, ledger = grouped(micro), micro.inputs["input_ids"].shape[0], self.ledger
+        rows, count_micro = micro.inputs["input_ids"].shape[0], grouped(micro)
         loss = torch.empty((), device="meta")
         work = self.measured.head(rows, self._head_tokens, micro.loss)
-        done = self._of_group(work, number)
+        done = self._of_group(work, count_micro)
         sizes = {
             ref: value.nbytes
             for ref, value in values.items()
@@ -295,10 +294,10 @@ class Declared:
         }
         # Micro-batches of a group follow each other: the activations of one are freed before the
         # gradients of the next are made.
-        freed = sum(sizes.values()) * (number - 1) // number
-        ledger.add_bytes(Place.ACTIVATIONS, -freed)
+        freed = sum(sizes.values()) * (count_micro - 1) // count_micro
+        self.ledger.add_bytes(Place.ACTIVATIONS, -freed)
         gradients = self._results(sizes, 1)
-        ledger.add_bytes(Place.ACTIVATIONS, freed)
+        self.ledger.add_bytes(Place.ACTIVATIONS, freed)
         return done, (loss, gradients)
 
     def _token_losses(

@@ -122,7 +122,8 @@ class ModelSpec(Structure):
             return self.wide_in_bf16
         from megatrain.model.build import loaded_types
 
-        types, outside = loaded_types(self.capture.model, dtype), {*self.gathered, *self.unused}
+        types = loaded_types(self.capture.model, dtype)
+        outside = {*self.gathered, *self.unused}
         names = {name for name, _ in self.capture.model.named_parameters()} - outside
         return {name for name in names if types.get(name, dtype) == torch.float32}
 

@@ -40,9 +40,8 @@ class ZeroProducts(TorchFunctionMode):
     """
 
     def __init__(self, zeros: Iterable[Tensor], beginning: int = 0) -> None:
-        """Args: `beginning`: so many first values of a weight may be other than zero."""
         super().__init__()
-        self._beginning = beginning
+        self._beginning = beginning  # so many first values of a weight may be other than zero
         self._zeros = {id(weight): weight for weight in zeros if weight.numel() > beginning}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -14,7 +14,8 @@ from enum import Enum
 from functools import cached_property
 from itertools import groupby, product
 from math import lcm, prod
-from typing import Any, TypeVar
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -128,6 +129,17 @@ class Entry:
         return values[: self.numel].view(self.shape)
 
 
+class _Parameter(NamedTuple):
+    """A parameter that has no place yet."""
+
+    name: str
+    shape: torch.Size
+    group: int | None
+    wide: bool
+    order: tuple[bool, bool, bool, int]  # by which parameters are sorted
+    part: tuple[bool, bool, str]  # the same for all parameters of a part of the tile
+
+
 class TileLayout:
     """The places of a tile's parameters.
 
@@ -162,47 +174,39 @@ class TileLayout:
     ) -> None:
         """Args:
         parameters: `(name, shape, group)` of each; group None means frozen.
-        wide: names of parameters whose source has bits that bf16 does not hold.
-        packed: formats of frozen parameters that do not rest as plain values, by name.
+        wide, packed, multiplied: names, and formats by name, as of `Entry`.
         fp32: names of parameters that layers compute with in fp32, whatever the planes' type.
-        multiplied: names of frozen parameters that layers multiply by in float8.
         row: elements of a row, which cuts between ranks keep whole in each part.
         """
-        self.name, self.kind, self.ranks, self._row, self._fp32 = name, kind, ranks, row, fp32
+        self.name, self.kind = name, kind
+        self.ranks, self._row, self._fp32 = ranks, row, fp32
         self.owned = frozenset(owned) if ranks > 1 else frozenset()
         self.copies: dict[str, list[tuple[int, int, int]]] = {}
         cut = ranks * lcm(ALIGNMENT, row) if ranks > 1 else ALIGNMENT
         entries: list[Entry] = []
         offset = 0
         formats = {**(packed or {}), **dict.fromkeys(fp32, FP32)}
-        marked = [
-            (n, shape, group, group is None and n in wide and n not in formats)
-            for n, shape, group in parameters
-        ]
-        packed_last = {name for name, packing in formats.items() if packing is not FP32}
-        packed_last.update(multiplied)
+        last = {name for name, packing in formats.items() if packing is not FP32} | {*multiplied}
+        unplaced: list[_Parameter] = []
+        for n, shape, group in parameters:
+            is_wide = group is None and n in wide and n not in formats
+            order = group is None, not is_wide, n in last, group or 0
+            part = group is None, is_wide, n if n in self.owned else ""
+            unplaced.append(_Parameter(n, shape, group, is_wide, order, part))
         self.parts: list[tuple[int, int]] = []
         self.moved: list[int] = []
         self.trainable_numel = one_rank_offset = 0  # the offset in the layout of one rank
-
-        def place_in_order(parameter: Any) -> tuple[bool, bool, bool, int]:
-            parameter_name, _, group, is_wide = parameter
-            return group is None, not is_wide, parameter_name in packed_last, group or 0
-
-        def part_of(parameter: Any) -> tuple[bool, bool, str]:
-            parameter_name, _, group, is_wide = parameter
-            return group is None, is_wide, parameter_name if parameter_name in self.owned else ""
-
-        in_order = sorted(marked, key=place_in_order)
-        for (is_frozen, _, is_owned), members in groupby(in_order, key=part_of):
+        in_order = sorted(unplaced, key=attrgetter("order"))
+        for (is_frozen, _, is_owned), members in groupby(in_order, key=attrgetter("part")):
             if is_frozen and not any(entry.group is None for entry in entries):
                 offset = self._place_copies(entries, offset, cut)
             start = offset
             self.moved.append(start - one_rank_offset)
-            for parameter, shape, group, is_wide in members:
-                packing = formats.get(parameter) if group is None else None
-                traits = is_wide, packing, is_frozen and parameter in multiplied
-                entries.append(Entry(parameter, tuple(shape), offset, group, *traits))
+            for p in members:
+                packing = formats.get(p.name) if is_frozen else None
+                in_fp8 = is_frozen and p.name in multiplied
+                sizes = tuple(p.shape)
+                entries.append(Entry(p.name, sizes, offset, p.group, p.wide, packing, in_fp8))
                 offset = align(offset + entries[-1].stored, ALIGNMENT)
             one_rank_offset += offset - start
             offset = start + align(offset - start, ALIGNMENT if is_owned else cut)

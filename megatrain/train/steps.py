@@ -173,7 +173,7 @@ class Steps:
             if job.rollouts is not None:
                 step_rows, logged = job.rollouts.take(step)
             else:
-                steps: list[Step] = []
+                steps: list[Step] = []  # results of `agree` would go to all ranks
                 job.ranks.agree(lambda: steps.append(next(job.loader)))
                 step_rows = steps[0]
             check_rows(job.ranks, step_rows)
