@@ -120,11 +120,8 @@ class Settings(_Strict):
     """All settings of an engine, without its tiles.
 
     Attributes:
-        dtype: that of the model's source, in which exports are written.
         attn_implementation, experts_implementation: of each configuration inside the model's.
         frozen_dtypes: dtypes of the frozen parameters whose source has another one than `dtype`.
-        groups: torch's parameter groups with their current settings.
-        num_steps: the optimizer's own count of steps.
         adapter: configurations of PEFT, by the adapters' names, and the active one's name.
         left_out: the base, if its parameters are not in the tiles; None: all are in the tiles.
     """
@@ -135,13 +132,13 @@ class Settings(_Strict):
     max_grad_norm: float | None
     device: str
     placement: dict[str, Any]
-    dtype: str
+    dtype: str  # that of the model's source, in which exports are written
     model_class: str
     attn_implementation: dict[str, str]
     frozen: tuple[str, ...]
     optimizer: dict[str, Any] | None
-    groups: tuple[dict[str, Any], ...]
-    num_steps: Count
+    groups: tuple[dict[str, Any], ...]  # torch's parameter groups with their current settings
+    num_steps: Count  # the optimizer's own count of steps
     frozen_dtypes: dict[str, str] = field(default_factory=dict)
     experts_implementation: dict[str, str] = field(default_factory=dict)
     base: Literal["bf16", "fp8", "nf4", "folder"] = "bf16"

@@ -31,11 +31,7 @@ _NARROW = (torch.int8, torch.int16, torch.int32, torch.uint8)
 
 
 class Intake:
-    """Checks micro-batches, tries the model on new kinds of rows, and moves batches to the device.
-
-    Attributes:
-        share: this rank's tokens of every row.
-    """
+    """Checks micro-batches, tries the model on new kinds of rows, moves batches to the device."""
 
     def __init__(
         self,
@@ -54,7 +50,7 @@ class Intake:
         self._vocab_size = config.get_text_config(decoder=True).vocab_size
         self._num_labels = min(self._vocab_size, program.spec.num_logits)
         self._max_tokens = most_tokens(config)
-        self.share = SequenceShare(setup.sequence_ranks)
+        self.share = SequenceShare(setup.sequence_ranks)  # this rank's tokens of every row
         self._documents = documents.DocumentCheck(program, self._run_trial, self._check_masks)
         shares_rows = isinstance(setup.sequence_ranks, ProcessGroups)  # no ranks of a forecast
         self._row_trial = RowTrial(self.share, program, self._run_trial) if shares_rows else None

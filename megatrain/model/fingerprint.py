@@ -103,8 +103,10 @@ class Reader:
         builtin = {base for base in type(value).__mro__ if not base.__flags__ & _HEAP_TYPE}
         if not builtin <= {object, *_CONTAINERS}:
             return Is(value)  # an extension's object may have state that Python cannot see
-        slots = (vars(base).get("__slots__", ()) for base in type(value).__mro__)
-        names = [n for names in slots for n in ((names,) if isinstance(names, str) else names)]
+        names: list[str] = []
+        for base in type(value).__mro__:
+            slots = vars(base).get("__slots__", ())
+            names += [slots] if isinstance(slots, str) else slots
         attributes = {name: getattr(value, name) for name in names if hasattr(value, name)}
         return self._items(value), self._named(attributes | getattr(value, "__dict__", {}))
 

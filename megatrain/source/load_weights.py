@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from megatrain.checkpoint.read import masters, read_tiles
 from megatrain.compat import peft
 from megatrain.compat.transformers import classifies
 from megatrain.errors import InputError
-from megatrain.model.adapters import adapted, draw_adapters, plain
+from megatrain.model.adapters import Adapted, adapted, draw_adapters, plain
 from megatrain.model.build import loaded_types
 from megatrain.model.init import initialise
 from megatrain.model.safetensors_io import read_header
@@ -68,22 +69,11 @@ class _Loading:
         dtype = self._store.tiles[0].weights.data.dtype
         refuse_rounding(loaded_types(source.model, dtype), spec.gathered, dtype)
         adapters = adapted(source.model)
-        drawn: Collection[str] | None = ()
+        to_draw: Collection[str] | None = ()  # names of weights that have no values; None: all
         if source.saved is not None:
-            drawn = self._read_saved(source.saved)
+            to_draw = self._read_saved(source.saved)
         elif source.folder is not None:
-            stored_names = {name: stored for stored, name in source.names.items()}
-            packed = {stored_names.get(name, name): form for name, form in spec.packed.items()}
-            model, threads = plain(source.model), update_threads()
-            missing = read_weights(source.folder, model, write, threads=threads, packed=packed)
-            if missing and (adapters is None or not {*missing} <= adapters.replaced):
-                source.origin, folder = None, source.adapter_folder  # no file has all weights
-                if folder is not None and classifies(plain(source.model)):
-                    raise InputError(
-                        f"{folder}: has no sequence head, and nor has its base; merge it first "
-                        f"(megatrain export {folder} OUT --merged), and begin with OUT"
-                    )
-            drawn = {source.names.get(name, name) for name in missing}
+            to_draw = self._read_folder(source.folder, adapters)
         elif source.copied is not None:
             for name, parameter in source.copied.named_parameters():
                 write(name, parameter.detach().cpu())
@@ -91,13 +81,29 @@ class _Loading:
                 if not buffer.is_meta:
                     write(name, buffer.detach().cpu().clone())
         else:
-            drawn = None if adapters is None else set(adapters.held)
-        if drawn is None or drawn:
-            self._draw(drawn)
+            to_draw = None if adapters is None else set(adapters.held)
+        if to_draw is None or to_draw:
+            self._draw(to_draw)
         if source.stored is not None:
             source.untrained.carried = state_io.carried(source.stored, source.model)
         read_adapter(source, write)
         source.untrained.computed = state_io.computed_buffers(source.model)
+
+    def _read_folder(self, folder: Path, adapters: Adapted | None) -> set[str]:
+        """Read a folder's weights; returns the names of those that it lacks."""
+        source, model = self._source, plain(self._source.model)
+        stored_names = {name: stored for stored, name in source.names.items()}
+        packed = {stored_names.get(name, name): form for name, form in self._spec.packed.items()}
+        missing = read_weights(folder, model, self.write, threads=update_threads(), packed=packed)
+        if missing and (adapters is None or not {*missing} <= adapters.replaced):
+            source.origin = None  # no file has all weights
+            adapter = source.adapter_folder
+            if adapter is not None and classifies(model):
+                raise InputError(
+                    f"{adapter}: has no sequence head, and nor has its base; merge it first "
+                    f"(megatrain export {adapter} OUT --merged), and begin with OUT"
+                )
+        return {source.names.get(name, name) for name in missing}
 
     def _draw(self, names: Collection[str] | None) -> None:
         """Initialise the weights with these names at random; None: all weights."""

@@ -364,17 +364,16 @@ def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict
             "base is 'folder', but the model does not come in mxfp4 or in float8 with blocks of "
             f"{formats.SIDE} x {formats.SIDE}; leave base out, or take {' or '.join(BASES)}"
         )
-    names = [
-        f"{layer.name}.{path}.{name}"
-        for layer in spec.layers
-        for path, module in layer.module.named_modules()
-        for name, weight in module.named_parameters(recurse=False)
-        if (type(module) is nn.Linear and name == "weight")
-        or (stacks and takes_grouped_products(module, [name]))
-        if ROUTERS.isdisjoint(path.split("."))
-        and packing.takes(weight.shape)
-        and (frozen or not weight.requires_grad)
-    ]
+    names: list[str] = []
+    for layer in spec.layers:
+        for path, module in layer.module.named_modules():
+            is_router = not ROUTERS.isdisjoint(path.split("."))
+            for name, weight in module.named_parameters(recurse=False):
+                is_matrix = type(module) is nn.Linear and name == "weight"
+                is_stack = stacks and takes_grouped_products(module, [name])
+                is_frozen = frozen or not weight.requires_grad
+                if (is_matrix or is_stack) and is_frozen and packing.takes(weight.shape):
+                    names += [] if is_router else [f"{layer.name}.{path}.{name}"]
     held = {n: n for n in names} if adapters is None else adapters.held
     packed = {n: held[n].rpartition(".")[0] for n in names if n in held}
     if packed:  # a model that does not come so is packed here, as a whole

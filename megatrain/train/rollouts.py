@@ -231,9 +231,9 @@ class Rollouts:
     def _roll(self, rows: Sequence[PromptRow], step: int) -> tuple[Step, dict[str, Any]]:
         """Generate replies and reward them; return micro-batches, and values for the log."""
         logged: dict[str, Any] = {}
-        times = [time.perf_counter()]
+        started = time.perf_counter()
         replies = self._replies(rows, self._loss.lines, int(self.loader.state_dict()["steps"]))
-        times.append(time.perf_counter())
+        generated = time.perf_counter()
         rewards_RF = self._rewarded(replies, step, logged)
         rewards = self.rewards.weighted_sum(rewards_RF)
         if rewards.isnan().all():
@@ -242,12 +242,11 @@ class Rollouts:
                 "replies; correct them, or leave such steps out with training.on_nonfinite: skip",
                 intact=True,
             )
-        times.append(time.perf_counter())
+        logged["generate_seconds"] = round(generated - started, 6)
+        rewarded = time.perf_counter()
+        logged["reward_seconds"] = round(rewarded - generated, 6)
         micros, order = self._with_logprobs(replies)
-        times.append(time.perf_counter())
-        names = ("generate", "reward", "logprobs")
-        for name, start, end in zip(names, times[:-1], times[1:], strict=True):
-            logged[f"{name}_seconds"] = round(end - start, 6)
+        logged["logprobs_seconds"] = round(time.perf_counter() - rewarded, 6)
         advantages = self._loss.advantages(rewards)
         reply_numbers = iter(order)  # of all micro-batches' rows
         for micro in micros:
