@@ -100,6 +100,9 @@ def lora_config(keys: Mapping[str, Any]) -> Any:
         raise InputError(
             f"adapter: {changed[0]!r} is not supported; there are {', '.join(sorted(KEYS))}"
         )
+    for name in ("r", "lora_alpha", "lora_dropout"):
+        if isinstance(keys.get(name, 1), str):
+            raise InputError(f"adapter: {name} is {keys[name]!r}, a text; give a number")
     with explained("adapter", of=(ImportError, TypeError, ValueError)):
         config = _library().LoraConfig(**{n: value for n, value in keys.items() if n in accepted})
     check(config)

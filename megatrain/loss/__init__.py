@@ -25,11 +25,4 @@ from megatrain.loss.base import (
 )
 from megatrain.loss.embeddings import Contrastive, Embedding
 from megatrain.loss.policy import GRPO
-from megatrain.loss.preferences import (
-    DPO,
-    DpoVariant,
-    PairLoss,
-    Replies,
-    Reward,
-    TokenScore,
-)
+from megatrain.loss.preferences import DPO, DpoVariant, PairLoss, Replies, Reward, TokenScore

@@ -303,6 +303,7 @@ IN_FOLDERS: dict[str, tuple[dict[str, Any], bool]] = {
     "a head that is not there": ({"modules_to_save": ["classifier"]}, False),
     "peft_type is LOHA; only LORA": ({"peft_type": "LOHA"}, True),
     "names no base_model_name_or_path": ({"base_model_name_or_path": ["base"]}, True),
+    "r is '8', a text; give a number": ({"r": "8"}, True),
     "adapter: 'list' object": ({"rank_pattern": [8]}, True),
 }  # fmt: skip
 
