@@ -15,15 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import (
-    DynamicCache,
-    PreTrainedConfig,
-    PreTrainedModel,
-    dynamic_module_utils,
-    masking_utils,
-    video_utils,
-)
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, masking_utils, video_utils
 from transformers import core_model_loading as loading
+from transformers import dynamic_module_utils as remote_code
 from transformers.audio_utils import load_audio
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.integrations import moe
@@ -173,7 +167,7 @@ def mixes_code(folder: Path) -> bool:
     Older versions know a local folder's modules by the folder's name alone. Reading other code of
     that name would also change the functions of models that are open.
     """
-    if hasattr(dynamic_module_utils, "_compute_local_source_files_hash"):
+    if hasattr(remote_code, "_compute_local_source_files_hash"):
         return False
     code = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
     return _code_by_name.setdefault(folder.name, code) != code

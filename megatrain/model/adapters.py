@@ -133,16 +133,26 @@ def with_adapter(base: PreTrainedModel, config: Any, name: str = "default") -> P
 
 
 def _of_text(config: Any, model: PreTrainedModel) -> Any:
-    """The configuration, adapting modules of a multimodal model's language model alone."""
-    config = copy.copy(config)
-    excluded = config.exclude_modules
-    decoder = model.get_decoder()
+    """The configuration for all linear modules of the language model that PEFT can wrap.
+
+    It cannot wrap a router that is a linear module with a forward of its own.
+    """
+    from megatrain.compat.transformers import encodes
+
+    config, decoder = copy.copy(config), model.get_decoder() if encodes(model) else model
     path = next(name for name, module in model.named_modules() if module is decoder)
+    linear = {name: type(m) for name, m in decoder.named_modules() if isinstance(m, nn.Linear)}
+    names = {name.rpartition(".")[2] for name in linear}
+    wider = {n.rpartition(".")[2] for n, c in linear.items() if c.forward is not nn.Linear.forward}
+    patterns = [rf".*\.{name}" for name in sorted(wider)]  # PEFT's, of whole names
+    if path:
+        config.target_modules = names
+        patterns.append(rf"(?!{re.escape(path)}\.).*")
+    excluded = config.exclude_modules
     if excluded and not isinstance(excluded, str):
         excluded = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, sorted(excluded)))})"
-    if path:  # PEFT's pattern of whole names
-        others = rf"(?!{re.escape(path)}\.).*"
-        config.exclude_modules = f"{others}|{excluded}" if excluded else others
+    if patterns:
+        config.exclude_modules = "|".join([*patterns, *filter(None, [excluded])])
     return config
 
 
@@ -153,10 +163,8 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
     """
     if getattr(config, "has_weights", False):
         return with_adapter(base, config)
-    from megatrain.compat.transformers import encodes
-
     _refuse_unknown_modules(base, config)
-    if config.target_modules == "all-linear" and encodes(base):
+    if config.target_modules == "all-linear":
         config = _of_text(config, base)
     model = with_adapter(base, config)
     _refuse_unmatched_patterns(model, config)

@@ -11,7 +11,7 @@ elsewhere, where they take no memory.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -96,9 +96,11 @@ def _tried(spec: ModelSpec, name: str) -> int:
             f"{name} defines a loss_function, which MegaTrain does not compute; remove the "
             "function, or train elsewhere"
         )
-    reads = _ReadsTokens(labels_BT)
+    ids_BT = torch.zeros_like(labels_BT)
+    reads = _ReadsTokens(labels_BT, ids_BT)
     try:
-        loss, logits_BTV = _loss_of_model(spec, labels_BT, reads=reads)
+        with reads:
+            loss, logits_BTV = _loss_of_model(spec, labels_BT, input_ids=ids_BT)
         value = None if loss is None else float(loss)
     except Exception as error:  # whatever a model's own code makes of these labels
         raise Unsupported(
@@ -185,15 +187,11 @@ _MASKS = {("eq", IGNORED), ("ne", IGNORED), ("ge", 0), ("lt", 0)}
 class _ReadsTokens(TorchFunctionMode):
     """Follows token ids through a forward; notes functions of their values but cross entropy."""
 
-    def __init__(self, labels: Tensor) -> None:
+    def __init__(self, labels: Tensor, ids: Tensor) -> None:
         super().__init__()
         self._moved = {memory_of(labels): labels}
-        self._read: dict[Any, tuple[Tensor, str]] = {}
+        self._read = {memory_of(ids): (ids, "input_ids")}
         self._branch = ""
-
-    def follow(self, ids: Tensor) -> None:
-        """Follow the model's input, too."""
-        self._read[memory_of(ids)] = ids, "input_ids"
 
     def before(self, loss: Tensor | None) -> str:
         """The first function of labels, or "input_ids", on which the loss depends, if any."""
@@ -224,20 +222,14 @@ class _ReadsTokens(TorchFunctionMode):
 
 
 def _loss_of_model(
-    spec: ModelSpec,
-    labels_BT: Tensor,
-    routed: tuple[Tensor, ...] = (),
-    reads: _ReadsTokens | None = None,
-    **more: Tensor,
+    spec: ModelSpec, labels_BT: Tensor, routed: tuple[Tensor, ...] = (), **more: Tensor
 ) -> tuple[Tensor | None, Tensor]:
     """The loss, if any, and the logits of the model's forward on random hidden states.
 
     Args: `routed`: logits `[B * T, E]` of routers, whose loss is added.
     """
     with _on_random_states(spec, routed, **more) as (weights, output, inputs):
-        if reads is not None:
-            reads.follow(inputs["input_ids"])
-        with reads or nullcontext(), torch.enable_grad():  # as in training, which code may ask
+        with torch.enable_grad():  # as in training, which code may ask
             loss, logits = spec.capture.own_loss(weights, output, inputs, labels_BT)
         logits = spec.capture.head(weights, output, inputs) if logits is None else logits
         return None if loss is None else loss.detach(), logits.detach()

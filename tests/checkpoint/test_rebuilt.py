@@ -217,7 +217,7 @@ def test_code_of_a_name_that_other_code_has_is_refused_where_it_would_be_mixed(
 ):
     sized(monkeypatch, dynamic_module_utils, HF_MODULES_CACHE=str(tmp_path / "cache"))
     # Newer versions of transformers, which have a function to hash the files, tell them apart.
-    monkeypatch.setattr("megatrain.compat.transformers.dynamic_module_utils", None)
+    monkeypatch.setattr("megatrain.compat.transformers.remote_code", None)
     folders = {name: tmp_path / name / "brought" for name in ("one", "again", "other")}
     for name, folder in folders.items():
         llama().save_pretrained(folder)

@@ -17,7 +17,7 @@ from megatrain.model.adapters import with_adapter
 from megatrain.model.trained import Trained
 from megatrain.source.write_model import write_saved
 from tests.families.plain import shares
-from tests.families.tiny import routing, tiny_model
+from tests.families.tiny import routing, tiny_model, tiny_multimodal
 from tests.inside import parts_of, program_of
 from tests.parity.cases import (
     assert_step,
@@ -411,7 +411,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda: tiny_model("jamba"), {"adapter": {"target_modules": ["dt_proj"]}},
     ),
     "stand for plain linear layers: name others .router. in exclude_modules": (
-        lambda: tiny_model("phimoe"), {"adapter": {"target_modules": "all-linear"}},
+        lambda: tiny_model("phimoe"), {"adapter": {"target_modules": ["router"]}},
     ),
     "lora_dropout": (
         lambda: tiny_model("mixtral"),
@@ -497,3 +497,14 @@ def test_nothing_below_the_lowest_adapter_is_kept_or_has_a_backward(family, plac
     assert work["layer 0"] == work["layer 1 backward"] == len(step)
     assert {"layer 0 backward", "prologue backward"}.isdisjoint(work)
     assert not any(getattr(parts_of(engine).saved, "_kept", ()))
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "phimoe", "qwen3_omni_moe_thinker"])
+def test_all_linear_is_what_peft_can_wrap_of_the_language_model(family):
+    """Not routers with a forward of their own, nor the encoders, whose names mean layers, too."""
+    make = tiny_multimodal if family.endswith("thinker") else tiny_model
+    with make_engine(make(family), adapter={"r": 2, "target_modules": "all-linear"}) as engine:
+        engine.step(make_batches(1)[0])
+        adapted = {name for name in masters(engine) if "lora_A" in name}
+    assert any("q_proj" in name for name in adapted)
+    assert not any(part in name for name in adapted for part in ("router", "audio", "visual"))
