@@ -16,7 +16,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,8 +44,15 @@ ALGORITHMS: dict[str, Callable[[Any], str]] = {
 }
 if xxhash is not None:
     ALGORITHMS["xxh3_64"] = xxhash.xxh3_64_hexdigest
-Sums = list[tuple[int, int, str]]  # each piece's offset, bytes and checksum
 ALGORITHM = "xxh3_64" if xxhash is not None else "blake2b_64"
+
+
+class PieceSum(NamedTuple):
+    """A piece of a file, and its checksum."""
+
+    offset: int
+    num_bytes: int
+    checksum: str
 
 
 class NewFile:
@@ -112,7 +119,7 @@ def require_seen(path: Path) -> None:
         )
 
 
-def joined_sums(tile: str, by_rank: Sequence[Sums]) -> tuple[tuple[int, str], ...]:
+def joined_sums(tile: str, by_rank: Sequence[list[PieceSum]]) -> tuple[tuple[int, str], ...]:
     """Bytes and checksums of a tile's pieces from all ranks, in the order of their offsets."""
     pieces = sorted({piece for sums in by_rank for piece in sums})
     if len({offset for offset, *_ in pieces}) < len(pieces):

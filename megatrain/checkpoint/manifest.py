@@ -54,11 +54,11 @@ class FileRecord(_Strict):
     num_bytes: Count
     pieces: tuple[tuple[Annotated[int, Interval(ge=1, le=files.MAX_PIECE_BYTES)], str], ...]
 
-    def spans(self) -> Iterator[tuple[int, int, str]]:
-        """`(offset, bytes, checksum)` of each piece."""
+    def spans(self) -> Iterator[files.PieceSum]:
+        """The pieces with their places."""
         offset = 0
         for num_bytes, checksum in self.pieces:
-            yield offset, num_bytes, checksum
+            yield files.PieceSum(offset, num_bytes, checksum)
             offset += num_bytes
 
 

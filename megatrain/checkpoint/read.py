@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatrain import kernels
+from megatrain.checkpoint.files import PieceSum
 from megatrain.checkpoint.manifest import Checkpoint, Parameter, TileRecord
 from megatrain.device import Buffer
 from megatrain.errors import InputError
@@ -56,11 +57,11 @@ def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> N
 
 def _mismatches(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[str]:
     """Yield a message for each parameter or plane that differs from those of `tiles`."""
-    left_out, tile_records = checkpoint.settings.left_out is not None, checkpoint.manifest.tiles
-    saved = {p.name: (record, p) for record in tile_records for p in record.parameters}
+    lacks_base = checkpoint.settings.left_out is not None
+    saved = {p.name: (record, p) for record in checkpoint.manifest.tiles for p in record.parameters}
     for tile, entry in [(t, entry) for t in tiles for entry in t.layout.entries]:
         if entry.name not in saved:
-            if not left_out or entry.group is not None:
+            if not lacks_base or entry.group is not None:
                 yield f"it has no parameter {entry.name!r}"
             continue
         record, parameter = saved.pop(entry.name)
@@ -94,11 +95,11 @@ def _pieces(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[Callable[
     places = {entry.name: (tile, entry) for tile in tiles for entry in tile.layout.entries}
     for record in checkpoint.manifest.tiles:
         ranges = list(_ranges(record, tile_planes(checkpoint, record), places))
-        for offset, num_bytes, checksum in checkpoint.manifest.files[record.file].spans():
-            overlapping = [r for r in ranges if r.start < offset + num_bytes and offset < r.stop]
+        for piece in checkpoint.manifest.files[record.file].spans():
+            stop = piece.offset + piece.num_bytes
+            overlapping = [r for r in ranges if r.start < stop and piece.offset < r.stop]
             if overlapping or not reads_part:
-                span = (offset, num_bytes, checksum)
-                yield partial(_read_piece, checkpoint, record.file, span, overlapping)
+                yield partial(_read_piece, checkpoint, record.file, piece, overlapping)
 
 
 def tile_planes(checkpoint: Checkpoint, record: TileRecord) -> dict[str, Stored]:
@@ -126,11 +127,10 @@ def _ranges(
     entries = [(e.name, e.shape, e.offset, e.packed) for e in tile.layout.entries]
     for name, plane in stored.items():
         kind = planes_of(tile).get(name)
-        if kind is not None and saved == entries:
-            whole_plane = tile.planes[kind]
-            if len(whole_plane.data) == plane.shape[0]:
-                yield _Range(plane.start, plane.start + plane.num_bytes, whole_plane.as_bytes())
-                continue
+        whole_plane = None if kind is None or saved != entries else tile.planes[kind]
+        if whole_plane is not None and len(whole_plane.data) == plane.shape[0]:
+            yield _Range(plane.start, plane.start + plane.num_bytes, whole_plane.as_bytes())
+            continue
         size = plane.dtype.itemsize
         for parameter in (p for p in record.parameters if p.name in places):
             target_tile, entry = places[parameter.name]
@@ -146,11 +146,9 @@ def _ranges(
                 yield _Range(start, start + len(target.data), target)
 
 
-def _read_piece(
-    checkpoint: Checkpoint, name: str, span: tuple[int, int, str], ranges: list[_Range]
-) -> None:
+def _read_piece(checkpoint: Checkpoint, name: str, piece: PieceSum, ranges: list[_Range]) -> None:
     """Read a piece of a file into its `ranges`: directly, if one host range takes all of it."""
-    offset, num_bytes, checksum = span
+    offset, num_bytes, checksum = piece
     if len(ranges) == 1:
         position = offset - ranges[0].start
         target = ranges[0].target.data[max(position, 0) :][:num_bytes]

@@ -23,7 +23,8 @@ from megatrain.store.store import Tile
 
 _log = logging.getLogger(__name__)
 
-Written = tuple[dict[str, files.Sums], dict[str, manifest.FileRecord]]  # a rank's tiles, others
+Sums = dict[str, list[files.PieceSum]]  # by a tile's file
+Written = tuple[Sums, dict[str, manifest.FileRecord]]  # a rank's tiles, and its other files
 _HEALTH_SECONDS = 0.5  # between two checks of the device's host threads while writers write
 
 
@@ -164,13 +165,13 @@ class Saving:
             files.put_right(self.folder.parent)
 
     @contextmanager
-    def _writers(self, partial: Path) -> Iterator[dict[str, files.Sums]]:
+    def _writers(self, partial: Path) -> Iterator[Sums]:
         """Write all tiles during the `with` block; the yielded records are complete at its end.
 
         Each thread writes one tile's file at a time, since a file takes one write at a time. They
         are no pool, because an interpreter that is exiting starts no work in pools.
         """
-        records: dict[str, files.Sums] = {}
+        records: Sums = {}
         failures: list[BaseException] = []
         waiting = iter(self._jobs)
 
@@ -203,20 +204,21 @@ class Saving:
         if failures:
             raise failures[0]
 
-    def _write_tile(self, partial: Path, job: snapshot.TileFile) -> files.Sums:
+    def _write_tile(self, partial: Path, job: snapshot.TileFile) -> list[files.PieceSum]:
         """Write this rank's pieces of a tile's file; return their checksums."""
-        checksum, pieces = files.ALGORITHMS[files.ALGORITHM], list[tuple[int, int, str]]()
+        checksum = files.ALGORITHMS[files.ALGORITHM]
+        pieces: list[files.PieceSum] = []
         writes = self._ranks.replicas.rank == 0  # other hosts only compute checksums
         with ExitStack() as stack:
             path, exists = partial / job.record.file, self._ranks.size > 1
             file = stack.enter_context(files.NewFile(path, exists=exists)) if writes else None
             if self._ranks.rank == 0 and file is not None:
-                pieces.append((0, len(job.header), checksum(job.header)))
+                pieces.append(files.PieceSum(0, len(job.header), checksum(job.header)))
                 file.write(job.header, 0)
             for piece in job.pieces:
                 data = self.snapshot.take(piece)
                 try:
-                    pieces.append((piece.offset, len(data), checksum(data)))
+                    pieces.append(files.PieceSum(piece.offset, len(data), checksum(data)))
                     if file is not None:
                         file.write(data, piece.offset)
                 finally:

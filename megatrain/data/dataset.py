@@ -113,8 +113,6 @@ class PackedDataset:
     are: it depends on tokens and settings, not on paths or times.
 
     Attributes:
-        store: the tokens on disk.
-        documents: the documents to learn from.
         kind: text, chat (completions included), pairs, or classes.
         packing: True if rows may hold several documents (and all have the same length).
         has_images: True if a document has images; `with_images` then completes micro-batches.
@@ -125,8 +123,8 @@ class PackedDataset:
     pad = -1
 
     def __init__(self, store: TokenStore, documents: Segments, layout: Layout, part: str) -> None:
-        self.store = store
-        self.documents = documents
+        self.store = store  # the tokens on disk
+        self.documents = documents  # the documents to learn from
         self._layout, self._part = layout, part
         self.kind, self.packing = layout.kind, layout.packing
         self.sequence_length, self.has_images = layout.sequence_length, store.has_images

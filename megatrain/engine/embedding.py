@@ -37,7 +37,6 @@ class _Table:
     """An embedding table, of which this rank keeps some or all rows, and buffers for a step's rows.
 
     Attributes:
-        tied: True if the head streams the table as well.
         rows, sums: a step's rows on the device, and the sums of their gradients.
         staging: pinned host memory for rows on their way; `free`: event after which it may be
             written again.
@@ -45,7 +44,7 @@ class _Table:
 
     tile: Tile
     entry: Entry
-    tied: bool
+    tied: bool  # True if the head streams the table as well
     rows: Buffer = _NOWHERE
     sums: Buffer = _NOWHERE
     staging: Buffer = _NOWHERE

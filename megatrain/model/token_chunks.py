@@ -142,6 +142,7 @@ class _Tiles(torch.autograd.Function):
         pairs = list(zip(values, ctx.needs_input_grad[4:], strict=True))
         # Summed in fp32, so that a weight's gradient is rounded once, as without tiles.
         sums = [torch.zeros_like(x, dtype=torch.float32) if need else None for x, need in pairs]
+        needed_sums = [total for total in sums if total is not None]
         dx_ND = torch.empty_like(x_ND)
         for rows in _tiles(len(x_ND), ctx.tokens):
             x_CD = x_ND[rows][None].detach().requires_grad_()
@@ -153,12 +154,10 @@ class _Tiles(torch.autograd.Function):
                 out_CE, sources, gradient_NE[rows][None], allow_unused=True, materialize_grads=True
             )
             dx_ND[rows] = dx_CD[0]
-            for total, grad in zip((s for s in sums if s is not None), grads, strict=True):
+            for total, grad in zip(needed_sums, grads, strict=True):
                 total.add_(grad)
-        rounded = [
-            None if total is None else total.to(value.dtype)
-            for total, value in zip(sums, values, strict=True)
-        ]
+        of_values = zip(sums, values, strict=True)
+        rounded = [total if total is None else total.to(value.dtype) for total, value in of_values]
         return None, None, None, dx_ND.view_as(x_BTD), *rounded
 
 

@@ -97,22 +97,19 @@ class Rule(ABC):
     """An optimizer: a frozen dataclass of settings, `lr`, `weight_decay` and `no_decay` among them.
 
     Attributes:
-        settings: names of the settings that torch's parameter groups hold.
         choices: settings that all groups share, with the allowed values of each.
-        further: further shared settings, with any values.
         needs_matrices: True if `update` takes ranges of one parameter, with its `shape` in `group`
             and only the states that it has; False: ranges of several parameters.
-        sums_in_pass: True if `update` on the host also adds to `options.sums`.
         launches: torch operations of its update on a GPU, for each UPDATE_BLOCK of elements, for
             forecasts; 0 if it has a kernel of its own there.
     """
 
     name: ClassVar[str]
-    settings: ClassVar[tuple[str, ...]]
+    settings: ClassVar[tuple[str, ...]]  # names of the settings that torch's parameter groups hold
     choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    further: ClassVar[tuple[str, ...]] = ()
+    further: ClassVar[tuple[str, ...]] = ()  # further shared settings, with any values
     needs_matrices: ClassVar[bool] = False
-    sums_in_pass: ClassVar[bool] = False
+    sums_in_pass: ClassVar[bool] = False  # True if `update` on the host also adds to `options.sums`
     launches: ClassVar[int] = 0
 
     @property

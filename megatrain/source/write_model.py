@@ -113,9 +113,11 @@ def write_model(
     if source.base not in ("bf16", "folder"):
         text = "frozen linear layers were rounded to %s when read, and are written so"
         _log.warning(text, source.base)
-    values, as_came = {**masters, **untrained.values}, untrained.as_came(dtype)
+    values = {**masters, **untrained.values}
+    as_came = untrained.as_came(dtype)
     if adapters is not None:
-        merged_values, names = merged_into_base(model, values), {**adapters.held, **adapters.copies}
+        merged_values = merged_into_base(model, values)
+        names = {**adapters.held, **adapters.copies}
         unchanged = {n for n in names if n in values and merged_values.get(names[n]) is values[n]}
         as_came = {names[n]: kind for n, kind in as_came.items() if n in unchanged}
         model, values = adapters.base, merged_values

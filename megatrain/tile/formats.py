@@ -41,22 +41,19 @@ class WeightFormat:
     Attributes:
         sections: from a parameter's shape to the bytes that all rows (of the first dimension)
             share, then to the bytes of each kind that come row after row.
-        pack: from values to uint8 of the sections' total length.
         parts: from a shape and its sections to codes and scales; the first dimension of the scales
             cuts the values evenly.
-        expand: writes the values of codes and scales into its last argument.
         values: the table of values that codes stand for; empty if codes are numbers.
-        computed: the type in which layers compute.
         takes: True if a parameter of this shape can be packed.
     """
 
     name: str
     sections: Callable[[Sequence[int]], tuple[int, ...]]
-    pack: Callable[[Tensor], Tensor]
+    pack: Callable[[Tensor], Tensor]  # from values to uint8 of the sections' total length
     parts: Callable[..., tuple[Tensor, Tensor]]
-    expand: Expand
+    expand: Expand  # writes the values of codes and scales into its last argument
     values: Callable[[torch.device], Tensor] = lambda device: torch.empty(0, device=device)
-    computed: torch.dtype = torch.bfloat16
+    computed: torch.dtype = torch.bfloat16  # the type in which layers compute
     takes: Callable[[Sequence[int]], bool] = lambda shape: (
         len(shape) in (2, 3) and prod(shape) % _BLOCK == 0
     )

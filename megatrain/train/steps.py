@@ -51,7 +51,8 @@ class RunTimeline:
     def step(self, number: int, step: Callable[[], Result]) -> Result:
         """Take step `number` of the run; if it is the recorded one, write `timeline.json`."""
         # The updates of the step before run in the recorded step, so both steps are recorded.
-        self.breakdown, records = None, self._steps_left in (1, 2)
+        self.breakdown = None
+        records = self._steps_left in (1, 2)
         if records:
             self._recorder.start()
         try:
