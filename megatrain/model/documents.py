@@ -32,7 +32,7 @@ from megatrain.compat.transformers import attention_of, runs_on
 from megatrain.errors import DoesNotFit, InputError, explained
 from megatrain.loss import IGNORED
 from megatrain.model.attention import BY_EAGER, BY_LENGTHS, BY_MASKS, BY_WINDOWS, document_starts
-from megatrain.model.capture import Rows
+from megatrain.model.capture import Lookups, Rows, Uses
 from megatrain.model.media import of_media
 from megatrain.model.micro_batch import MicroBatch, TrialRun
 from megatrain.model.program import ModelProgram
@@ -267,15 +267,15 @@ class DocumentCheck:
 
 
 def check_documents(spec: ModelSpec) -> None:
-    """Raises InputError: states, convolutions or masks of a model mix documents.
+    """Raises InputError: states, convolutions, masks or positions of a model mix documents.
 
     This needs no data. `DocumentCheck` still tries the other models in their steps.
     """
     model = spec.capture.model
     if runs_on(model, (layer.module for layer in spec.layers)):
         raise InputError(_MIXED.format(model.config.model_type))
-    program = ModelProgram(spec, torch.device("cpu"), torch.float32)
-    if program.may_attend_by_lengths or not spec.capture.accepts("position_ids"):
+    program, uses = ModelProgram(spec, torch.device("cpu"), torch.float32), Uses()
+    if program.may_attend_by_lengths and spec.capture.takes("position_ids"):
         return
     first, size = 6, 13  # tokens of a document and of a row: no usual widths of heads
     ids = torch.zeros(1, size, dtype=torch.long)
@@ -284,8 +284,14 @@ def check_documents(spec: ModelSpec) -> None:
     inputs = {"input_ids": ids, "position_ids": positions}
     positions = packed_positions(model, inputs)
     micro = MicroBatch(inputs | {"position_ids": positions}, ids, rows)
-    program.prologue({}, micro)  # its weights are zeros
+    with Lookups({}, None, uses):
+        program.prologue({}, micro)  # its weights are zeros
     leaves = [leaf for call in micro.calls for leaf in call.leaves if isinstance(leaf, Tensor)]
+    unread = uses.touched.union(map(id, leaves)).isdisjoint([id(positions)])
+    if unread and not spec.capture.takes("position_ids"):
+        raise InputError(_MIXED.format(model.config.model_type))
+    if program.may_attend_by_lengths:
+        return
     for mask in (leaf for leaf in leaves if leaf.ndim > 2 and leaf.shape[-2:] == (size, size)):
         is_seen = mask if mask.dtype == torch.bool else mask > -1  # else it is added to logits
         if bool(is_seen[..., first:, :first].any()):

@@ -167,19 +167,30 @@ def test_documents_that_masks_mix_are_apart_by_their_lengths(family, precision):
     assert program_of(engine).attends_by_lengths
 
 
-BY_STRUCTURE = ["bloom", "xglm", "deepseek_v4", "falcon_mamba", "lfm2_moe", "minimax", "qwen3_next"]
+BY_STRUCTURE = [
+    "cpmant",
+    "mpt",
+    "xlnet",
+    "bloom",
+    "xglm",
+    "deepseek_v4",
+    "falcon_mamba",
+    "lfm2_moe",
+    "minimax",
+    "qwen3_next",
+]
 
 
 @pytest.mark.parametrize("family", BY_STRUCTURE)
 def test_models_that_show_other_documents_are_known_before_there_is_data(family):
-    """By masks without positions, states, convolutions, and layers of linear attention."""
+    """By positions that are not read, masks, states, convolutions, layers of linear attention."""
     with pytest.raises(InputError, match=f"{family} does not keep the documents .*packing"):
         check_documents(spec(tiny_model(family)))
 
 
 def test_models_that_keep_documents_apart_pass_before_there_is_data():
     """Or are found out in steps, as is OpenAI's first GPT."""
-    for family in ("llama", "gemma2", "gpt2", "gptj", "gpt_oss", "openai-gpt"):
+    for family in ("llama", "gemma2", "gpt2", "gptj", "gpt_oss", "openai-gpt", "whisper"):
         check_documents(spec(tiny_model(family)))
 
 
