@@ -54,15 +54,11 @@ class Stream:
             Buffer(f"slot {i}", self._memory.data[i * numel : (i + 1) * numel])
             for i in range(count)
         ]
-        staying = {
-            tile.index: device.empty(
-                Name(Memory.KEPT_WEIGHTS, f"{tile.name} kept weights"),
-                tile.layout.local.numel,
-                dtype,
-            )
-            for tile in tiles
-            if tile.rests.stays
-        }
+        staying: dict[int, Buffer] = {}  # by the tile's index
+        for tile in tiles:
+            if tile.rests.stays:
+                name = Name(Memory.KEPT_WEIGHTS, f"{tile.name} kept weights")
+                staying[tile.index] = device.empty(name, tile.layout.local.numel, dtype)
         # torch's allocator orders by COMPUTE alone: other streams wait until it has passed this.
         device.run(COMPUTE, "allocate slots", lambda: None, writes=pieces)
         allocated = device.record(COMPUTE)

@@ -42,7 +42,8 @@ def generation_bytes(
         named = model.named_parameters()
         weights = {n: torch.empty(p.shape, dtype=types.get(n, dtype)) for n, p in named}
         try:
-            cached, prompts_bytes = counts_tokens(model.config.get_text_config(decoder=True)), 0
+            prompts_bytes = 0
+            cached = counts_tokens(model.config.get_text_config(decoder=True))
             if not cached:  # generate/texts.py finds out in the same way if there is a cache
                 with suppress(ValueError):
                     cached = bool(_forward(model, weights, 1, 1))

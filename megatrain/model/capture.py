@@ -172,7 +172,8 @@ class Lookups(TorchFunctionMode):
         self.names, self.rows, self.uses = names, rows, uses
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs, row = kwargs or {}, None
+        kwargs = kwargs or {}
+        row = None
         if func is Tensor.__getitem__:  # `table[row]` or `table[row, ...]`
             first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
             row = first if type(first) is int else None

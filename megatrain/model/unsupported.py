@@ -117,12 +117,12 @@ def refuse_weights(model: nn.Module) -> None:
         for name, tensor in tensors.values()
         for start, end in _span(tensor)
     )
-    furthest, last, trained = 0, "", False
+    last_end, last, last_is_weight = 0, "", False  # of the span that ends last so far
     for start, end, name, is_weight in spans:
-        if start < furthest and (is_weight or trained):
+        if start < last_end and (is_weight or last_is_weight):
             raise Unsupported(f"{name} has the memory of {last}; weights must not share memory")
-        if end > furthest:
-            furthest, last, trained = end, name, is_weight
+        if end > last_end:
+            last_end, last, last_is_weight = end, name, is_weight
 
 
 def _span(tensor: Tensor) -> Iterator[tuple[int, int]]:

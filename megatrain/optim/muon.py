@@ -147,7 +147,8 @@ class Muon(Rule):
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
         """Approximate `U V'` for each matrix `U S V'` (its SVD) in [..., rows, columns]."""
-        (a, b, c), tall = self.ns_coefficients, matrix.shape[-2] > matrix.shape[-1]
+        a, b, c = self.ns_coefficients
+        tall = matrix.shape[-2] > matrix.shape[-1]
         x = matrix.bfloat16() if self.ns_precision == "bf16" else matrix
         x = x.mT if tall else x
         x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=self.ns_eps)
