@@ -20,7 +20,7 @@ from megatrain.engine.sink import PIECE, GradAccumulator, Sink
 from megatrain.engine.step import train_step
 from megatrain.forecast.declared import Declared
 from megatrain.forecast.op_counter import Ledger, Place
-from megatrain.forecast.prices import CostModel
+from megatrain.forecast.prices import Cost, CostModel
 from megatrain.forecast.profile import Profile, grouped, visited_twice
 from megatrain.forecast.workload import Workload
 from megatrain.loss import JointLoss
@@ -98,37 +98,30 @@ class ClockDevice(MetaDevice):
         self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
     ) -> Any:
         cost = self._costs.run(stream, name, work, reads, writes)
-        self._pass(stream, name, *cost[:-1])
+        self._pass(stream, name, cost)
         return cost.result
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         name = f"{source.name} -> {to.name}"
         capacity = to.data.numel()  # slicing would be slow for a large model's many pieces
         num_bytes = to.data.itemsize * (capacity if numel is None else min(numel, capacity))
-        self._pass(stream, name, self._costs.copy(stream, num_bytes), num_bytes=num_bytes)
+        self._pass(stream, name, Cost(self._costs.copy(stream, num_bytes), num_bytes=num_bytes))
 
-    def _pass(
-        self,
-        stream: str,
-        name: str,
-        seconds: float,
-        launching: float = 0.0,
-        blocking: bool = False,
-        num_bytes: int = 0,
-    ) -> None:
+    def _pass(self, stream: str, name: str, cost: Cost) -> None:
         """Let the time of a piece of work pass on its stream and for the calling thread."""
         at = self._at
         start = now = at[CALLER]
         if at[stream] > now:
             start = at[stream]
         if stream not in base.HOST_STREAMS:
-            at[CALLER] = now = now + self._costs.put_seconds + launching
-        if not seconds:
+            at[CALLER] = now = now + self._costs.put_seconds + cost.launching
+        if not cost.seconds:
             return  # no span: the stream's next work keeps the waits
-        at[stream] = end = max(start + seconds, now)
-        if blocking:
+        at[stream] = end = max(start + cost.seconds, now)
+        if cost.blocking:
             at[CALLER] = end
-        self.spans.append(Span(stream, name, start, end, self._after.pop(stream, ()), num_bytes))
+        after = self._after.pop(stream, ())
+        self.spans.append(Span(stream, name, start, end, after, cost.num_bytes))
 
     def record(self, stream: str) -> Any:
         """The seconds at which all work on the stream is done."""
@@ -365,8 +358,8 @@ def process_bytes(
     While it loads, `later` bytes are not allocated yet. A layer or a table in fp32 is on its way to
     the planes (and for the device another copy of a parameter, two if it is trained), or one read.
     """
-    resident = [layout for layout in model.layouts if layout.name in placement.resident]
-    parameters = [e for layout in resident for e in layout.entries]
+    resident = set(placement.resident)
+    parameters = [e for layout in model.layouts if layout.name in resident for e in layout.entries]
     in_fp32 = (2 * prod(e.shape) * (1 if e.group is None else 2) for e in parameters)
     largest = max(in_fp32, default=0)
     read = min(IN_FLIGHT_BYTES, 4 * sum(layout.numel for layout in model.layouts))

@@ -244,6 +244,9 @@ def _mildest(
             level = [level, *_levels(change, level)][-1]
         return could_fit(level)
 
+    # Dear changes that are not needed are not tried: other lengths of rows have to be measured.
+    while changes and fits_with_most_of(changes[:-1], asked):
+        changes = changes[:-1]
     if not changes or not fits_with_most_of(changes, asked):
         return None
     for number in reversed(range(len(changes))):
