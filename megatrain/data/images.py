@@ -366,7 +366,9 @@ class ImageProcessor:
         """The text of all tokens that stand for a medium of this shape."""
         count = together if kind == "image" else 1
         blank = {kind: [[_blank(kind, size, film)] * count]}
-        processed = self._processed(blank, 1, return_text_replacement_offsets=True)
+        problem = f"the model's processor takes no {kind} of {' x '.join(map(str, size))}"
+        with explained(problem, "give it another size, or leave the row out"):
+            processed = self._processed(blank, 1, return_text_replacement_offsets=True)
         text = str(processed["text_replacement_offsets"][0][0]["replacement"])
         longest = int(getattr(_hearing(self._processor()), "n_samples", None) or 0)
         is_longer = kind == "audio" and 0 < longest < size[0]

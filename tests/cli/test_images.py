@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from megatrain.cli.app import app
 from megatrain.compat.transformers import types_tokens
 from megatrain.data import ImageProcessor, PackedDataset, open_dataset
+from megatrain.errors import InputError
 from megatrain.report import write_report
 from megatrain.train.sharing import with_own_images
 from tests.cli.cases import records, sets, write_run_file
@@ -565,3 +566,12 @@ def test_generate_replies_to_pictures_as_transformers_does(megatrain, model, tmp
     shown = CliRunner().invoke(app, said, input=f"/image {path}\nTell me\n\n").output
     first = (tmp_path / "replies.jsonl").read_text().splitlines()[0]
     assert json.loads(first)["completion"].strip() in shown
+
+
+def test_a_size_that_a_processor_does_not_take_is_named_with_a_remedy(model, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("absolute aspect ratio must be smaller than 200, got 300.0")
+
+    monkeypatch.setattr(transformers.LlavaProcessor, "__call__", refuse)
+    with pytest.raises(InputError, match="no image of 1 x 300: absolute.* leave the row out"):
+        ImageProcessor(model).replacement("image", (1, 300))
