@@ -274,9 +274,11 @@ def in_one_row(features: Sequence[Tensor], like: Tensor) -> Tensor:
 
 def _apart(model: nn.Module, media: Collection[str], path: str = "") -> Iterator[nn.Module]:
     """The outermost modules that have parameters of media alone."""
-    for name, module in model.named_children() if media else ():
-        names = [f"{path}{name}.{leaf_name}" for leaf_name, _ in module.named_parameters()]
-        if names and all(name in media for name in names):
+    for name, module in model.named_children():
+        inside = f"{path}{name}."
+        if not any(each.startswith(inside) for each in media):
+            continue
+        if all(f"{inside}{leaf}" in media for leaf, _ in module.named_parameters()):
             yield module
-        elif names:
-            yield from _apart(module, media, f"{path}{name}.")
+        else:
+            yield from _apart(module, media, inside)
