@@ -382,7 +382,7 @@ class _Probe:
         if not names:
             return []
         zeros = {n: zero_pages(p.shape, requires_grad=True) for n, p in weights.items()}
-        with ZeroProducts(zeros.values()):
+        with torch.random.fork_rng(devices=[]), ZeroProducts(zeros.values()):
             outputs = layer.kind.call(zeros | dict(layer.module.named_buffers()), args, kwargs)
         reached = reach(x for x in outputs if isinstance(x, Tensor) and x.requires_grad).leaves
         return [f"{layer.name}.{name}" for name in names if id(zeros[name]) not in reached]
