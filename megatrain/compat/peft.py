@@ -60,13 +60,13 @@ def has_adapter(model: object) -> bool:
 
 def without_wrapper(model: Any) -> Any:
     """The transformers model inside a PeftModel; any other model unchanged."""
+    if is_peft_model(model) and isinstance(model, _library().PeftMixedModel):
+        raise InputError("the model is a PeftMixedModel; make it without mixed=True")
     return model.get_base_model() if is_peft_model(model) else model
 
 
 def unwrapped(model: Any) -> tuple[nn.Module, Any, str]:
     """The model inside a PeftModel (or with adapters), its adapter's configuration and name."""
-    if isinstance(model, _library().PeftMixedModel):
-        raise InputError("the model is a PeftMixedModel; make it without mixed=True")
     active = model.active_adapters if is_peft_model(model) else [*model.peft_config]
     if len(active) != 1:
         raise InputError(

@@ -100,12 +100,10 @@ def find_files(source: str | Path, kind: DataKind) -> list[DataSource] | None:
     """The files that a path or glob names; None: it can only be a hub id.
 
     Folders are searched in sorted order for all but hidden files and those that `datasets` keeps
-    beside rows. Where there are files of rows, text files beside them are read only if the kind is
-    text. Links to folders inside a folder are not followed, with a warning. Empty files are skipped
-    unless they are named.
+    beside rows. Beside files of rows, text files are read only if the kind is text. Links to
+    folders are not followed, with a warning. Empty files are skipped unless they are named.
 
-    Raises InputError: a path is missing, unreadable, a broken or looping link, or not a plain file;
-        nothing fits; chat data has no rows.
+    Raises InputError: a path is missing or cannot be read; nothing fits; chat data has no rows.
     """
     text = str(source)
     path = Path(source).expanduser()

@@ -1,16 +1,13 @@
 """Tokenised documents on disk: written once, then read row by row, so that memory stays flat.
 
-A store is a folder of four files. `tokens.bin`: int32, all documents end to end; a token to
-predict is stored as it is, one that is only read as its bitwise complement (a negative number); a
-document's classes follow it. `images.bin`: for each document with images their names in JSON, then
-the bytes of those that are in no file. `documents.bin`: one record per document. `meta.json`: the
-names of the sources, notes about them, a digest of the tokens, sizes, times and checksums of the
-other files, and a checksum of itself. Files are flat rather than Arrow tables because rows cut
-documents anywhere, and so that training needs nothing but numpy.
+A store is a folder of four files. `tokens.bin`: int32, all documents end to end; a token that is
+only read is stored as its bitwise complement (a negative number); a document's classes follow it.
+`images.bin`: for each document with images their names in JSON, then the bytes of those that are in
+no file. `documents.bin`: one record per document. `meta.json`: names and notes of the sources, a
+digest of the tokens, sizes, times and checksums of all files.
 
-Nothing is memory-mapped. A mapped file that somebody cuts short kills the process with SIGBUS, and
-a page that was right when it was mapped may change; a failed read is one line, and the run can
-still save its weights. An open file also stays readable when its name is deleted.
+Nothing is memory-mapped: a mapped file that somebody cuts short kills the process with SIGBUS,
+while a failed read is one line, and the run can still save its weights.
 """
 
 import hashlib

@@ -192,6 +192,7 @@ class Intake:
         all_padding = not bool(mask.any())  # needs no right result
         # A mask of ones lets documents of packed rows see each other.
         is_plain = bool(mask.all()) and not documents.starts_anew(micro)
+        is_plain &= self._program.spec.capture.of_transformers  # other code may read the mask
         return self.share.cuts_rows or all_padding or is_plain
 
     def _check(self, where: str, micro: Mapping[str, Tensor], loss: Loss | None) -> None:

@@ -2,11 +2,9 @@
 
 Forward: the distinct rows are gathered by a host thread and copied in. Backward: they are copied in
 again unless they were kept; their gradients, summed in fp32 on the device, are copied out and
-scattered into the host gradient. A table tied to the head already has a dense gradient there; its
-rows come in, are added to, and go back, so that the norm is that of the sum.
-
-With several ranks each keeps a range of a table's rows. They gather the rows of all tokens, and
-reduce the sums of the gradients to the rows' owners.
+scattered into the host gradient. A tied table already has the head's dense gradient there; its rows
+come in, are added to, and go back, so that the norm is that of the sum. Of several ranks each keeps
+a range of a table's rows.
 
 Legend: U distinct tokens of the step, V rows of a table, D width of a table.
 """

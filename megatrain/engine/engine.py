@@ -77,13 +77,11 @@ class PlacedEngine:
     def __init__(self, opened: EngineSetup, placement: Placement, planned: Planned | None) -> None:
         """Load the weights into their planes, and build the parts of a step.
 
-        After an error no threads, pinned memory or disk file are left.
+        After an error no threads, pinned memory or disk file are left. `planned`: the step that the
+        placement was chosen for; None: any.
 
-        Args: `planned`: the step that the placement was chosen for; None: any.
-
-        Raises:
-            DoesNotFit: there is not enough memory.
-            InputError: the placement has choices that are impossible with this model.
+        Raises DoesNotFit: there is not enough memory; InputError: the placement has choices that
+        are impossible with this model.
         """
         self._opened, self._spec, self._dtype = opened, opened.model.spec, opened.dtype
         self.device, self.placement = opened.device, placement
@@ -339,11 +337,11 @@ class PlacedEngine:
         """Yield the transformers model, for `generate` and the like, with streamed weights.
 
         The model is in evaluation mode, without gradients. No other method of the engine may be
-        called meanwhile. Several ranks call the model with the same inputs and get the same logits.
+        called meanwhile. Several ranks call the model with the same inputs and get the same logits,
+        or if they are `apart` with different ones, of one shape and equally often.
 
-        Args:
-            spare: with one rank, keep all weights on the device if that leaves `spare` bytes free.
-            apart: ranks call the model with different inputs, but of one shape and equally often.
+        Args: `spare`: with one rank, keep all weights on the device if that leaves so many bytes
+        free.
         """
         with self._exclusive():
             check_call(self.ranks, self._spec, self._steps, None, NO_LABELS)

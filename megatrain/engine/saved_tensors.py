@@ -1,12 +1,10 @@
 """Tensors that wait from the forward to the backward: layer inputs, graphs, results of attention.
 
-A kept graph refers neither to its layer's weights nor to its inputs: before the backward these are
-restored from a slot and from the boundaries. Other saved tensors stay on the device or wait in
-pinned host memory; they leave through a few lanes, and come back before the backward needs them.
+A kept graph refers neither to its layer's weights nor to its inputs, which are restored before the
+backward. Other saved tensors stay on the device or wait in pinned host memory.
 
 Results of attention are kept beneath autograd, as in the selective checkpointing of
 torch.utils.checkpoint: to compute attention again for a row of 512 k tokens is a fifth of a step.
-Besides queries, keys and values its backward needs the output and the log-sum-exp alone.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence

@@ -49,8 +49,8 @@ class ScratchArena:
         | sums of a small prologue | sums of the rows, fp32 | rows |
 
     The first line shows a layer or the head, the second the backward of the prologue or of
-    encoders. Rows that are not kept share the memory of the tiles' sums and are copied in again for
-    the backward. Only COMPUTE touches the range, except for the rows.
+    encoders, for which rows that are not kept are copied in again. Only COMPUTE touches the range,
+    except for the rows.
     """
 
     def __init__(self, device: Device, numel: int, prologue: int, dtype: torch.dtype) -> None:

@@ -56,10 +56,10 @@ def undisturbed(device: Device, dtype: torch.dtype, *, clips: bool) -> Iterator[
             f"this needs float64, which {device.kind} lacks ({error}); take device cpu"
         ) from error
     except RuntimeError as error:
-        if "device meta" in str(error):
+        if "device meta" in str(error) or "use_reentrant" in str(error):
             raise InputError(
-                "a layer's code keeps its weights after the layer's forward, as "
-                "torch.utils.checkpoint does; leave that out: the placement recomputes layers"
+                "a layer's code keeps its weights after its forward (torch.utils.checkpoint: leave "
+                "it out), or uses weights for this batch that it does not use for plain short rows"
             ) from error
         if dtype != torch.bfloat16 or not re.search(_TYPES_DIFFER, str(error)):
             raise

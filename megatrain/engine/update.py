@@ -336,11 +336,9 @@ class Update:
 
         Returns the loss and the gradient norm.
 
-        Raises:
-            StepRefused: loss or norm is not finite, or the norm is above `norm_limit`. No weight
-                has been changed, unless the norm is bad and gradients are not clipped: that is
-                found too late, as the message says.
-            RunFailed: a host thread failed, or a bit has changed.
+        Raises StepRefused: loss or norm is not finite, or the norm is above `norm_limit`; unless
+        the norm is bad and gradients are not clipped, no weight has been changed. RunFailed: a host
+        thread failed, or a bit has changed.
         """
         device = self._device
         squares, flag = sink.squares, self._checks.flag

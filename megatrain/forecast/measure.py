@@ -2,10 +2,8 @@
 
 Each kind of layer, and the head, runs once on the meta device (shapes without data) under a counter
 of its operations: FLOPs, bytes touched, and bytes alive. If a part runs in tiles of tokens
-(model/token_chunks.py, with its legend of shapes), one tile is measured and counts for all.
-
-What encoders of images and sounds compute depends on sizes and on places among tokens: tensors of
-integers keep their data there, all others have none.
+(model/token_chunks.py, with its legend of shapes), one tile is measured. For encoders of images and
+sounds, whose work depends on sizes, tensors of integers keep their data.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -76,13 +76,11 @@ class Cost(NamedTuple):
 
 
 class CostModel:
-    """The cost of work on a machine.
+    """The cost of work on a machine, followed in groups of `group` micro-batches of `tokens`.
 
     Attributes:
         put_seconds: of the launching thread, for each piece of work on a stream of the device.
-        group: micro-batches that are followed as one.
         puts: pieces of work that a layer puts on streams for each micro-batch.
-        tokens: of a micro-batch.
         reads_in_place: True if the device reads some host memory without copying it.
     """
 

@@ -62,7 +62,7 @@ class StreamedTrainer(_Trainer):
     (2 bytes a parameter in bf16).
 
     Attributes:
-        engine: trains a copy of the given model, which you can delete.
+        engine: trains a copy of the given model, which becomes a stand-in without weights.
         engine_options: further arguments of `Engine`, such as placement and device_memory; with
             `args.bf16` also precision, such as fp8.
     """
@@ -127,6 +127,7 @@ class StreamedTrainer(_Trainer):
         self._undecayed = {names[id(value)] for value in undecayed if id(value) in names}
         self._stand_in = trainer_model.ModelStandIn(model_given, generates=not scores)
         self._open_engines(model_given, reference)
+        self._stand_in.take_the_place_of(model_given, inner, model)
 
     def _open_engines(self, model: Any, reference: Any) -> None:
         """Open the model's engine, and a reference's; if one fails, both are closed."""

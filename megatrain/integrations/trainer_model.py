@@ -78,6 +78,12 @@ class ModelStandIn:
         if self._generates:
             vars(self).update(generation_config=engine.generation_config)
 
+    def take_the_place_of(self, *models: Any) -> None:
+        """Make models this stand-in: what reads or changes their own weights would go unheeded."""
+        for model in models:
+            object.__setattr__(model, "__class__", ModelStandIn)
+            object.__setattr__(model, "__dict__", vars(self))
+
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         refuse_weights("forward")
 
@@ -88,6 +94,9 @@ class ModelStandIn:
 
     def __setattr__(self, name: str, value: object) -> None:
         refuse_weights(name)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_weights("a copy")
 
     def train(self, mode: bool = True) -> "ModelStandIn":
         vars(self).update(training=mode)
@@ -145,6 +154,8 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
         if kwargs:
             refuse("args.model_init_kwargs", "load the model with them, and give the model")
         return model
+    if isinstance(model, ModelStandIn):
+        refuse("the model of another StreamedTrainer", "train() that one, or load what it saves")
     if not isinstance(model, str | Path):
         raise InputError("StreamedTrainer needs a transformers model, its hub id or folder")
     if adapter_folder(model) is not None:

@@ -128,11 +128,9 @@ def encode_first(values: Tensor) -> tuple[Tensor, Tensor]:
     The share `x` in [-1, 1], rounded to a multiple of 1 / SHARES, becomes `127 * 2x / (1 + |x|)`,
     rounded to nearest. The error is 0.2 % of the largest near zero, and 0.8 % at most.
 
-    Returns:
-        codes: [N] int8.
-        scales: [ceil(N / GROUP)] float32, the largest magnitude of each group, exactly. One below
-            SMALLEST counts as zero. If a value of the group is NaN or infinite, the scale is NaN,
-            and so is the decoded group. In both cases the codes are zero.
+    Returns codes [N], int8, and scales [ceil(N / GROUP)], float32: the largest magnitude of each
+    group, exactly. One below SMALLEST counts as zero. If a value of the group is NaN or infinite,
+    the scale is NaN, and so is the decoded group. In both cases the codes are zero.
     """
     groups = _groups(values)
     scales, has_codes = _scales(groups.abs())
@@ -154,9 +152,7 @@ def encode_second(values: Tensor) -> tuple[Tensor, Tensor]:
     The share in [0, 1], times 255, is rounded to nearest, ties to even, but only zero becomes zero:
     else a first moment would be divided by eps alone.
 
-    Returns:
-        codes: [N] uint8.
-        scales: [ceil(N / GROUP)] float32, as in `encode_first`, but of roots.
+    Returns codes [N], uint8, and scales as of `encode_first`, but of roots.
     """
     roots = _groups(exact_sqrt(values))
     scales, has_codes = _scales(roots)

@@ -2,16 +2,14 @@
 
 These implementations are registered beside transformers' "sdpa" and "eager". **Documents** of
 packed rows, and images of a batch: their edges are passed as transformers passes them to flash
-attention, by arguments that a model passes to its layers (`cu_seq_lens_q`). On a GPU the
-variable-length kernel takes them, elsewhere each call makes the mask that "sdpa" would get.
-**Windows**: torch's flash kernel takes a window as a number, and computes nothing beyond it.
+attention (`cu_seq_lens_q`). On a GPU the variable-length kernel takes them, elsewhere each call
+makes the mask that "sdpa" would get. **Windows**: torch's flash kernel takes a window as a number.
 
 A **sink** (gpt-oss) is a logit of a head that takes a share of each token's softmax and has no
-value. The eager implementation makes several copies of logits `[B, H, T, T]`. Here a kernel for
-plain attention returns the result `out` and the logarithm `l` of each token's sum; with
-`m = logaddexp(l, sink)` the result with the sink is `out * exp(l - m)`. From this and `m` the
-kernel's backward computes the gradients: it needs them only for probabilities `exp(logit - m)` and
-for `sum(gradient * out)`. That kernel does not support soft caps (model/attention_chunks.py).
+value. A kernel for plain attention returns the result `out` and the logarithm `l` of each token's
+sum; with `m = logaddexp(l, sink)` the result with the sink is `out * exp(l - m)`. From this and `m`
+the kernel's backward computes the gradients: it needs them only for probabilities `exp(logit - m)`
+and for `sum(gradient * out)`. That kernel has no soft caps (model/attention_chunks.py).
 
 A mask of the layers that hides more than order, window and documents do (padding) is kept.
 Legend: B rows, T tokens of a row, H heads, D width of a head.

@@ -3,8 +3,7 @@
 It is for cases that torch's flash kernel does not support: soft caps (Gemma 2: `cap * tanh(logit /
 cap)`), and CPUs. A chunk's queries are those of all heads that share keys. Its logits exist twice
 in the forward, four times in the backward; on a GPU torch.compile makes one kernel of all between
-the products. With wide heads this is little slower than a flash kernel: products take longer than
-their logits take to memory and back.
+the products.
 
 Legend: B rows, T tokens of a row, K heads of keys, G heads of queries that share one, D width.
 R rows, N heads (of R rows), C queries and S keys of a chunk.

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from megatrain.base.changed import changed
-from megatrain.compat.torch import memory_of, not_compiled, pytree
+from megatrain.compat.torch import memory_of, not_compiled, pytree, version_of
 from megatrain.errors import InputError, Unsupported
 from megatrain.model.layer_template import containers
 from megatrain.model.media import NO_IDS, of_media
@@ -40,6 +40,7 @@ class Ref:
     leaf: int
 
 
+_READS_OF_VALUES = {"__bool__", "__float__", "__int__", "item", "tolist", "numpy", "allclose"}
 FEATURES = Ref(MEDIA, 0)  # all features of a micro-batch's media, end to end
 
 
@@ -148,8 +149,9 @@ class Uses:
     read: set[int] = field(default_factory=set)
     # by id, tensors that were put there, and all that are computed from them
     derived: dict[int, Tensor] = field(default_factory=dict)
+    reads_values: bool = False
 
-    def note(self, arguments: Iterable[Any], result: Any, *, of_rows: bool) -> None:
+    def note(self, func: Any, arguments: Iterable[Any], result: Any, *, of_rows: bool) -> None:
         """Note an operation; `of_rows`: it looks up rows."""
         ids = {
             id(leaf)
@@ -162,6 +164,7 @@ class Uses:
             self.read |= ids
         if not ids.isdisjoint(self.derived):
             self.derived.update((id(tensor), tensor) for tensor in tensors)
+            self.reads_values |= getattr(func, "__name__", "") in _READS_OF_VALUES
 
 
 class Lookups(TorchFunctionMode):
@@ -183,7 +186,7 @@ class Lookups(TorchFunctionMode):
             result = func(*args, **kwargs) if row is None else self._row(args[0], row, args[1])
         if self.uses is not None:
             of_rows = func is F.embedding or row is not None
-            self.uses.note((*args, *kwargs.values()), result, of_rows=of_rows)
+            self.uses.note(func, (*args, *kwargs.values()), result, of_rows=of_rows)
         return result
 
     def _embedding(
@@ -196,7 +199,10 @@ class Lookups(TorchFunctionMode):
         if name is None or self.rows is None:
             return F.embedding(ids, weight, padding_idx, *args, **kwargs)
         padding = None if padding_idx is None else self.rows.position(int(padding_idx))
-        return F.embedding(self.rows.positions(ids), self.rows.tables[name], padding)
+        result = F.embedding(self.rows.positions(ids), self.rows.tables[name], padding)
+        if self.uses is not None:
+            self.uses.note(F.embedding, [self.rows.tables[name]], result, of_rows=True)
+        return result
 
     def _row(self, weight: Tensor, row: int, index: Any) -> Tensor:
         if self.uses is not None:
@@ -232,6 +238,7 @@ class Capture:
         encodes: True if the model has encoders of images or sounds.
         runner: the module whose forward calls the layers.
         layers: all layers of the stack, also those that no forward calls.
+        of_transformers: True if no code but transformers' own runs around the layers.
     """
 
     def __init__(
@@ -253,6 +260,8 @@ class Capture:
         self.runner = next(m for m in model.modules() if stack in m.children())
         for layer in self.layers:
             self._replace(layer)
+        around = [type(m).forward for m in model.modules() if stack in [*m.modules()]]
+        self.of_transformers = all(f.__module__[:13] == "transformers." for f in around)
         self._ties = ties(model)
 
     def _replace(self, layer: nn.Module) -> None:
@@ -386,7 +395,13 @@ class Capture:
         a millisecond for 24 layers, more than a head's chunk of 2048 tokens takes.
         """
         tied = {alias: weights[name] for name, alias in self._ties if name in weights}
-        return functional_call(self.model, {**weights, **tied}, (), dict(inputs), tie_weights=False)
+        bound = {**weights, **tied}
+        versions = {n: version_of(v) for n, v in inputs.items() if isinstance(v, Tensor)}
+        try:
+            return functional_call(self.model, bound, (), dict(inputs), tie_weights=False)
+        finally:
+            if written := [n for n, old in versions.items() if version_of(inputs[n]) != old]:
+                raise Unsupported(f"its forward changes {written[0]} of a batch in place; copy it")
 
     @contextmanager
     def stop_after_trunk(self) -> Iterator[None]:

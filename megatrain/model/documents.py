@@ -2,10 +2,8 @@
 
 transformers makes an attention mask of the positions, which hides one document from the next. If
 attention can use the documents' lengths instead, no mask is made (model/attention.py). In some
-models documents are not separate: states, convolutions and some attention continue across them,
-in some only in rows longer than a window, or in micro-batches of several rows. So rows like those
-of the data are tried: if a document's losses change with the document before it, packing is
-refused.
+models documents are not separate (states, convolutions, windows): rows like those of the data are
+tried, and packing is refused if a document's losses change with the document before it.
 
 Legend: B rows, T tokens of a row.
 """

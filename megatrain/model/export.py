@@ -73,13 +73,11 @@ def write_weights(
     Args:
         folder: created, or replaced as a whole (`whole_folder`); other files in it are kept.
         model: has the configuration, names and shapes; its parameters are not read.
-        tensors: for each distinct parameter, by its first name, a function that returns its values
-            on the CPU. Persistent buffers may be among them; others are the model's.
-        dtype: of the model in the files. Parameters that the class always keeps in float32 are
-            written so, and buffers in their own dtype.
+        tensors: functions that return values on the CPU, by the first name of each parameter and
+            of some persistent buffers; other buffers are the model's.
+        dtype: of the files, but for buffers and what the class always keeps in float32.
         as_came: dtypes of tensors that are not written in `dtype`, by first name.
-        beside: more files, from the model's source. A generation_config.json replaces the model's;
-            any other file is written only if the folder lacks it.
+        beside: more files; only generation_config.json replaces one that `folder` has.
         carried: more tensors, which are written unchanged under their names.
         max_shard_bytes: a larger tensor gets a shard of its own.
 
@@ -163,9 +161,7 @@ def pack_like(folder: Path, reference: Path, packed: Mapping[str, Packed]) -> No
     """Pack the weights in a model's folder in the formats of another folder's, by name.
 
     A weight that is equal to the reference's keeps its bytes. The disk has the shards twice for a
-    while.
-
-    Args: `packed`: the weights of `reference`, whose `quantization_config` is copied.
+    while. `packed`: the weights of `reference`, whose `quantization_config` is copied.
 
     Raises InputError: the reference is of another model.
     """

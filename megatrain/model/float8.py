@@ -5,11 +5,10 @@ gradients e5m2), with one scale for a whole tensor, from its largest value at th
 weights and their gradients stay bf16 (https://github.com/pytorch/ao/tree/main/torchao/float8).
 
 **A frozen base under an adapter**: weights are e4m3 codes with a scale for each row (output), and
-the same codes transposed: the GPU reads both operands along the sum. Inputs are quantised by rows
-(tokens): `y = (q(x) codes^T) s_x s_w`. Their gradient sums over outputs: it is multiplied by the
-outputs' scales, then quantised by rows: `dx = (q(dy s_w) codes) s_dy`. It is e4m3, which has one
-bit more than e5m2, whose range scales of tokens make needless. Operands and fast sums are torchao's
-`rowwise`; DeepSeek-V3 takes e4m3 for all (https://arxiv.org/abs/2412.19437, 3.3.2).
+the same codes transposed. Inputs are quantised by rows (tokens): `y = (q(x) codes^T) s_x s_w`.
+Their gradient is multiplied by the outputs' scales, then quantised by rows: `dx = (q(dy s_w) codes)
+s_dy`. It is e4m3, as in DeepSeek-V3 (https://arxiv.org/abs/2412.19437, 3.3.2). Operands and fast
+sums are torchao's `rowwise`.
 
 Heads, embeddings, routers, adapters and experts that are no `nn.Linear` are computed in bf16.
 """

@@ -2,9 +2,9 @@
 
 transformers' models compute a loss in their forward if they get labels. The engine computes the
 loss separately, so that logits never exist as a whole; anything that a model adds to its loss would
-be lost. So the head of a class of transformers, or of a folder's code, is tried on a few random
-hidden states. Other code than transformers' may treat tokens in another way that no trial has: its
-loss must be computed from the labels by a cross entropy alone, and not from the input's tokens.
+be lost. So the head is tried on a few random hidden states. Other code than transformers' may treat
+tokens in another way that no trial has: its loss must be computed from the labels by a cross
+entropy alone, and not from the input's tokens.
 
 Random weights are random in their first values, which give logits of some tokens, and zero
 elsewhere, where they take no memory.

@@ -39,15 +39,13 @@ def initialise(
     """Initialise every parameter by the class's own `_init_weights`, and pass it to `write`.
 
     Values are made in fp32 in host memory, one layer at a time, and depend neither on the device
-    nor on the number of `threads`. Distributions and scales are the model class's. torch's default
-    generator is seeded.
+    nor on the number of `threads`. torch's default generator is seeded.
 
     Args:
         write: takes each parameter's name and its values, once.
         only: names to write; None: all.
         kept: from a parameter's name and values, the value to pass to `write`.
-        alike: a layer with the modules and shapes of the one before gets that layer's values: for
-            measurements, where values do not matter.
+        alike: layers of the same modules and shapes get the same values: for measurements.
 
     Raises InputError: `_init_weights` does not set a parameter, as its constructor does.
     """

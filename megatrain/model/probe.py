@@ -166,6 +166,7 @@ class _Probe:
             raise Unsupported(f"a layer is in {stack_name} twice, which is not supported")
         self._refuse_shared()
         self.numbered = set[int]()  # ids of layers whose number cannot be hidden
+        self._refuse_modes(layers)
         self.signatures = {id(layer): self._signature(layer) for layer in layers}
         self.capture = Capture(model, stack, layers)
         self.kinds: dict[Any, LayerTemplate] = {}
@@ -175,7 +176,7 @@ class _Probe:
         self.origin: dict[Hashable, Ref] = {}  # `identity` of an activation -> its origin
         self.alive: list[Tensor] = []  # activations, so that no other tensor gets their identity
         self.uses = Uses()
-        self.inputs = self.capture.inputs({"input_ids": PROBE_IDS})
+        self.inputs = self.capture.inputs({"input_ids": PROBE_IDS.clone()})
         self.weights = {n: zero_pages(p.shape, requires_grad=True) for n, p in self.outer.items()}
 
     def _refuse_shared(self) -> None:
@@ -186,6 +187,16 @@ class _Probe:
                 raise Unsupported(
                     f"{other} is the same parameter as {name}; weights that layers share are not "
                     "supported"
+                )
+
+    def _refuse_modes(self, layers: Iterable[nn.Module]) -> None:
+        """Raises Unsupported: the model's train() leaves layers in evaluation mode."""
+        for layer in layers:
+            modes = [module.training for module in layer.modules()]
+            if modes != [module.training for module in layer.train().modules()]:
+                path = self.paths[id(layer)]
+                raise Unsupported(
+                    f"{path} is in another mode after the model's train() than its own"
                 )
 
     def _signature(self, layer: nn.Module) -> Any:
@@ -232,25 +243,36 @@ class _Probe:
         return self.capture.forward(handler, self.weights, self.inputs, rows, uses)
 
     def _rows(self, names: list[str], constants: Iterable[int]) -> Rows:
-        ids = torch.tensor(sorted(constants), dtype=PROBE_IDS.dtype)
-        unique = torch.unique(torch.cat([PROBE_IDS.flatten(), ids]))
+        fixed = torch.tensor(sorted(constants), dtype=PROBE_IDS.dtype)
+        unique = torch.unique(torch.cat([PROBE_IDS.flatten(), fixed]))
         widths = {name: self.weights[name].shape[1] for name in names}
         tables = {n: torch.zeros(len(unique), w, requires_grad=True) for n, w in widths.items()}
-        return Rows(PROBE_IDS, torch.searchsorted(unique, PROBE_IDS), tables, unique)
+        ids = self.inputs["input_ids"]
+        return Rows(ids, torch.searchsorted(unique, ids), tables, unique)
 
     def _repeat(self, output: Any, rows: Rows) -> list[Any]:
         """Run the forward a second time; returns the layers' arguments and the results."""
-        results: list[Any] = []
+        arguments, hidden = self._replayed(rows)
+        return [*arguments, hidden, self._logits(output, self.uses)]
+
+    def _replayed(self, rows: Rows, uses: Uses | None = None) -> tuple[list[Any], Tensor]:
+        """The layers' arguments, and the last hidden states, in another run."""
+        arguments: list[Any] = []
         visits = iter(self.layers)
 
         def replay(module: nn.Module, args: tuple, kwargs: dict) -> Any:
-            results.extend(pytree.tree_leaves((args, kwargs)))
+            arguments.extend(pytree.tree_leaves((args, kwargs)))
             kind = next(visits).kind
             return pytree.tree_unflatten(list(kind.example), kind.output_spec)
 
         with torch.no_grad(), self.capture.stop_after_trunk():
-            results.append(last_hidden(self._forward(replay, rows)))
-        return [*results, self._logits(output)]
+            return arguments, last_hidden(self._forward(replay, rows, uses))
+
+    def _read_after(self, rows: Rows, output: Any, before: Iterable[Tensor]) -> bool:
+        """True if what follows the layers computes from these tensors, even without gradients."""
+        uses = Uses(derived={id(tensor): tensor for tensor in before})
+        _, hidden = self._replayed(rows, uses)
+        return not {id(hidden), id(self._logits(output, uses))}.isdisjoint(uses.derived)
 
     def _find_trunk(self) -> None:
         """Set the capture's trunk; raises NotCalled or Unsupported: there is none."""
@@ -306,6 +328,9 @@ class _Probe:
             raise Unsupported(f"{path} is called more than once in a forward")
         if not torch.is_grad_enabled():
             self.without_gradients.append(path)
+        if torch.is_autocast_enabled("cpu") or self.uses.reads_values:
+            problem = "its forward reads values of earlier layers, or begins autocast"
+            raise Unsupported(f"before {path}, {problem}; move that into a layer")
         leaves, tree_spec = pytree.tree_flatten((args, kwargs))
         if any(isinstance(leaf, Cache) for leaf in leaves):
             raise Unsupported(f"{path} is given a key-value cache in training")
@@ -406,7 +431,7 @@ class _Probe:
                 f"what {self.stack_name} gives cannot be traced back to its layers (they run "
                 "inside an autograd function of their own)"
             )
-        logits = self._logits(output)
+        logits = self._logits(output, self.uses)
         in_head = reach([logits]).leaves
         later = end.leaves | in_head
         firsts = [leaf for leaf in self.alive if self.origin[identity(leaf)].visit == PROLOGUE]
@@ -423,7 +448,14 @@ class _Probe:
         without_gradient = weights.keys() - {*gathered, *prologue, *epilogue}
         used = self._used_ids()
         fixed = sorted(name for name in without_gradient if id(weights[name]) in used)
-        unreached = [name for name, table in rows.tables.items() if id(table) not in prior]
+        unreached = [n for n in gathered if n not in epilogue and id(rows.tables[n]) not in prior]
+        lookups = [rows.tables[name] for name in gathered if name not in unreached]
+        if self._read_after(rows, output, [*lookups, *(weights[name] for name in prologue)]):
+            problem = "what follows the layers reads by .detach() what precedes them"
+            raise Unsupported(f"{problem}; let layers pass it on")
+        constant = [*fixed, *unreached]
+        kept = constant if self._read_after(rows, output, [weights[n] for n in constant]) else []
+        gathered = [name for name in gathered if name not in kept]
         # Images and sounds may use the weights that text does not use.
         not_used = [name for name in weights if name in without_gradient and name not in fixed]
         media, unused = (not_used, []) if self.capture.encodes else ([], not_used)
@@ -433,12 +465,13 @@ class _Probe:
             epilogue_inputs=sorted(end.refs),
             gathered=gathered,
             constants=constants,
-            prologue=prologue + fixed,
+            prologue=prologue + sorted({*fixed, *kept}),
             epilogue=epilogue,
             head=[name for name in epilogue if id(weights[name]) in in_head],
             num_logits=logits.shape[-1],
             trunk=with_hidden(output, last_hidden(output).detach()[:0]),
             fixed=fixed + unreached + self.choosing,
+            kept=kept,
             unused=unused + self._parameters_of_skipped_layers(),
             media=media,
             router_loss=self.router_loss,
@@ -461,13 +494,13 @@ class _Probe:
                 names += [f"{path}.{name}" for name, _ in layer.named_parameters()]
         return names
 
-    def _logits(self, output: Any) -> Tensor:
+    def _logits(self, output: Any, uses: Uses) -> Tensor:
         # Other numbers of rows and tokens than the run's show states that the trunk has pooled.
         hidden = last_hidden(output).detach()[:1, :3].clone().requires_grad_()
         inputs = {**self.inputs, "input_ids": PROBE_IDS[:1, :3]}
         try:
             # The first row of each weight is multiplied, so that logits depend on the weight.
-            with ZeroProducts(self.weights.values(), 1), Lookups({}, None, self.uses):
+            with ZeroProducts(self.weights.values(), 1), Lookups({}, None, uses):
                 logits = self.capture.head(self.weights, with_hidden(output, hidden), inputs)
         except RuntimeError as error:  # sizes differ, as other states have more rows and tokens
             raise Unsupported(_MORE_STATES) from error

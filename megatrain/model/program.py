@@ -67,6 +67,7 @@ class ModelProgram:
         takes_lengths = attention.takes_lengths(model, fp32=fp32)
         self.may_attend_by_lengths = self.capture.takes_any and takes_lengths
         self.attends_by_lengths = self.exchanges = False
+        self._kept = dict[str, Tensor]()
         self._supported_media = set[frozenset[str]]()  # kinds of media for which a check passed
         # By the shape of rows: calls of `look` in a forward that find one document, from ids alone.
         self._undivided: dict[torch.Size, set[int]] = {}
@@ -192,11 +193,20 @@ class ModelProgram:
         if features_N is not None and frozenset(batch.media) not in self._supported_media:
             self._check_media(weights, batch, features_N)
             self._supported_media.add(frozenset(batch.media))
+        if not self._kept:  # they never change; the epilogue runs without the prologue's weights
+            self._kept = {name: weights[name].detach().clone() for name in self.spec.kept}
+            self._outer |= self._kept
         recorder = _LayerRecorder(self.spec.layers, batch, self._zeros)
         self._record(recorder, weights, features_N)
         if not batch.calls:
             if len(recorder.calls) < len(self.spec.layers):
                 _expect(self.spec.layers, len(recorder.calls), None)
+            for layer, call in zip(self.spec.layers, recorder.calls, strict=True):
+                if call.activations != layer.inputs:
+                    raise InputError(
+                        f"before {layer.name}, the model's forward computes on what layers gave "
+                        "(as by .contiguous()); leave that out"
+                    )
             batch.calls = recorder.calls
         return recorder.values
 
@@ -278,8 +288,8 @@ class ModelProgram:
     def epilogue(self, weights: Weights, batch: MicroBatch, values: Activations) -> Any:
         """The trunk's output (hidden states `[B, T, D]`), from the layers' outputs in `values`."""
         inputs = dict(batch.inputs)
-        if not self._epilogue_has_layers:  # no mask is needed; making one waits for the device
-            inputs.pop("attention_mask", None)
+        if not self._epilogue_has_layers and self.capture.of_transformers:
+            inputs.pop("attention_mask", None)  # not needed; making a mask waits for the device
         with self.capture.stop_after_trunk():
             return self._run(self._replay(batch, values), weights, batch, inputs)
 

@@ -3,13 +3,10 @@
 Values are those of transformers' own dequantisation, bit for bit: mxfp4 (gpt-oss), float8 in blocks
 (DeepSeek-V3, Kimi K2, Qwen3, MiniMax), float8, int8 and int4 of compressed-tensors, and integers of
 GPTQ and AWQ, in the dtype of their scales. NF4 of bitsandbytes and float8 of torchao are read as
-bytes of the formats in which tiles keep them, and no value changes.
-https://github.com/huggingface/transformers (integrations: mxfp4.py, finegrained_fp8.py),
-https://github.com/vllm-project/compressed-tensors (compressors),
-https://github.com/AutoGPTQ/AutoGPTQ (qlinear_cuda_old.py),
-https://github.com/casper-hansen/AutoAWQ (utils/packing_utils.py),
-https://github.com/bitsandbytes-foundation/bitsandbytes (QuantState.as_dict),
-https://github.com/pytorch/ao (prototype/safetensors).
+bytes of the formats in which tiles keep them, and no value changes. Sources, on GitHub:
+huggingface/transformers (integrations: mxfp4.py, finegrained_fp8.py), vllm-project/
+compressed-tensors, AutoGPTQ/AutoGPTQ (qlinear_cuda_old.py), casper-hansen/AutoAWQ
+(utils/packing_utils.py), bitsandbytes-foundation/bitsandbytes (QuantState.as_dict), pytorch/ao.
 
 Legend: E experts, O outputs, I inputs, G groups of inputs that share a scale.
 """

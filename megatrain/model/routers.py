@@ -2,10 +2,10 @@
 
 The balance is as the models of transformers define it (Fedus et al., 2021,
 https://arxiv.org/abs/2101.03961, equations 4 to 6, `load_balancing_loss_func`): over the routers of
-all layers together, the number of experts times the sum over them of the frequency of choice times
-the mean probability, both by token and layer. The z-loss is the mean over tokens and layers of
+all layers, the number of experts times the sum over them of the frequency of choice times the mean
+probability, both by token and layer. The z-loss is the mean over tokens and layers of
 logsumexp(logits)^2 (ST-MoE, https://arxiv.org/abs/2202.08906, equation 5). All tokens of a step but
-padding count together, in whatever micro-batches: as one batch in transformers.
+padding count together.
 
 Legend: L layers with a router, N tokens, E experts, K experts chosen by a token, S sums of a layer.
 """
@@ -58,9 +58,8 @@ class RouterLoss:
         These are the choices of each expert, and the tokens; for a loss also logsumexp^2, and for
         each expert the top-K choices by probability, and the probabilities.
 
-        Args:
-            counted_N: 1 for a token, 0 for padding; None: all are tokens.
-            index_NK: the choices of the router; None: those of the largest logits.
+        Args: `counted_N`: 1 for a token, 0 for padding, or None; `index_NK`: the router's choices;
+        None: those of the largest logits.
         """
         columns = [torch.ones_like(logits_NE[:, :1])]
         if self.is_loss:

@@ -1,22 +1,17 @@
 """Sequence parallelism: the share that each of several ranks has of every row.
 
 All ranks get the same micro-batches and cut them here, once labels have been moved to the tokens
-that predict them. In causal attention no token attends to later ones: rows are padded at their end
-with tokens to which no other attends, and that predict nothing.
+that predict them. Rows are padded at their end, with tokens to which no other attends.
 
-Ranks may share the rows of any model that computes the same with its rows cut. A layer may mix
-tokens other than by attention (states, convolutions), or attend in another way; positions of a cut
-row may count otherwise, and some rotary embeddings change with the row's length. So a trial in one
-process computes a short row twice: as a whole, and as shares that attention alone joins. Linear
-maps have the same tokens in the same order both times, so that losses differ only by the order of
-sums.
+Ranks may share the rows of any model that computes the same with its rows cut: no layer may mix
+tokens but by causal attention, and positions must not depend on the row's length. So a trial in one
+process computes a short row twice: as a whole, and as shares that attention alone joins.
 
 Attention is that of DeepSpeed Ulysses (Jacobs et al., 2023, https://arxiv.org/abs/2309.14509,
 section 3): ranks exchange queries, keys and values so that each has all tokens of some heads; then
 they exchange the results back. It is registered as one of transformers' implementations.
 
-Legend: B rows, N ranks, T tokens of a whole row, S of one rank's share (T = N x S), H heads, D
-width of a head.
+Legend: B rows, N ranks, T tokens of a row, S of one rank's share (T = N x S), H heads, D width.
 """
 
 import zlib

@@ -45,6 +45,8 @@ class Structure:
     unused: list[str]  # parameters that no training uses; they stay as they are
     # parameters that text alone does not use, of a model that encodes images or sounds
     media: list[str] = field(default_factory=list)
+    # of `fixed`, those that are used after the layers as well
+    kept: list[str] = field(default_factory=list)
     label_shift: int = 1  # tokens from logits to the label with which they are compared
     # parameters whose values in the source have more bits than bf16
     wide: set[str] = field(default_factory=set)

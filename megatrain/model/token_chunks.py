@@ -1,9 +1,8 @@
 """Runs parts of a layer that act on every token alone over tiles of tokens.
 
 At 512 k tokens the intermediate of one MLP takes 20 GB, and autograd keeps several. A part that
-acts on each token alone can run on a few tokens at a time, and again, tile by tile, in the
-backward: its memory does not grow with the row. A trial finds these parts, not their names: see
-`acts_on_tokens_alone`.
+acts on each token alone can run, and run again in the backward, tile by tile. A trial finds these
+parts, not their names: see `acts_on_tokens_alone`.
 
 Legend: B rows, T tokens of a row, N = B x T, D width in, E width out, C tokens of a tile.
 """

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from megatrain.compat import torch as compat
+from megatrain.compat.torch import pytree
 from megatrain.compat.transformers import attention_of, configs
 from megatrain.errors import Unsupported
 from megatrain.model.capture import Capture, stop
@@ -262,7 +263,7 @@ def _run_to_the_layers(
         name: zero_pages(shape) if weight == 0 else torch.full((), weight).expand(shape)
         for name, shape in shapes.items()
     }
-    short = {"input_ids": PROBE_IDS if weight == 0 else PROBE_IDS.remainder(3)}
+    short = {"input_ids": PROBE_IDS.remainder(4 if weight == 0 else 3)}
     longest, tokens = most_tokens(capture.model.config) or 0, PROBE_SHAPE[1]
     with torch.no_grad():
         reached = capture.forward(stop, weights, capture.inputs(short)) is True
@@ -287,6 +288,7 @@ def try_kind(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwa
     zeros = {name: zero_pages(p.shape) for name, p in module.named_parameters()}
     weights = zeros | buffers
     watch, versions = Watch(kind.module, path), {n: _written(w) for n, w in weights.items()}
+    given = [(t, _written(t)) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     randomness = OtherRandomness()
 
     def run() -> None:
@@ -305,6 +307,10 @@ def try_kind(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwa
         if weights[name] is not tensor or _written(tensor) != versions[name]:
             kind_of_tensor = "buffer" if name in buffers else "parameter"
             raise Unsupported(f"the forward of {path} changes its {kind_of_tensor} {name}")
+    if any(_written(tensor) != before for tensor, before in given):
+        raise Unsupported(
+            f"the forward of {path} changes in place what it is given; let it copy that"
+        )
     randomness.refuse()
 
 

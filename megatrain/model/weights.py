@@ -168,17 +168,14 @@ def read_weights(
     """Read every parameter and persistent buffer of `model` from the checkpoint in `folder`.
 
     All that headers show is checked before the first write. Then `write(name, tensor)` is called
-    once for each distinct parameter and persistent buffer, from up to `threads` threads: `name` as
-    in `named_parameters()` and `named_buffers()`, `tensor` on the CPU, contiguous, of the model's
-    shape, in the file's dtype.
+    once for each distinct parameter and persistent buffer, from up to `threads` threads, with the
+    model's name, and the file's values on the CPU, contiguous and of the model's shape.
 
     Args:
         folder: has model.safetensors, or shards and their index.
-        model: has names, shapes and ties; its parameters may be on the meta device. Its
-            `_weight_conversions` is set, as `from_pretrained` does.
-        write: takes the values; an exception ends the load and is raised again.
-        threads: tensors that are read at once, within IN_FLIGHT_BYTES. A file leaves the page
-            cache when all of its tensors are read.
+        model: has names, shapes and ties; `_weight_conversions` is set as by `from_pretrained`.
+        write: an exception of it ends the load and is raised again.
+        threads: tensors that are read at once, within IN_FLIGHT_BYTES.
         packed: formats in which tiles keep tensors, by name: a tensor that the folder has in this
             format is passed as its bytes, uint8; any other as its values.
 

@@ -1,8 +1,8 @@
 """The flat layout of a tile: one list of offsets, the same in every plane.
 
-Trainable parameters come first, one contiguous run for each optimizer group, frozen ones last. So
-gradient and states cover a prefix, and an update is one kernel call for each group. Of the frozen
-ones those come first whose source has more bits than bf16, so the remainder covers a prefix.
+Trainable parameters come first, one contiguous run for each optimizer group (an update is one
+kernel call for each), frozen ones last: gradient and states cover a prefix. Of the frozen ones
+those come first whose source has more bits than bf16, so the remainder covers a prefix.
 
 Parameters that layers compute with in fp32 have all bits in the weights plane: frozen ones in the
 format `FP32`, trained ones as copies of their masters behind all trained parameters.

@@ -41,13 +41,9 @@ def export(
         merged: write a model with an adapter as one model, not the adapter alone.
         gguf: f16 or q8_0: write a GGUF file of this type into the folder, too.
         like: pack weights as this folder stores them (`pack_like`).
-        trust_remote_code: run code that the model's folder brings.
 
-    Raises:
-        InputError: `run` has no model (or no adapter to merge); `out` is not empty; llama.cpp's
-            converter is missing or refuses the model; the format of `like` cannot be written, or
-            it is another model.
-        RunFailed: the disk is full.
+    Raises InputError: `run` has no such model, `out` is not empty, or llama.cpp's converter or the
+    format of `like` does not take the model; RunFailed: the disk is full.
     """
     model, converter = trained_model(run), shutil.which(CONVERTER)
     cast = None if dtype is None else getattr(torch, dtype)

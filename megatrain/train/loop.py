@@ -197,7 +197,7 @@ def run(
         on_record: called on rank 0 with each record, once its line of `metrics.jsonl` is written.
         resume: go on with an earlier run, if there is one.
 
-    Raises InputError, DoesNotFit, RunFailed, as `megatrain.train.loop.train` does.
+    Raises errors as `train` does.
     """
     if callbacks:
         raise InputError(
@@ -230,11 +230,8 @@ def train(
     the newest one of this name, goes on from its newest whole checkpoint, if there is one.
     `signals`: the caller's, if it handles them already. `on_record`: as `run` takes it.
 
-    Raises:
-        InputError: configuration, data, model or checkpoint cannot be used; nothing was written.
-        DoesNotFit: there is too little memory; a run that had begun is saved.
-        RunFailed: a step could not be done; the state before it is saved.
-        Stopped: a signal came before the first step; nothing was written.
+    Raises InputError, or Stopped by a signal: nothing was written; DoesNotFit, RunFailed: the state
+    of a run that had begun is saved.
     """
     with ExitStack() as stack:
         signals = signals or stack.enter_context(Signals())

@@ -11,6 +11,7 @@ from transformers import (
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaModel,
     PreTrainedModel,
     Qwen2_5OmniConfig,
     Qwen2_5OmniForConditionalGeneration,
@@ -107,6 +108,57 @@ class Asking(LlamaDecoderLayer):
         return super().forward(2 * hidden if torch.is_grad_enabled() else hidden, *args, **kwargs)
 
 
+class Shifting(LlamaDecoderLayer):
+    def forward(self, hidden, *args, **kwargs):
+        return super().forward(hidden.add_(1), *args, **kwargs)
+
+
+class Cast(LlamaDecoderLayer):
+    def __call__(self, *args, **kwargs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().__call__(*args, **kwargs)
+
+
+class Resting(LlamaForCausalLM):
+    """Leaves a layer in evaluation mode, as for a part without dropout."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.model.layers[1].eval()
+        return self
+
+
+class Writing(LlamaForCausalLM):
+    """Replaces tokens, or labels, in the batch itself."""
+
+    written = "input_ids"
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        given = {"input_ids": input_ids, "labels": labels}
+        if given[self.written] is not None:
+            given[self.written].masked_fill_(given[self.written] == 20, 21)
+        return super().forward(**given, **kwargs)
+
+
+class WritingLabels(Writing):
+    written = "labels"
+
+
+class Residual(LlamaModel):
+    """Adds the embeddings to what its layers give, without a gradient."""
+
+    def forward(self, input_ids=None, **kwargs):
+        result = super().forward(input_ids, **kwargs)
+        result.last_hidden_state = result.last_hidden_state + self.embed_tokens(input_ids).detach()
+        return result
+
+
+def residual():
+    model = tiny()
+    model.model.__class__ = Residual
+    return model
+
+
 def with_layer(kind):
     """A model whose second layer is of this class."""
     model = tiny()
@@ -144,6 +196,15 @@ REFUSALS = {
         lambda weight: setattr(weight, "data", weight.data / 2)
     ),
     "in model.layers.1 the code of Asking reads is_grad_enabled": lambda: with_layer(Asking),
+    "forward of model.layers.1 changes in place what it is given": lambda: with_layer(Shifting),
+    "before model.layers.1, .* or begins autocast": lambda: with_layer(Cast),
+    "before model.layers.1, its forward reads values of earlier": lambda: before_layer(
+        lambda h: h if h.isfinite().all() else 0 * h
+    ),
+    "model.layers.1 is in another mode after the model's train": lambda: Resting(tiny().config),
+    "its forward changes input_ids of a batch in place": lambda: Writing(tiny().config),
+    "its forward changes labels of a batch in place": lambda: WritingLabels(tiny().config),
+    "reads by .detach.. what precedes them; let layers pass it on": residual,
     "operations between layers": lambda: before_layer(lambda h: h * 2),
     "before model.layers.1": lambda: before_layer(lambda h: h.detach()),
     "embed_tokens.weight is used both before and after": summed_table,

@@ -2,6 +2,7 @@
 
 import sys
 import traceback
+from functools import partial
 from itertools import count, pairwise
 from threading import Thread
 from types import SimpleNamespace
@@ -11,12 +12,14 @@ import pytest
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM, masking_utils
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from benchmarks.options import num_compilations, peak_process_bytes
-from megatrain import DoesNotFit, Placement
+from megatrain import DoesNotFit, InputError, Placement
 from megatrain.base.seeds import derived_seed
 from megatrain.base.units import GIB
 from megatrain.cli.models import qwen2_config
@@ -197,6 +200,77 @@ def test_a_forward_in_another_thread_beside_a_step_makes_masks_of_its_own(monkey
     result = engine.step(STEP)
     assert beside and all(torch.equal(logits, wanted) for logits in beside)
     assert (result.loss, result.grad_norm) == loss
+
+
+class Copied(LlamaDecoderLayer):
+    """What it gives is made contiguous before the next layer, which copies some tensors."""
+
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, **kwargs).contiguous()
+
+
+class MaskMarked(LlamaForCausalLM):
+    """Reads the batch's mask itself; long rows have a weight of their own."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.long = nn.Parameter(torch.ones(config.hidden_size))
+
+    def forward(self, input_ids=None, attention_mask=None, **given):
+        embeds = self.model.embed_tokens(input_ids)
+        if attention_mask is not None:
+            embeds = embeds * (1 + attention_mask[..., None] * (embeds > 0))
+        if input_ids.shape[1] > 12:
+            embeds = embeds * self.long
+        return super().forward(None, attention_mask, inputs_embeds=embeds, **given)
+
+
+class Again(LlamaDecoderLayer):
+    def forward(self, hidden, **kwargs):
+        call = partial(super().forward, **kwargs)
+        return checkpoint(call, hidden, use_reentrant=True)
+
+
+def with_layers(kind):
+    model = llama()
+    for layer in model.model.layers:
+        layer.__class__ = kind
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(Copied, "before model.layers.1, the model's forward computes"), (Again, "keeps its weights")],
+)
+def test_what_no_structure_run_shows_is_refused_in_a_step(kind, message):
+    with pytest.raises(InputError, match=message):
+        make_engine(with_layers(kind), saveable=False).step(STEP)
+
+
+def test_a_mask_of_ones_reaches_code_that_is_not_of_transformers():
+    model = MaskMarked(llama().config).eval()
+    micro = {"input_ids": torch.arange(24).view(2, 12), "attention_mask": torch.ones(2, 12).long()}
+    engine = make_engine(model, saveable=False)
+    wanted = model(**micro).logits
+    torch.testing.assert_close(engine.logits(micro), wanted, rtol=1e-5, atol=1e-5)
+    assert not wanted.allclose(model(input_ids=micro["input_ids"]).logits, rtol=0.1)
+    with pytest.raises(InputError, match="weights for this batch that it does not use for plain"):
+        engine.logits({"input_ids": torch.arange(26).view(2, 13)})
+
+
+def test_weights_without_gradients_reach_what_follows_the_layers():
+    """BLT cuts its bytes into patches by another model's entropies, before its layers and after."""
+    model = tiny_model("blt").eval()
+    ids = make_batches(1)[0][0]["input_ids"]
+    with torch.no_grad():
+        for weight in model.model.patcher.parameters():
+            weight.add_(torch.randn(weight.shape), alpha=0.3)
+        whole = model(input_ids=ids, use_cache=False).logits
+        model.config.patching_threshold = 3.5
+        wanted = model(input_ids=ids, use_cache=False).logits
+    assert not wanted.allclose(whole, rtol=0.1)
+    engine = make_engine(model, saveable=False)
+    torch.testing.assert_close(engine.logits({"input_ids": ids}), wanted, rtol=1e-5, atol=1e-5)
 
 
 class Divided(LlamaForCausalLM):

@@ -11,7 +11,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch.optim.lr_scheduler import StepLR
 from transformers import (
     AutoConfig,
@@ -454,6 +455,44 @@ def test_accelerate_unwraps_the_model_to_the_stand_in(tmp_path):
 
 def params(optimizer):
     return optimizer.param_groups[0]["params"][0]
+
+
+def test_the_model_given_is_the_trainer_s_from_then_on(tmp_path):
+    """As under a plain Trainer: it saves what was learnt, and nothing else of it goes unheeded."""
+
+    def saved(kind):
+        model = small()
+        made = trainer(kind, tmp_path / kind.__name__, model=model, **SHORT)
+        if kind is Streamed:
+            for change in (
+                lambda: model.requires_grad_(False),
+                lambda: model.model.layers[0].requires_grad_(False),
+                lambda: setattr(model, "loss_function", print),
+                lambda: copy.deepcopy(model),
+                lambda: torch.save(model, tmp_path / "model.pt"),
+            ):
+                with pytest.raises(InputError, match="of a StreamedTrainer"):
+                    change()
+        made.train()
+        model.save_pretrained(tmp_path / kind.__name__ / "model")
+        if kind is Streamed:
+            with pytest.raises(InputError, match="the model of another StreamedTrainer"):
+                trainer(Streamed, tmp_path, model=model, **SHORT)
+        return load_file(tmp_path / kind.__name__ / "model" / "model.safetensors")
+
+    wanted, got = saved(Trainer), saved(Streamed)
+    for name, values in wanted.items():
+        torch.testing.assert_close(got[name], values, rtol=1e-5, atol=1e-6)
+
+
+def test_a_peft_model_given_is_saved_as_an_adapter_and_its_base_is_gone(tmp_path):
+    base = small()
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
+    trainer(Streamed, tmp_path, model=model, **SHORT).train()
+    model.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    with pytest.raises(InputError, match="parameters of a StreamedTrainer's model"):
+        base.named_parameters()
 
 
 REFUSED_CALLBACKS: dict[str, Callable[..., Any]] = {
