@@ -58,8 +58,8 @@ def undisturbed(device: Device, dtype: torch.dtype, *, clips: bool) -> Iterator[
     except RuntimeError as error:
         if "device meta" in str(error) or "use_reentrant" in str(error):
             raise InputError(
-                "a layer's code keeps its weights after its forward (torch.utils.checkpoint: leave "
-                "it out), or uses weights for this batch that it does not use for plain short rows"
+                "a layer's code keeps its weights after its call, as torch.utils.checkpoint does "
+                "(leave it out), or uses weights for this batch that plain short rows do not use"
             ) from error
         if dtype != torch.bfloat16 or not re.search(_TYPES_DIFFER, str(error)):
             raise

@@ -254,7 +254,7 @@ def test_a_mask_of_ones_reaches_code_that_is_not_of_transformers():
     wanted = model(**micro).logits
     torch.testing.assert_close(engine.logits(micro), wanted, rtol=1e-5, atol=1e-5)
     assert not wanted.allclose(model(input_ids=micro["input_ids"]).logits, rtol=0.1)
-    with pytest.raises(InputError, match="weights for this batch that it does not use for plain"):
+    with pytest.raises(InputError, match="weights for this batch that plain short rows do not"):
         engine.logits({"input_ids": torch.arange(26).view(2, 13)})
 
 
