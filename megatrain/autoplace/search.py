@@ -389,8 +389,7 @@ class Search:
         without `rows`, nothing is forecast: peaks are `_least_bytes`.
         """
         tiles, budget = self._tiles, self._budget
-        limit = len(tiles.tiles)
-        count = 0
+        count, limit = 0, len(tiles.tiles)
         if steps == STEADY:  # the number of a one-step forecast is nearly right, and quicker found
             count = len(self._with_tiles(placement, rows).placement.resident)
         for _ in range(4):
@@ -402,6 +401,7 @@ class Search:
             device_suffices = peaks.device <= budget.device
             if not device_suffices:
                 limit = max(0, count - 1)
+            # Without moved tiles the host's peak would be higher, and the device's lower.
             needed = tiles.fewest(peaks.host + tiles.host_bytes[count] - budget.host)
             with_room = tiles.most(budget.device - (peaks.device - tiles.device_bytes[count]))
             next_count = max(0, min(needed, with_room, limit))

@@ -57,7 +57,7 @@ def say_end(outcome: "Outcome") -> None:
     else:
         done = f"{outcome.steps} step{'s' if outcome.steps > 1 else ''} done"
         early = f", stopped early: {outcome.early}" if outcome.early else ""
-        best = f" of {outcome.best}" if outcome.best else ""
+        best = f" of {outcome.best}" if outcome.best else ""  # "step 40, the best (...),"
         _say(f"{done}{early}; the model{best} is in {outcome.folder / MODEL}")
 
 

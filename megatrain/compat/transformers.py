@@ -54,10 +54,10 @@ def encoder_calls(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def uncollected(module: nn.Module) -> list[nn.Module]:
-    """The module, or its parts if the model around it collects results inside it, by hooks."""
+    """The module; but its parts, if hooks of the model around it collect results inside it."""
     inside = [part for part in module.modules() if part is not module]
     if isinstance(module, PreTrainedModel) or not any(part._forward_hooks for part in inside):
-        return [module]
+        return [module]  # a PreTrainedModel inside collects for itself
     return [part for child in module.children() for part in uncollected(child)]
 
 

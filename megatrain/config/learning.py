@@ -204,7 +204,7 @@ class LossSection(NamedSection):
         if self.name == "distill" and self.teacher is None:
             yield "distill needs a teacher: a model's folder, run or hub id"
         names = self.labels or ()
-        if self.name.endswith("classification") and len({*names}) < max(2, len(names)):
+        if self.name.endswith("classification") and not 2 <= len(names) == len({*names}):
             yield f"{self.name} needs labels: two names or more, each once, as [bad, good]"
 
     def loss(self) -> Loss:

@@ -94,14 +94,14 @@ def mixed(
     per_weight = tokens / np.asarray(weights)
     times = np.asarray(weights) * (per_weight.max() if repeat else per_weight.min()) / tokens
     chosen: list[Ints] = []
-    for group, number in enumerate(times.tolist()):
+    for group, group_times in enumerate(times.tolist()):
         members = np.flatnonzero(group_of == group)
-        whole_times = int(number + 1e-9)
-        rest_tokens = max(number - whole_times, 0) * tokens[group]
-        part = int(np.searchsorted(np.cumsum(segments.lengths[members]), rest_tokens + 0.5))
-        chosen += [members] * whole_times + [members[:part]]
+        whole_times = int(group_times + 1e-9)
+        rest_tokens = max(group_times - whole_times, 0) * tokens[group]
+        num_rest = int(np.searchsorted(np.cumsum(segments.lengths[members]), rest_tokens + 0.5))
+        chosen += [members] * whole_times + [members[:num_rest]]
     order = np.concatenate(chosen)
-    return segments[order[shuffled(len(order), 2, seed)]]
+    return segments[order[shuffled(len(order), 2, seed)]]  # keys 0 and 1 shuffle rows
 
 
 def fill_rows(segments: Segments, row_length: int) -> PackedRows:

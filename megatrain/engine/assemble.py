@@ -77,17 +77,17 @@ class Assembly(Shared):
         passes, spec = placement.passes, self.program.spec
         on_device = {tile for tile in tiles if tile.rests.gradient is Tier.DEVICE}
         waiting = {*on_device, *(tile for tile in tiles if update.waits(tile))}
-        if passes > 1 and not optimizer.rule.needs_matrices:  # kept sums are their gradients
+        if passes > 1 and not optimizer.rule.needs_matrices:  # their kept sums are gradients too
             waiting -= {t for t in on_device.intersection(visited) if not t.layout.owned}
-        if any(name in spec.epilogue for name in spec.gathered):  # a tied table: rows are added
+        if any(name in spec.epilogue for name in spec.gathered):  # tied: rows add to its gradient
             waiting.add(self.head)
         with_own_sums = visited if passes > 1 else summed_in_place(waiting, self.dtype)
-        scratch = {
+        sums_numel = {
             tile: 0 if tile in with_own_sums else tile.layout.local.trainable_numel
             for tile in visited
         }
-        prologue = max(scratch[tile] for tile in (self.prologue, *self.media))
-        work = ScratchArena(device, max(scratch.values()), prologue, self.dtype)
+        of_prologue = max(sums_numel[tile] for tile in (self.prologue, *self.media))
+        work = ScratchArena(device, max(sums_numel.values()), of_prologue, self.dtype)
         in_order = sorted(waiting, key=lambda tile: tile.index)
         sink = self.sinks(self, in_order, update, work)
         parts = self._parts(sink, work)

@@ -97,12 +97,12 @@ class Embedding:
         self._work, self._keep_rows = work, shared.placement.keep_rows
         self._collectives = shared.collectives
         self._tables = [
-            _Table(tile, tile.layout.by_name[name], tile is shared.head)
+            _Table(tile, tile.layout.by_name[name], tied=tile is shared.head)
             for name in shared.program.spec.gathered
             for tile in shared.tiles
             if name in tile.layout.by_name
         ]
-        self._capacity = 0  # rows
+        self._capacity = 0  # the most rows of a step for which the buffers have room
         if sink is not None:
             sink.with_rows = {t.tile.index for t in self._tables if t.entry.group is not None}
 

@@ -266,19 +266,19 @@ class Declared:
         self, prologue: Prologue, slot: Any, sums: Any, micro: MicroBatch, h: Values, dh: Values
     ) -> tuple[Work, Values]:
         work, values = self._prologue(prologue, slot, micro, h)
-        rows = sum(micro.rows.tables[name].nbytes for name in prologue.embedding.trained)
+        row_bytes = sum(micro.rows.tables[name].nbytes for name in prologue.embedding.trained)
         numel = prologue.tile.layout.trainable_numel
-        if values.keys().isdisjoint(dh) or not rows + numel + len(h):
+        if values.keys().isdisjoint(dh) or not (row_bytes or numel or h):  # nothing to compute
             return work, {}
         if micro.media:
             length = micro.inputs["input_ids"].shape[0]
             self.ledger.note_peak(self.measured.media_work(length).leaving.peak_bytes)
-        self.ledger.note_peak(rows + numel * self._itemsize)
-        summed = (rows // self._itemsize + numel) * (self._itemsize + 8)
+        self.ledger.note_peak(row_bytes + numel * self._itemsize)
+        summed = (row_bytes // self._itemsize + numel) * (self._itemsize + 8)  # 8: a sum, twice
         kernels = len(micro.rows.tables) + len(prologue.tile.layout.trainable)
         summing = Work(touched_bytes=work.touched_bytes + summed, kernels=work.kernels + kernels)
-        slopes = {ref: self.ledger.hold(Place.ACTIVATIONS, h[ref].nbytes) for ref in h}
-        return added(work, summing), slopes
+        input_grads = {ref: self.ledger.hold(Place.ACTIVATIONS, h[ref].nbytes) for ref in h}
+        return added(work, summing), input_grads
 
     def _gradients(
         self, head: Head, slot: Any, count: float, sums: Any, micro: MicroBatch, values: Values

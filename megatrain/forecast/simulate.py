@@ -341,8 +341,8 @@ def _device_bytes(ledger: Ledger, machine: Machine, placement: Placement) -> dic
     return on_device | {"context": context}
 
 
-def _followed(placement: Placement, steps: int) -> int | None:
-    """The most groups of micro-batches that a forecast follows; None: all micro-batches."""
+def _followed(placement: Placement, steps: int) -> int:
+    """The most groups into which a forecast of `steps` joins the micro-batches of a step."""
     on_host = "host" in (placement.layer_inputs, placement.save_attention)
     if not on_host and not placement.offload_activations:
         return 1

@@ -117,21 +117,21 @@ def continued(
     a batch; `of_model` has no sampling settings then. `tokenizer`: for `of_model.stop_strings`.
     `media`: the tensors of prompts with images, by number; then `batch_size` is 1.
     """
-    limit, share = _room(source, ids, sampling.max_new_tokens), source.ranks if apart else ALONE
+    limit, ranks = _room(source, ids, sampling.max_new_tokens), source.ranks if apart else ALONE
     new: dict[int, list[int]] = {}
     longest = max(map(len, ids), default=0) + sampling.max_new_tokens
-    at_once, device = -(-min(batch_size, len(ids)) // share.size), source.device.torch_device
+    at_once, device = -(-min(batch_size, len(ids)) // ranks.size), source.device.torch_device
     with ExitStack() as stack:
         model = stack.enter_context(_running(source, at_once, longest, apart=apart))
-        # With a cache, a loss of routers would get one token and the mask of all.
+        # The loss of routers would fail with a cache: it gets one token, and the mask of all.
         configs = model.config, model.config.get_text_config(decoder=True)
         stack.enter_context(changed(configs, output_router_logits=False))
         if not apart:
             torch.manual_seed(sampling.seed)
         for batch in _batches(source, model, ids, batch_size):
-            count = -(-len(batch) // share.size)
-            of_rank = batch[share.rank * count :][:count]
-            rows = of_rank + batch[:1] * (count - len(of_rank))  # filled up to the other ranks'
+            count = -(-len(batch) // ranks.size)  # rows of a rank
+            of_rank = batch[ranks.rank * count :][:count]
+            rows = of_rank + batch[:1] * (count - len(of_rank))  # as many as on other ranks
             width = max(len(ids[row]) for row in batch)
             num_new = min(sampling.max_new_tokens, limit - width)
             source.ranks.agree(partial(check_cache, source.device, model, count, width + num_new))
@@ -144,9 +144,9 @@ def continued(
                 extras["logits_processor"].append(draws)
                 settings.do_sample = False
                 settings.temperature = settings.top_p = settings.top_k = None
-            if share.size > 1:
+            if ranks.size > 1:
                 unused = torch.arange(len(rows), device=device) >= len(of_rank)
-                extras["stopping_criteria"] = [AllEnded(share, stops, unused)]
+                extras["stopping_criteria"] = [AllEnded(ranks, stops, unused)]
                 settings.eos_token_id = None
             for name, value in media.get(batch[0], {}).items():
                 extras[name] = as_computed(value, model.dtype).to(device)
@@ -161,7 +161,7 @@ def continued(
             for row, tokens in zip(of_rank, generated, strict=True):
                 ends = (size for size, token in enumerate(tokens, 1) if token in stops)
                 new[row] = tokens[: next(ends, len(tokens))]
-    merged = {row: tokens for part in share.all_gather_object(new) for row, tokens in part.items()}
+    merged = {row: tokens for part in ranks.all_gather_object(new) for row, tokens in part.items()}
     return [merged[row] for row in range(len(ids))]
 
 

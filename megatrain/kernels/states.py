@@ -155,7 +155,7 @@ def encode_second(values: Tensor) -> tuple[Tensor, Tensor]:
     Returns codes [N], uint8, and scales as of `encode_first`, but of roots.
     """
     roots = _groups(exact_sqrt(values))
-    scales, has_codes = _scales(roots)
+    scales, has_codes = _scales(roots)  # has_codes: False where all codes of a group are 0
     codes = (roots * _divided(255, scales)[:, None]).round_()
     codes = torch.where(has_codes, torch.maximum(codes, (roots > 0).float()), 0)
     return codes.to(torch.uint8).view(-1)[: values.numel()], scales

@@ -331,7 +331,7 @@ class Comparison:
 
 
 def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
-    """Comparisons of documents with a row's lengths, and of short documents between long ones."""
+    """Comparisons: of documents as long as those of a row, and of short ones between long ones."""
     rows, tokens = micro["position_ids"].shape
     shape = min(rows, 2), tokens
     pool = at_least_two(torch.unique(micro["input_ids"]))
@@ -345,26 +345,26 @@ def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
         places = [torch.arange(n) for n in lengths]
         changed_T = torch.cat([place < m for place, m in zip(places, changed, strict=True)])
         positions_BT = torch.cat(places).expand(shape).contiguous()
-        rows: list[Micro] = []
+        micro_batches: list[Micro] = []
         for chosen_BT in (index_BT, torch.where(changed_T, other_BT % len(pool), index_BT)):
             ids_BT = pool[chosen_BT]
             labels_BT = ids_BT.masked_fill(positions_BT == 0, IGNORED)  # nothing predicts these
-            rows.append({"input_ids": ids_BT, "labels": labels_BT, "position_ids": positions_BT})
-        compared.append(Comparison(lengths, changed_T, rows))
+            named = {"input_ids": ids_BT, "labels": labels_BT, "position_ids": positions_BT}
+            micro_batches.append(named)
+        compared.append(Comparison(lengths, changed_T, micro_batches))
 
     def every_second(lengths: list[int]) -> None:
-        first = 1 if len(lengths) > 2 else 0
+        first = 1 if len(lengths) > 2 else 0  # a document must follow a changed one
         add(lengths, [n if number % 2 == first else 0 for number, n in enumerate(lengths)])
 
     if max(lengths := _lengths(micro)) > 1:  # else no token is predicted
         every_second(lengths)
-    short = min(_SHORT, tokens // 4)
+    short, half = min(_SHORT, tokens // 4), tokens // 2
     if short:
         every_second([short, short, tokens - 2 * short])
-        half = tokens // 2
         add([half, tokens - half], [0, (tokens - half) // 2])
-    if 0 < 4 * short < tokens // 2:
-        every_second([short, tokens // 2, short + 1, short, tokens - tokens // 2 - 3 * short - 1])
+    if 0 < 4 * short < half:
+        every_second([short, half, short + 1, short, tokens - half - 3 * short - 1])
     return compared
 
 

@@ -44,17 +44,17 @@ def initialise(
     Args:
         write: takes each parameter's name and its values, once.
         only: names to write; None: all.
-        kept: from a parameter's name and values, the value to pass to `write`.
+        kept: `write` gets `kept(name, values)`; by default the values.
         alike: layers of the same modules and shapes get the same values: for measurements.
 
-    Raises InputError: `_init_weights` does not set a parameter, as its constructor does.
+    Raises InputError: `_init_weights` leaves a parameter out, which only a constructor sets.
     """
     model = spec.capture.model
     paths = {id(module): path for path, module in model.named_modules()}
     names = {name for name, _ in model.named_parameters()}
     names &= names if only is None else set(only)
     owners = _owners(model)
-    drawn_kinds: list[Any] = []  # classes, names and shapes of the part whose `values` these are
+    drawn_kinds: list[Any] = []  # classes, names and shapes of the parameters of `values`
     values: list[Tensor | None] = []
     for index, part in enumerate(list(_parts(model, spec))):
         # A tied parameter belongs to the module that has it under its first name.
@@ -70,8 +70,8 @@ def initialise(
             drawn_kinds = kinds
             values.clear()
             torch.default_generator.manual_seed(derived_seed(seed, index))
-            first = derived_seed(seed) + index * _PART_SEEDS
-            with ThreadPoolExecutor(threads) as pool, _InPieces(pool, first):
+            first_seed = derived_seed(seed) + index * _PART_SEEDS
+            with ThreadPoolExecutor(threads) as pool, _InPieces(pool, first_seed):
                 _draw(part, owners)
             values += (shell.put_back(kept) for shell in shells)
         for shell, drawn in zip(shells, values, strict=True):

@@ -88,18 +88,18 @@ class Recorder:
         touched, read: `Uses.touched` and `Uses.read` of the run.
         inner: records the results of modules that these encoders call.
         """
-        self._touched, self._read, self._depth, self._inner = touched, set[int](), 0, inner
-        self._computed, self.inside = read, set[int]()  # inside: ids that encoders computed with
+        self._touched, self._computed, self._inner, self._depth = touched, read, inner, 0
+        self.inside = set[int]()  # ids that encoders computed with
         self._results: list[tuple[list[Any], Any]] = []
         self._versions: list[tuple[Tensor, int]] = []
-        self._leaves = set[int]()  # ids of the results' leaves
+        self._leaves, self._read_leaves = set[int](), set[int]()  # of results; of those read
 
     def call(self, encoder: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of an encoder, which is recorded unless another encoder calls it."""
         if self._depth:
             return encoder(*args, **kwargs)
         self.note()
-        self._computed.clear()
+        self._computed.clear()  # from here on it gets what this encoder computes with
         self._depth += 1
         try:
             result = encoder(*args, **kwargs)
@@ -107,7 +107,7 @@ class Recorder:
             self._depth -= 1
             if self._inner is not None:
                 self._inner.note()
-            self._touched.clear()
+            self._touched.clear()  # only what comes after the call reads results
             self.inside |= self._computed
         # Flattened now, as the caller may change the result.
         self._results.append(pytree.tree_flatten((result, _beside(result))))
@@ -119,7 +119,7 @@ class Recorder:
 
     def note(self) -> None:
         """Note the results that have been read since the last call."""
-        self._read |= self._touched & self._leaves
+        self._read_leaves |= self._touched & self._leaves
 
     @property
     def changed(self) -> bool:
@@ -135,7 +135,7 @@ class Recorder:
                 if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                     continue
                 leaves[index] = torch.empty_like(leaf, device="meta")
-                if id(leaf) in self._read:
+                if id(leaf) in self._read_leaves:
                     leaves[index] = _Feature(leaf.shape, leaf.dtype)
                     features.append(leaf)
             calls.append(Encoded(leaves, spec))

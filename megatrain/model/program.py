@@ -50,7 +50,7 @@ class ModelProgram:
     def __init__(
         self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, float8: bool = False
     ) -> None:
-        """Args: `float8`: layers' linear modules compute in float8. Raises InputError: none can."""
+        """Args: `float8`: layers' linear modules compute in float8. InputError: none can do so."""
         self.spec, self.device, self.dtype = spec, device, dtype
         self.capture = spec.capture
         model = self.capture.model
@@ -61,15 +61,15 @@ class ModelProgram:
         self.kinds = list({id(layer.kind): layer.kind for layer in spec.layers}.values())
         for kind in self.kinds:
             move_buffers(kind.module, device)
-        self.scaled_together = self._in_float8() if float8 else list[nn.Module]()
+        self.scaled_together = self._in_float8() if float8 else list[nn.Module]()  # one scale each
         self.buffers = [_own_buffers(layer, types, spec.router_biases) for layer in spec.layers]
-        fp32 = device.type != "cpu" and dtype == torch.float32
-        takes_lengths = attention.takes_lengths(model, fp32=fp32)
-        self.may_attend_by_lengths = self.capture.takes_any and takes_lengths
-        self.attends_by_lengths = self.exchanges = False
+        fp32_on_gpu = device.type != "cpu" and dtype == torch.float32
+        by_lengths = attention.takes_lengths(model, fp32=fp32_on_gpu)
+        self.may_attend_by_lengths = self.capture.takes_any and by_lengths  # any keyword arguments
+        self.attends_by_lengths = self.exchanges = False  # until `attend` and `set_owners`
         self._kept = dict[str, Tensor]()
         self._supported_media = set[frozenset[str]]()  # kinds of media for which a check passed
-        # By the shape of rows: calls of `look` in a forward that find one document, from ids alone.
+        # By shape of ids: which calls of `_document_indices`, in a forward of ids alone, find None.
         self._undivided: dict[torch.Size, set[int]] = {}
         self._encoder_calls = calls_of(model, spec.media)
         if self._encoder_calls:

@@ -76,9 +76,9 @@ def kept_format(config: Mapping[str, Any]) -> WeightFormat | None:
 
 
 def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8", "nf4"] | None:
-    """The format of quantised weights; None: there are none, or they are unpacked. InputError."""
+    """The format of weights that stay quantised; None: there are none. Raises InputError."""
     settings = quantisation(config)
-    method = settings.get("quant_method")
+    method = settings.get("quant_method")  # details are added below, for the message
     if not settings or unpacked_format(config):
         return None
     if method == "bitsandbytes":

@@ -192,7 +192,7 @@ class Rule(ABC):
         """torch parameter groups of the trainable parameters: those that decay, those that do not.
 
         The choice is that of transformers.Trainer (`get_decay_parameter_names`), which searches
-        lower-cased names. Here names with their capitals are searched, too.
+        names in lower case. Here a pattern may also match a name as it is written.
 
         Raises InputError: a pattern of `no_decay` matches no parameter's name.
         """

@@ -472,8 +472,8 @@ def several_gpus(
 ) -> dict[str, Any] | None:
     """The forecast of the same step split among `gpus` of one host; None: it does not fit.
 
-    An unknown link between GPUs counts as half of a GPU's bus. `device_bytes` are of one GPU,
-    `host_bytes` of all processes.
+    An unknown link between GPUs (`link_gbps` None) counts as half of a GPU's bus. `device_bytes`
+    are of one GPU, `host_bytes` of all processes.
     """
     machine_of_rank = machine.shared(gpus, machine.link_gbps)
     forecast = plans.fitting(machine_of_rank, workload.shared(gpus))

@@ -35,9 +35,9 @@ def check_call(
     steps: int,
     optimizer: StreamedOptimizer | None,
     loss: object,
-    alike: Any = None,
+    alike: Any = None,  # further arguments, if it is a step
 ) -> None:
-    """Raises InputError: ranks differ in their call or in `alike`, or its loss cannot be used."""
+    """Raises InputError: ranks differ in a call or in `alike`, or its loss is not for the model."""
 
     def described() -> dict[str, str]:
         if optimizer is not None:

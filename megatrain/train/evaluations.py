@@ -152,7 +152,7 @@ class Evaluations:
         if "eval_perplexity" in scores:
             parts.append(f"perplexity {scores['eval_perplexity']:.4g}")
         parts += described_rewards(scores, "eval_")
-        named = [name for name in self._sets if name]
+        named = [name for name in self._sets if name]  # "": the set of a plain data.eval_path
         parts += [f"{name} {scores[f'eval_{name}_loss']:.4f}" for name in named]
         return "  ".join(parts)
 

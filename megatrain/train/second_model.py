@@ -111,14 +111,14 @@ def same_model(key: str, start: Start | None) -> References:
 def prepare_replies(
     config: Config, engine: Engine, data: dict[str, Any], rows: int, start: Start | None
 ) -> References | None:
-    """Set the loss of data sets of replies and, for DPO, the answers of the reference.
+    """Set data sets' `pad`, the loss of those of replies and, for DPO, the reference's answers.
 
     Raises InputError: a resumed run's answers are for other data or another model.
     """
     loss = config.loss.loss()
     for dataset in data.values() if config.loss.head else ():
         pad = engine.config.get_text_config(decoder=True).pad_token_id
-        dataset.pad = -1 if pad is None else pad
+        dataset.pad = -1 if pad is None else pad  # no token is -1
     sets = {name: dataset for name, dataset in data.items() if isinstance(dataset, ReplyDataset)}
     for replies in sets.values():
         assert isinstance(loss, JointLoss)  # data sets of replies are for such losses alone
@@ -133,7 +133,7 @@ def prepare_replies(
         keys[name] = json.dumps(parts, sort_keys=True)
 
     if start is None:
-        at_once = max(1, config.training.batch_size // rows)
+        at_once = max(1, config.training.batch_size // rows)  # micro-batches, of `rows` each
         sums = {n: _sums(engine, replies, rows, at_once) for n, replies in sets.items()}
         recorded = References(sums, keys)
     else:
