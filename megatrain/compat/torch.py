@@ -4,7 +4,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from operator import attrgetter
@@ -81,6 +81,12 @@ parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgette
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 """A module's own dictionaries, which may be changed; a child with two names is in them twice."""
+
+
+def versions_of(named: Mapping[str, Any]) -> dict[str, int]:
+    """The versions of the tensors among values; modes that note functions see no use of them."""
+    with without_torch_function():
+        return {name: version_of(v) for name, v in named.items() if isinstance(v, Tensor)}
 
 
 def is_saved(module: nn.Module, buffer: str) -> bool:

@@ -176,9 +176,9 @@ def open_prompts(
     """The data set of rows with a `prompt`: a text, or messages that ask for a reply.
 
     Args: `source`, `bad_rows`, `hub_config`, `hub_split`: as of `open_dataset`; `seed`: as of
-    `Prompts`. `longest`: tokens of a prompt, at most; longer prompts are never cut: with `drop`
-    they are left out, else they are an error. `fields`: name for reward functions -> the data's
-    name; None: the field is ignored. `chat`: a text is the message of a user.
+    `Prompts`. `longest`: tokens of a prompt, at most; with `drop` longer ones are left out, else
+    they are an error. `fields`: name for reward functions -> the data's name; None: the field is
+    ignored. `chat`: a text is the message of a user.
 
     Raises InputError: a row cannot be used; names the file and line, and the remedy.
     """

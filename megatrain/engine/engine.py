@@ -337,11 +337,9 @@ class PlacedEngine:
         """Yield the transformers model, for `generate` and the like, with streamed weights.
 
         The model is in evaluation mode, without gradients. No other method of the engine may be
-        called meanwhile. Several ranks call the model with the same inputs and get the same logits,
-        or if they are `apart` with different ones, of one shape and equally often.
-
-        Args: `spare`: with one rank, keep all weights on the device if that leaves so many bytes
-        free.
+        called meanwhile. Several ranks call the model with the same inputs and get the same logits;
+        or, if they are `apart`, with different ones of one shape, equally often. `spare`: with one
+        rank, keep all weights on the device if that leaves so many bytes free.
         """
         with self._exclusive():
             check_call(self.ranks, self._spec, self._steps, None, NO_LABELS)

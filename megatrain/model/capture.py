@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from megatrain.base.changed import changed
-from megatrain.compat.torch import memory_of, not_compiled, pytree, version_of
+from megatrain.compat.torch import memory_of, not_compiled, pytree, versions_of
 from megatrain.errors import InputError, Unsupported
 from megatrain.model.layer_template import containers
 from megatrain.model.media import NO_IDS, of_media
@@ -396,12 +396,14 @@ class Capture:
         """
         tied = {alias: weights[name] for name, alias in self._ties if name in weights}
         bound = {**weights, **tied}
-        versions = {n: version_of(v) for n, v in inputs.items() if isinstance(v, Tensor)}
+        versions = versions_of(inputs)
         try:
             return functional_call(self.model, bound, (), dict(inputs), tie_weights=False)
         finally:
-            if written := [n for n, old in versions.items() if version_of(inputs[n]) != old]:
-                raise Unsupported(f"its forward changes {written[0]} of a batch in place; copy it")
+            if written := dict(versions.items() - versions_of(inputs).items()):
+                raise Unsupported(
+                    f"its forward changes {min(written)} of a batch in place; copy it"
+                )
 
     @contextmanager
     def stop_after_trunk(self) -> Iterator[None]:

@@ -164,8 +164,8 @@ class DocumentCheck:
         (windows, kernel sizes...) or powers of two, if they are single or several, and if they have
         the same kinds of media.
 
-        Raises InputError: the model does not keep documents separate; DoesNotFit: there is no
-        memory for the masks.
+        Raises InputError: the model does not keep documents separate; DoesNotFit: no memory for
+        masks.
         """
         untried = self._untried(micro_batches, ranks)
         new = {self._kind(micro): micro for micro in reversed(untried)}

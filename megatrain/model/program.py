@@ -202,7 +202,8 @@ class ModelProgram:
             if len(recorder.calls) < len(self.spec.layers):
                 _expect(self.spec.layers, len(recorder.calls), None)
             for layer, call in zip(self.spec.layers, recorder.calls, strict=True):
-                if call.activations != layer.inputs:
+                given = {ref for ref in call.activations if ref.visit >= 0}
+                if given != {ref for ref in layer.inputs if ref.visit >= 0}:
                     raise InputError(
                         f"before {layer.name}, the model's forward computes on what layers gave "
                         "(as by .contiguous()); leave that out"

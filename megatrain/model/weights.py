@@ -176,8 +176,7 @@ def read_weights(
         model: has names, shapes and ties; `_weight_conversions` is set as by `from_pretrained`.
         write: an exception of it ends the load and is raised again.
         threads: tensors that are read at once, within IN_FLIGHT_BYTES.
-        packed: formats in which tiles keep tensors, by name: a tensor that the folder has in this
-            format is passed as its bytes, uint8; any other as its values.
+        packed: the format of tensors, by name, that are passed as bytes if the folder has it.
 
     Returns the names that the checkpoint lacks, as the model's class allows: the caller initialises
     them. Raises InputError: tensors missing, unknown, misshapen, of another dtype, or damaged.

@@ -188,7 +188,7 @@ def run(
     on_record: Listener | None = None,
     resume: bool = False,
 ) -> Outcome:
-    """Train as `megatrain train` does.
+    """Train as `megatrain train` does; raises its errors.
 
     Args:
         what: a run file, its content, or (with `resume`) the folder of a run.
@@ -196,8 +196,6 @@ def run(
         callbacks: refused: StreamedTrainer calls transformers' TrainerCallbacks, a run does not.
         on_record: called on rank 0 with each record, once its line of `metrics.jsonl` is written.
         resume: go on with an earlier run, if there is one.
-
-    Raises errors as `train` does.
     """
     if callbacks:
         raise InputError(
