@@ -328,10 +328,9 @@ def generate(
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
     if output is not None:
         require_new(output)
-    context = opened(
+    with opened(
         model, device, precision, device_memory, host_memory, trust_remote_code=trust_remote_code
-    )
-    with context as run:
+    ) as run:
         print_texts(*run, texts, sampling, batch_size=batch_size, output=output)
 
 
@@ -356,10 +355,9 @@ def chat(
     from megatrain.generate import Sampling
 
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
-    context = opened(
+    with opened(
         model, device, precision, device_memory, host_memory, trust_remote_code=trust_remote_code
-    )
-    with context as run:
+    ) as run:
         talk(*run, system, sampling)
 
 
