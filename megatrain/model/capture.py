@@ -238,7 +238,7 @@ class Capture:
         encodes: True if the model has encoders of images or sounds.
         runner: the module whose forward calls the layers.
         layers: all layers of the stack, also those that no forward calls.
-        of_transformers: True if no code but transformers' own runs around the layers.
+        of_transformers: True if no code but transformers' and PEFT's runs around the layers.
     """
 
     def __init__(
@@ -260,8 +260,9 @@ class Capture:
         self.runner = next(m for m in model.modules() if stack in m.children())
         for layer in self.layers:
             self._replace(layer)
-        around = [type(m).forward for m in model.modules() if stack in [*m.modules()]]
-        self.of_transformers = all(f.__module__[:13] == "transformers." for f in around)
+        around = {type(m).forward for m in model.modules() if stack in m.modules()}
+        own = {f.__module__.partition(".")[0] for f in around - {nn.Module.forward}}
+        self.of_transformers = own <= {"transformers", "peft"}
         self._ties = ties(model)
 
     def _replace(self, layer: nn.Module) -> None:

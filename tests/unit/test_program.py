@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM, masking_utils
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from benchmarks.options import num_compilations, peak_process_bytes
@@ -256,6 +257,22 @@ def test_a_mask_of_ones_reaches_code_that_is_not_of_transformers():
     assert not wanted.allclose(model(input_ids=micro["input_ids"]).logits, rtol=0.1)
     with pytest.raises(InputError, match="weights for this batch that plain short rows do not"):
         engine.logits({"input_ids": torch.arange(26).view(2, 13)})
+
+
+@pytest.mark.parametrize("adapter", [None, {"r": 2, "target_modules": "all-linear"}])
+def test_a_mask_of_ones_does_not_reach_transformers_code(adapter, monkeypatch):
+    """Attention to a mask is slower, and making the mask waits for the device."""
+    masks, plain = [], modeling_llama.create_causal_mask
+
+    def noted(*args, **given):
+        masks.append(given["attention_mask"])
+        return plain(*args, **given)
+
+    engine = make_engine(llama(), adapter=adapter, saveable=False)
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", noted)
+    engine.step([micro | {"attention_mask": torch.ones_like(micro["input_ids"])} for micro in STEP])
+    assert masks
+    assert all(mask is None for mask in masks)
 
 
 def test_weights_without_gradients_reach_what_follows_the_layers():
