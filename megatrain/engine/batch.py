@@ -183,7 +183,7 @@ class Intake:
             documents=lengths,
             counted_N=counted_N,
             media=media,
-            is_packed=packed if "position_ids" in inputs else None,
+            is_packed=packed if "position_ids" in inputs and not self.share.cuts_rows else None,
         )
 
     def _drops_mask(self, micro: Mapping[str, Tensor]) -> bool:

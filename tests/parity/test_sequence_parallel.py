@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, masking_utils
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megatrain import Engine, InputError, Placement
 from megatrain.device import CpuDevice
@@ -255,16 +255,3 @@ def bad_calls(engine, step, rank):
         (lambda: engine.step(pairs, DPO()), "DPO compares rows"),
         (as_a_whole, "not for ranks that share rows"),
     ]
-
-
-def test_positions_of_shared_rows_are_known_and_not_looked_at(tmp_path):
-    """To look at them waits for the device."""
-
-    def work(group):
-        with make_engine(llama(**MANY), group=group, sequence_parallel=2) as engine:
-            look = masking_utils.find_packed_sequence_indices
-            with mock.patch.object(masking_utils, look.__name__, wraps=look) as looks:
-                engine.step(make_batches(1)[0])
-            return looks.call_count
-
-    assert run_ranks(2, tmp_path, work) == [0, 0]
