@@ -74,6 +74,11 @@ def memory_of(tensor: Tensor) -> int:
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """The number of writes to a tensor."""
+READS_OF_VALUES = {
+    "__bool__", "__contains__", "__float__", "__index__", "__int__", "allclose", "equal", "item",
+    "numpy", "tolist",
+}  # fmt: skip
+"""Names of torch's functions that read a tensor's values for Python."""
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 packet_of: Callable[[Any], Any] = attrgetter("_overloadpacket")
 """The schema (name and arguments) of an operation in a dispatch mode, and its overload packet."""

@@ -367,7 +367,7 @@ class Compiled:
     @staticmethod
     def _runs_again(op: Op, light: bool) -> bool:
         """True if a backward may compute the operation's results again."""
-        return op.light or not op.extern if light else op.again and not op.extern
+        return (op.light or not op.extern) if light else (op.again and not op.extern)
 
     def _small(self, storage: int, op: Op) -> bool:
         """True if a storage is much smaller than the largest that its operation reads."""

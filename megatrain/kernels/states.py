@@ -150,8 +150,8 @@ def encode_second(values: Tensor) -> tuple[Tensor, Tensor]:
     """Encode second moments in 8 bits, by their root's share of the largest root in their group.
 
     The share in [0, 1], times 255, is rounded to nearest, ties to even, but only zero becomes zero:
-    else a first moment would be divided by eps alone. Codes are [N]
-    uint8, scales [ceil(N / GROUP)] float32, as of `encode_first`, but of roots.
+    else a first moment would be divided by eps alone. Codes are [N] uint8, scales
+    [ceil(N / GROUP)] float32, as of `encode_first`, but of roots.
     """
     roots = _groups(exact_sqrt(values))
     scales, has_codes = _scales(roots)  # has_codes: False where all codes of a group are 0

@@ -132,7 +132,7 @@ def with_adapter(base: PreTrainedModel, config: Any, name: str = "default") -> P
     return model
 
 
-def _of_text(config: Any, model: PreTrainedModel) -> Any:
+def _all_linear(config: Any, model: PreTrainedModel) -> Any:
     """The configuration for all linear modules of the language model that PEFT can wrap.
 
     It cannot wrap a router that is a linear module with a forward of its own.
@@ -165,7 +165,7 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
         return with_adapter(base, config)
     _refuse_unknown_modules(base, config)
     if config.target_modules == "all-linear":
-        config = _of_text(config, base)
+        config = _all_linear(config, base)
     model = with_adapter(base, config)
     _refuse_unmatched_patterns(model, config)
     return model

@@ -196,8 +196,8 @@ def _attention_in_documents(
     window = None if within_images else options.get("sliding_window")
     if edges is not None and (within_images or attention_mask is None):
         if query.is_cuda and has_kernel(query, value, options):
-            how = (edges, max_length_q, window or 0, options.get("scaling"), not within_images)
-            return _varlen(query, key, value, *how), None
+            scale, causal = options.get("scaling"), not within_images
+            return _varlen(query, key, value, edges, max_length_q, window or 0, scale, causal), None
         if within_images:
             lengths = edges.diff().tolist()
             images = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)

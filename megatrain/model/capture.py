@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from megatrain.base.changed import changed
-from megatrain.compat.torch import memory_of, not_compiled, pytree, versions_of
+from megatrain.compat.torch import READS_OF_VALUES, memory_of, not_compiled, pytree, versions_of
 from megatrain.errors import InputError, Unsupported
 from megatrain.model.layer_template import containers
 from megatrain.model.media import NO_IDS, of_media
@@ -40,7 +40,6 @@ class Ref:
     leaf: int
 
 
-_READS_OF_VALUES = {"__bool__", "__float__", "__int__", "item", "tolist", "numpy", "allclose"}
 FEATURES = Ref(MEDIA, 0)  # all features of a micro-batch's media, end to end
 
 
@@ -164,7 +163,7 @@ class Uses:
             self.read |= ids
         if not ids.isdisjoint(self.derived):
             self.derived.update((id(tensor), tensor) for tensor in tensors)
-            self.reads_values |= getattr(func, "__name__", "") in _READS_OF_VALUES
+            self.reads_values |= getattr(func, "__name__", "") in READS_OF_VALUES
 
 
 class Lookups(TorchFunctionMode):

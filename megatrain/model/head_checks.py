@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatrain.base.changed import changed
-from megatrain.compat.torch import memory_of, pytree
+from megatrain.compat.torch import READS_OF_VALUES, memory_of, pytree
 from megatrain.compat.transformers import CAUSAL_LM_CLASSES, configs
 from megatrain.errors import Unsupported, in_one_line
 from megatrain.loss import IGNORED, targets_of
@@ -170,16 +170,12 @@ def _labels(spec: ModelSpec) -> Tensor:
     return labels_BT
 
 
-# Functions of torch that move values, that read them for Python, and masks of labelled tokens.
+# Functions of torch that move values, and masks of labelled tokens.
 _MOVES = {
     "__get__", "__getitem__", "__setitem__", "cat", "chunk", "clone", "contiguous", "detach",
     "expand", "flatten", "long", "masked_fill", "narrow", "pad", "permute", "reshape", "roll",
     "select", "split", "squeeze", "stack", "to", "transpose", "type", "unbind", "unsqueeze",
     "view", "where",
-}  # fmt: skip
-_READS = {
-    "__bool__", "__contains__", "__float__", "__index__", "__int__", "equal", "item", "numpy",
-    "tolist",
 }  # fmt: skip
 _MASKS = {("eq", IGNORED), ("ne", IGNORED), ("ge", 0), ("lt", 0)}
 
@@ -216,7 +212,7 @@ class _ReadsTokens(TorchFunctionMode):
         else:
             first = reads or name.strip("_")
             self._read |= {memory_of(tensor): (tensor, first) for tensor in results}
-            if name in _READS and first != "input_ids":
+            if name in READS_OF_VALUES and first != "input_ids":
                 self._branch = self._branch or first
         return result
 

@@ -156,8 +156,8 @@ class _Probe:
     ) -> None:
         self.model = model
         self.router_loss = routers
-        self.stack_name, stack = named_stack
-        stack_name = self.stack_name
+        stack_name, stack = named_stack
+        self.stack_name = stack_name
         paths, layers = zip(*_layers_of(stack, stack_name), strict=True)
         self.paths = dict(zip(map(id, layers), paths, strict=True))
         in_stack = {id(p) for p in stack.parameters()}
