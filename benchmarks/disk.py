@@ -36,7 +36,7 @@ from megatrain.placement import Placement
 from megatrain.store import store
 from megatrain.store.store import DiskStaging, Store, Tile
 from megatrain.telemetry.host import environment, update_threads, usable_cores
-from megatrain.tile import TileLayout
+from megatrain.tile import Entry, TileLayout
 
 _RULE, _REQUEST, _TILE_NUMEL = AdamW(), 32 * MIB, 1 << 26
 
@@ -188,7 +188,7 @@ class Engine:
     def __init__(self, file: PlaneFile) -> None:
         self.device, count = Streams(), file.num_bytes // (8 * _TILE_NUMEL)
         layouts = [
-            TileLayout(f"layer {i}", [("w", torch.Size([_TILE_NUMEL]), 0)]) for i in range(count)
+            TileLayout(f"layer {i}", [Entry("w", (_TILE_NUMEL,), 0, 0)]) for i in range(count)
         ]
         self._tiles = Store(
             self.device, layouts, torch.bfloat16, rule=_RULE,

@@ -12,7 +12,8 @@ from megatrain.model.sizes import share_of_a_token
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import Rule, StreamedOptimizer
 from megatrain.placement import Placement, Precision
-from megatrain.tile import TileKind, TileLayout
+from megatrain.tile import Entry, TileKind, TileLayout
+from megatrain.tile.formats import FP32
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
 
@@ -56,21 +57,26 @@ class Model:
         spec, ranks = self.spec, self.ranks
         groups = {} if self.optimizer is None else self.optimizer.group_of()
         shapes = {name: p.shape for name, p in spec.capture.model.named_parameters()}
-        unmoved, wide = {*spec.unused, *spec.fixed}, spec.in_fp32(DTYPES[self.precision])
+        unmoved, in_fp32 = {*spec.unused, *spec.fixed}, spec.in_fp32(DTYPES[self.precision])
         operands: Collection[str] = ()
         if self.precision == "fp8":
             from megatrain.model.float8 import multiplied
 
             operands = multiplied(spec)
 
+        def unplaced(name: str) -> Entry:
+            shape, group = tuple(shapes[name]), None if name in unmoved else groups.get(name)
+            if group is not None:
+                return Entry(name, shape, 0, group, copied=name in in_fp32)
+            packed = FP32 if name in in_fp32 else spec.packed.get(name)
+            is_wide = name in spec.wide and packed is None
+            return Entry(name, shape, 0, None, is_wide, packed, name in operands)
+
         def layout(kind: TileKind, names: list[str], visit: str = "") -> TileLayout:
-            parameters = [(n, shapes[n], None if n in unmoved else groups.get(n)) for n in names]
             rows = lcm(*(prod(shapes[n][1:]) for n in names if n in spec.gathered))
-            name, formats = kind.value + visit, (spec.wide, spec.packed, wide.intersection(names))
-            owned_here = set(self.owned).intersection(names)
-            return TileLayout(
-                name, parameters, kind, *formats, operands, ranks=ranks, row=rows, owned=owned_here
-            )
+            owned, entries = set(self.owned).intersection(names), map(unplaced, names)
+            name = kind.value + visit
+            return TileLayout(name, entries, kind, ranks=ranks, row=rows, owned=owned)
 
         tiles = [
             layout(TileKind.EMBEDDING, [n for n in spec.gathered if n not in spec.epilogue]),

@@ -9,13 +9,12 @@ format `FP32`, trained ones as copies of their masters behind all trained parame
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import groupby, product
 from math import lcm, prod
-from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -76,6 +75,7 @@ class Entry:
     wide: bool = False  # True if it is frozen, and its source has bits that bf16 does not hold
     packed: WeightFormat | None = None  # its format in the weights plane; None: plain values
     multiplied: bool = False  # True if layers compute with its `OPERANDS` in float8
+    copied: bool = False  # True if it is trained, and layers compute with fp32 copies of its master
 
     @cached_property
     def numel(self) -> int:
@@ -129,15 +129,10 @@ class Entry:
         return values[: self.numel].view(self.shape)
 
 
-class _Parameter(NamedTuple):
-    """A parameter that has no place yet."""
-
-    name: str
-    shape: torch.Size
-    group: int | None
-    wide: bool
-    order: tuple[bool, bool, bool, int]  # by which parameters are sorted
-    part: tuple[bool, bool, str]  # the same for all parameters of a part of the tile
+def _order(entry: Entry) -> tuple[bool, bool, bool, int]:
+    """The key by which a tile's parameters are sorted."""
+    is_packed = entry.multiplied or entry.packed not in (None, FP32)
+    return entry.group is None, not entry.wide, is_packed, entry.group or 0
 
 
 class TileLayout:
@@ -161,55 +156,37 @@ class TileLayout:
     def __init__(
         self,
         name: str,
-        parameters: Iterable[tuple[str, torch.Size, int | None]],
+        parameters: Iterable[Entry],
         kind: TileKind = TileKind.LAYER,
-        wide: Collection[str] = (),
-        packed: Mapping[str, WeightFormat] | None = None,
-        fp32: Collection[str] = (),
-        multiplied: Collection[str] = (),
         *,
         ranks: int = 1,
         row: int = 1,
         owned: Collection[str] = (),
     ) -> None:
         """Args:
-        parameters: `(name, shape, group)` of each; group None means frozen.
-        wide, packed, multiplied: names, and formats by name, as of `Entry`.
-        fp32: names of parameters that layers compute with in fp32, whatever the planes' type.
+        parameters: in any order; the layout sorts them and gives them new offsets.
         row: elements of a row, which cuts between ranks keep whole in each part.
         """
         self.name, self.kind = name, kind
-        self.ranks, self._row, self._fp32 = ranks, row, fp32
+        self.ranks, self._row = ranks, row
         self.owned = frozenset(owned) if ranks > 1 else frozenset()
         self.copies: dict[str, list[tuple[int, int, int]]] = {}
         cut = ranks * lcm(ALIGNMENT, row) if ranks > 1 else ALIGNMENT
         entries: list[Entry] = []
-        offset = 0
-        formats = {**(packed or {}), **dict.fromkeys(fp32, FP32)}
-        last = {name for name, packing in formats.items() if packing is not FP32} | {*multiplied}
-        unplaced: list[_Parameter] = []
-        for n, shape, group in parameters:
-            is_wide = group is None and n in wide and n not in formats
-            order = group is None, not is_wide, n in last, group or 0
-            part = group is None, is_wide, n if n in self.owned else ""
-            unplaced.append(_Parameter(n, shape, group, is_wide, order, part))
         self.parts: list[tuple[int, int]] = []
         self.moved: list[int] = []
-        self.trainable_numel = one_rank_offset = 0  # the offset in the layout of one rank
-        in_order = sorted(unplaced, key=attrgetter("order"))
-        for (is_frozen, _, is_owned), members in groupby(in_order, key=attrgetter("part")):
+        offset = self.trainable_numel = one_rank_offset = 0  # the offset in the layout of one rank
+        in_order = sorted(parameters, key=_order)
+        for (is_frozen, _, owned_name), members in groupby(in_order, key=self._part):
             if is_frozen and not any(entry.group is None for entry in entries):
                 offset = self._place_copies(entries, offset, cut)
             start = offset
             self.moved.append(start - one_rank_offset)
-            for p in members:
-                packing = formats.get(p.name) if is_frozen else None
-                in_fp8 = is_frozen and p.name in multiplied
-                sizes = tuple(p.shape)
-                entries.append(Entry(p.name, sizes, offset, p.group, p.wide, packing, in_fp8))
-                offset = align(offset + entries[-1].stored, ALIGNMENT)
+            for entry in members:
+                entries.append(replace(entry, offset=offset))
+                offset = align(offset + entry.stored, ALIGNMENT)
             one_rank_offset += offset - start
-            offset = start + align(offset - start, ALIGNMENT if is_owned else cut)
+            offset = start + align(offset - start, ALIGNMENT if owned_name else cut)
             self.parts.append((start, offset))
             if not is_frozen:
                 self.trainable_numel = offset
@@ -218,13 +195,23 @@ class TileLayout:
         self.entries, self.numel = tuple(entries), offset
         self.by_name = {entry.name: entry for entry in entries}
 
+    def _part(self, entry: Entry) -> tuple[bool, bool, str]:
+        """A key that all parameters of a part of the tile share."""
+        return entry.group is None, entry.wide, entry.name if entry.name in self.owned else ""
+
+    def _with(self, entries: Iterable[Entry]) -> "TileLayout":
+        """The layout of these parameters, otherwise like this one."""
+        return TileLayout(
+            self.name, entries, self.kind, ranks=self.ranks, row=self._row, owned=self.owned
+        )
+
     def _place_copies(self, trained: Sequence[Entry], start: int, cut: int) -> int:
         """Lay out the ranks' fp32 copies of their blocks from `start` on; return the end."""
         longest = 0
         places: list[tuple[str, int, int, int, int]] = []
         for rank in range(self.ranks):
             copy_start, blocks = 0, [*self.blocks(rank)]
-            copied = [entry for entry in trained if entry.name in self._fp32]
+            copied = [entry for entry in trained if entry.copied]
             for entry, (begin, size) in product(copied, blocks):
                 first = max(entry.offset, begin)
                 stop = min(entry.offset + entry.numel, begin + size)
@@ -274,34 +261,25 @@ class TileLayout:
         """The layout of the unpacked parameters, in which plain ones have the same places."""
         if not self.needs_unpacking:
             return self
-        parameters = [(e.name, torch.Size(e.shape), e.group) for e in self.entries]
-        wide = [e.name for e in self.entries if e.wide]
-        packed = {e.name: OPERANDS for e in self.entries if e.multiplied}
-        return TileLayout(
-            self.name, parameters, self.kind, wide, packed, self._fp32,
-            ranks=self.ranks, row=self._row, owned=self.owned,
-        )  # fmt: skip
+
+        def unpacked(entry: Entry) -> Entry:
+            if entry.multiplied:
+                return replace(entry, packed=OPERANDS, multiplied=False, wide=False)
+            return replace(entry, packed=None) if entry.needs_unpacking else entry
+
+        return self._with(map(unpacked, self.entries))
 
     @cached_property
     def local(self) -> "TileLayout":
         """The layout on a rank's device, which has the rank's experts alone of `owned` stacks."""
         if not self.owned:
             return self
-
-        def shape(e: Entry) -> torch.Size:
-            is_owned = e.name in self.owned
-            return torch.Size((e.shape[0] // self.ranks, *e.shape[1:]) if is_owned else e.shape)
-
-        parameters = [(e.name, shape(e), e.group) for e in self.entries]
-        packed = {e.name: e.packed for e in self.entries if e.packed not in (None, FP32)}
-        wide, multiplied = (
-            [e.name for e in self.entries if e.wide],
-            [e.name for e in self.multiplied],
+        return self._with(
+            replace(entry, shape=(entry.shape[0] // self.ranks, *entry.shape[1:]))
+            if entry.name in self.owned
+            else entry
+            for entry in self.entries
         )
-        return TileLayout(
-            self.name, parameters, self.kind, wide, packed, self._fp32, multiplied,
-            ranks=self.ranks, row=self._row, owned=self.owned,
-        )  # fmt: skip
 
     @cached_property
     def gathered(self) -> list[tuple[int, int]]:

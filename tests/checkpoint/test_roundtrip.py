@@ -172,10 +172,7 @@ def test_other_tiles_are_filled_by_name(tmp_path):
         engine.step(step)
     engine.save(tmp_path / "saved")
     entries = [(tile, entry) for tile, entry in store_of(engine).entries()][::-1]
-    layouts = [
-        TileLayout(e.name, [(e.name, torch.Size(e.shape), e.group)], wide=[e.name] * e.wide)
-        for _, e in entries
-    ]
+    layouts = [TileLayout(entry.name, [entry]) for _, entry in entries]
     store = Store(CpuDevice(), layouts, torch.bfloat16, rule=AdamW())
     read_tiles(open_checkpoint(tmp_path / "saved"), store.tiles, threads=2)
     for (tile, entry), other in zip(entries, store.tiles, strict=True):

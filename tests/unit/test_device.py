@@ -31,7 +31,8 @@ from megatrain.driver import amd
 from megatrain.driver.base import Gpu
 from megatrain.kernels import reference
 from megatrain.telemetry.gpu import find_driver, find_gpu
-from megatrain.tile import TileLayout
+from megatrain.tile import Entry, TileLayout
+from megatrain.tile.formats import FP32
 from megatrain.tile.layout import ALIGNMENT
 from tests.forks import forked
 from tests.inside import answering, sized
@@ -295,16 +296,14 @@ def test_without_a_library_the_driver_shows_no_gpu(monkeypatch):
 shapes = st.lists(st.integers(1, 40), min_size=0, max_size=3).map(torch.Size)
 groups = st.one_of(st.none(), st.integers(0, 3))
 parameters = st.lists(st.tuples(shapes, groups), max_size=12).map(
-    lambda found: [(f"p{i}", shape, group) for i, (shape, group) in enumerate(found)]
+    lambda found: [Entry(f"p{i}", (*shape,), 0, group) for i, (shape, group) in enumerate(found)]
 )
 
 
 @given(parameters)
 def test_entries_are_disjoint_aligned_and_complete(given_parameters):
     layout = TileLayout("tile", given_parameters)
-    assert {(e.name, e.shape, e.group) for e in layout.entries} == {
-        (name, tuple(shape), group) for name, shape, group in given_parameters
-    }
+    assert {replace(entry, offset=0) for entry in layout.entries} == {*given_parameters}
     end = 0
     for entry in layout.entries:
         assert entry.offset >= end
@@ -316,14 +315,20 @@ def test_entries_are_disjoint_aligned_and_complete(given_parameters):
         entry = layout.by_name[name]
         assert torch.equal(view.flatten(), plane[entry.offset : entry.offset + entry.numel])
         assert torch.equal(entry.view(plane), view)
-    assert layout.num_parameters == sum(prod(shape) for _, shape, _ in given_parameters)
+    assert layout.num_parameters == sum(prod(entry.shape) for entry in given_parameters)
 
 
 @given(parameters, st.integers(1, 4), st.data())
 def test_copies_in_fp32_are_whole_wherever_ranks_cut(given_parameters, ranks, data):
     """Each rank's copies lie in its block; together they are the parameters."""
-    fp32 = [name for name, _, _ in given_parameters if data.draw(st.booleans())]
-    layout = TileLayout("tile", given_parameters, fp32=fp32, ranks=ranks)
+    fp32 = [entry.name for entry in given_parameters if data.draw(st.booleans())]
+    entries = [
+        replace(e, **({"packed": FP32} if e.group is None else {"copied": True}))
+        if e.name in fp32
+        else e
+        for e in given_parameters
+    ]
+    layout = TileLayout("tile", entries, ranks=ranks)
     plane, values = torch.zeros(layout.numel, dtype=torch.bfloat16), torch.rand(layout.numel)
     for pieces in layout.copies.values():
         for start, stop, at in pieces:

@@ -30,7 +30,7 @@ from megatrain.kernels.states import (
 from megatrain.optim import NO_DECAY, RULES, StreamedOptimizer
 from megatrain.source.tiles import DTYPES
 from megatrain.store.store import Store
-from megatrain.tile import TileLayout
+from megatrain.tile import Entry, TileLayout
 from tests.families.plain import PlainSGD
 from tests.families.tiny import tiny_model
 from tests.inside import sized
@@ -165,7 +165,7 @@ def test_a_rule_s_update_is_its_plain_form_s_bit_for_bit(name, precision, grad_s
     if "betas" in hyper and grad_scale < 1:
         hyper["betas"] = (0.3, 0.95)  # torch's lerp has a formula for either side of 0.5
     rule, dtype, size = SWEPT[name](**hyper), DTYPES[precision], 3001
-    tile = Store(CpuDevice(), [TileLayout("t", [("a", torch.Size([size]), 0)])], dtype, rule=rule)
+    tile = Store(CpuDevice(), [TileLayout("t", [Entry("a", (size,), 0, 0)])], dtype, rule=rule)
     [tile], master = tile.tiles, torch.nn.Parameter(randn(size, 0))
     tile.write_master(tile.layout.entries[0], master.detach())
     plain = PLAIN[name]([master], **hyper)
