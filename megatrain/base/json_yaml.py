@@ -17,7 +17,6 @@ from megatrain.errors import InputError, explained, in_one_line
 # some twenty times its text, and a hostile file must not take the memory.
 MAX_JSON_BYTES = 32 * MIB
 MAX_YAML_BYTES = 1 * MIB
-MAX_YAML_NESTING = 16
 MAX_NAME_LENGTH = 1000
 DAMAGED = "the file is damaged, download or copy it again"
 _SHOWN = 60  # characters of a key
@@ -102,6 +101,8 @@ def parse_yaml(text: str) -> Any:
         is_indented_badly = r"\t" in problem or "<block" in problem
         remedy = "; indent by spaces, all keys of a section alike" if is_indented_badly else ""
         raise ValueError(f"{place}not valid: {problem}{remedy}") from error
+    except RecursionError as error:
+        raise ValueError("not valid: nested too deeply") from error
     except yaml.YAMLError as error:
         raise ValueError(f"not valid: {in_one_line(error, 200)}") from error
 
@@ -109,10 +110,8 @@ def parse_yaml(text: str) -> Any:
 class _Loader(yaml.SafeLoader):
     """A SafeLoader that reads `1e-5` as a number, as YAML 1.2 does, and refuses what is ambiguous:
 
-    repeated keys, aliases, tags, deep nesting, and scalars that differ in YAML 1.1: `010`, `1:30`.
+    repeated keys, aliases, tags, and scalars that differ in YAML 1.1: `010`, `1:30`.
     """
-
-    depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -120,12 +119,7 @@ class _Loader(yaml.SafeLoader):
             raise _refusal("aliases are not supported: write the value out", event.start_mark)
         if getattr(event, "tag", None) is not None:
             raise _refusal("tags are not supported: leave the tag out", event.start_mark)
-        if isinstance(event, yaml.CollectionStartEvent) and self.depth == MAX_YAML_NESTING:
-            raise _refusal("nested too deep", event.start_mark)
-        self.depth += 1
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = set()

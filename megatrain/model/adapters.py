@@ -274,9 +274,7 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
     uses = Counter(id(p) for _, p in names)
     for path, module in peft.wrappers(model):
         is_copy = peft.is_copy(module)
-        inner = peft.inner(module)
-        # A copy has buffers as well.
-        tensors = inner.state_dict(keep_vars=True) if is_copy else dict(inner.named_parameters())
+        tensors = dict(peft.inner(module).named_parameters())
         only = peft.parameter_of(module)
         base_path = peft.base_path(path)
         if not is_copy and module.lora_bias[adapters.name] and "bias" not in tensors:
@@ -292,12 +290,10 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
                     f"{path} is tied to another module, and merging would change both; export the "
                     "adapter instead"
                 )
-            if is_copy:
-                copy_name = f"{path}.modules_to_save.{adapters.name}.{name}"
-                out[f"{base_path}.{name}"] = values[copy_name]
-            else:
+            if not is_copy:
                 own_values = {n: values[first[id(p)]] for n, p in module.named_parameters()}
                 out[f"{base_path}.{name}"] = partial(
                     peft.merged, module, adapters.name, own_values, name
                 )
-    return out
+    copies = adapters.copies
+    return out | {copies[name]: value for name, value in values.items() if name in copies}

@@ -266,8 +266,7 @@ def loaded_types(
         base_names = {**adapters.held, **adapters.copies}
         named_tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
         types = {name: of_base.get(base_names.get(name, ""), dtype) for name, _ in named_tensors}
-        by_dtype[dtype] = types
-        return types
+        return by_dtype.setdefault(dtype, types)
     if built is None:
         with weightless():
             built = hf.model_of(type(model), copy.deepcopy(model.config), dtype=dtype)
@@ -278,8 +277,7 @@ def loaded_types(
     for name in stored & types.keys():
         if types[name].is_floating_point and any(pattern.search(name) for pattern in plan):
             types[name] = torch.float32
-    by_dtype[dtype] = types
-    return types
+    return by_dtype.setdefault(dtype, types)
 
 
 @contextmanager

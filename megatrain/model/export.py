@@ -237,11 +237,8 @@ def _exported(folder: Path, described: Tensors, beside: Companions) -> Iterator[
 
 def _saved_names(model: PreTrainedModel, tensors: Values) -> dict[str, str]:
     """The names to write, each with the first name of the same tensor."""
-    persistent = model.state_dict().keys()
-    parameters = list(model.named_parameters(remove_duplicate=False))
-    buffers = [buffer for buffer in model.named_buffers() if buffer[0] in persistent]
     aliases: dict[int, list[str]] = {}
-    for name, tensor in parameters + buffers:
+    for name, tensor in model.state_dict(keep_vars=True).items():
         aliases.setdefault(id(tensor), []).append(name)
     needed = {name for name, _ in model.named_parameters()}
     firsts = {names[0] for names in aliases.values()}

@@ -6,8 +6,7 @@ parameters each result depends on.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -174,6 +173,7 @@ class _Probe:
         self.choosing: list[str] = []  # biases of routers that get no gradient
         self.without_gradients: list[str] = []  # layers that are called under no_grad
         self.origin: dict[Hashable, Ref] = {}  # `identity` of an activation -> its origin
+        self.marks: dict[int, tuple[Tensor, Ref]] = {}  # id of a leaf -> the leaf, its activation
         self.alive: list[Tensor] = []  # activations, so that no other tensor gets their identity
         self.uses = Uses()
         self.inputs = self.capture.inputs({"input_ids": PROBE_IDS.clone()})
@@ -229,7 +229,7 @@ class _Probe:
                 )
             structure = self._finish(rows, constants, output)
         refuse_mixing(structure)
-        unsupported.refuse_state(watch, lambda: self._repeat(output, rows))
+        unsupported.refuse_state(watch, lambda: self._repeated(output, rows))
         if self.without_gradients:  # last, as other reasons say more
             raise Unsupported(
                 f"{self.without_gradients[0]} is called under torch.no_grad(), and would be "
@@ -250,52 +250,44 @@ class _Probe:
         ids = self.inputs["input_ids"]
         return Rows(ids, torch.searchsorted(unique, ids), tables, unique)
 
-    def _repeat(self, output: Any, rows: Rows) -> list[Any]:
-        """Run the forward a second time; returns the layers' arguments and the results."""
-        arguments, hidden = self._replayed(rows)
-        return [*arguments, hidden, self._logits(output, self.uses)]
-
-    def _replayed(self, rows: Rows, uses: Uses | None = None) -> tuple[list[Any], Tensor]:
-        """The layers' arguments, and the last hidden states, in another run."""
-        arguments: list[Any] = []
+    def _repeated(self, output: Any, rows: Rows, uses: Uses | None = None) -> list[Any]:
+        """The layers' arguments, the last hidden states and the logits, in another run."""
+        values: list[Any] = []
         visits = iter(self.layers)
 
         def replay(module: nn.Module, args: tuple, kwargs: dict) -> Any:
-            arguments.extend(pytree.tree_leaves((args, kwargs)))
+            values.extend(pytree.tree_leaves((args, kwargs)))
             kind = next(visits).kind
             return pytree.tree_unflatten(list(kind.example), kind.output_spec)
 
         with torch.no_grad(), self.capture.stop_after_trunk():
-            return arguments, last_hidden(self._forward(replay, rows, uses))
+            hidden = last_hidden(self._forward(replay, rows, uses))
+        return [*values, hidden, self._logits(output, uses)]
 
     def _read_after(self, rows: Rows, output: Any, before: Iterable[Tensor]) -> bool:
         """True if what follows the layers computes from these tensors, even without gradients."""
         uses = Uses(derived={id(tensor): tensor for tensor in before})
-        _, hidden = self._replayed(rows, uses)
-        return not {id(hidden), id(self._logits(output, uses))}.isdisjoint(uses.derived)
+        *_, hidden, logits = self._repeated(output, rows, uses)
+        return not {id(hidden), id(logits)}.isdisjoint(uses.derived)
 
     def _find_trunk(self) -> None:
         """Set the capture's trunk; raises NotCalled or Unsupported: there is none."""
         path = self.stack_name.split(".")
+        around = [self.model.get_submodule(".".join(path[:n])) for n in range(1, len(path))]
+        if self.capture.embeds:  # without a head, the model's output is the trunk's
+            around.append(self.model)
         called: list[nn.Module] = []
-        with ExitStack() as hooks:
-            for n in range(1, len(path)):
-                ancestor = self.model.get_submodule(".".join(path[:n]))
-                note = ancestor.register_forward_pre_hook(
-                    lambda module, args: called.append(module)
-                )
-                hooks.enter_context(note)
+        with register_module_forward_pre_hook(lambda module, _: called.append(module)):
             shapes = {name: p.shape for name, p in self.outer.items()}
             if not unsupported.settle(self.capture, shapes):
                 raise NotCalled
-        if self.capture.embeds:  # without a head, the model's output is the trunk's
-            called.insert(0, self.model)
-        if not called:
+        trunk = next((module for module in called if module in around), None)
+        if trunk is None:
             raise Unsupported(
                 f"{type(self.model).__name__} calls the layers of {self.stack_name} itself, with "
                 "no module between them and the language-model head"
             )
-        self.capture.trunk = called[0]
+        self.capture.trunk = trunk
 
     def _tables(self) -> tuple[list[str], list[int]]:
         """Names of tables that are only read by the batch's ids or fixed rows; and these rows."""
@@ -344,19 +336,30 @@ class _Probe:
         for index, value in enumerate(kind.example):
             if isinstance(value, Tensor):
                 ref = Ref(visit, index)
-                value = tag(value, ref) if value.is_floating_point() else value.clone()
+                value = self._marked(value, ref) if value.is_floating_point() else value.clone()
                 self.origin[identity(value)] = ref
                 self.uses.derived[id(value)] = value
                 self.alive.append(value)
             outputs.append(value)
         return pytree.tree_unflatten(outputs, kind.output_spec)
 
+    def _marked(self, value: Tensor, ref: Ref) -> Tensor:
+        """A copy of an activation; the graphs of later tensors show that they depend on it."""
+        mark = torch.zeros((), dtype=value.dtype, requires_grad=True)
+        self.marks[id(mark)] = mark, ref
+        with torch.enable_grad():
+            return value + mark
+
+    def _reached(self, tensor: Tensor) -> list[Ref]:
+        """The layers' activations on which a tensor depends."""
+        return sorted(self.marks[leaf][1] for leaf in reach([tensor]) if leaf in self.marks)
+
     def _trace(self, leaf: Tensor, path: str) -> Ref | None:
         """The origin of a layer's argument; None: no gradient flows to it."""
         if identity(leaf) in self.origin:
             self._refuse_other_gradients(leaf, path)
             return self.origin[identity(leaf)]
-        if id(leaf) in self.uses.derived or reach([leaf]).refs:
+        if id(leaf) in self.uses.derived or self._reached(leaf):
             raise Unsupported(
                 f"before {path}, its forward computes on what earlier layers gave; operations "
                 "between layers are not supported"
@@ -409,7 +412,7 @@ class _Probe:
         zeros = {n: zero_pages(p.shape, requires_grad=True) for n, p in weights.items()}
         with torch.random.fork_rng(devices=[]), ZeroProducts(zeros.values()):
             outputs = layer.kind.call(zeros | dict(layer.module.named_buffers()), args, kwargs)
-        reached = reach(x for x in outputs if isinstance(x, Tensor) and x.requires_grad).leaves
+        reached = reach(x for x in outputs if isinstance(x, Tensor) and x.requires_grad)
         return [f"{layer.name}.{name}" for name in names if id(zeros[name]) not in reached]
 
     def _template(self, module: nn.Module, path: str, *, numbered: bool = True) -> LayerTemplate:
@@ -426,16 +429,17 @@ class _Probe:
         weights = self.weights
         names = {id(w): name for name, w in weights.items()}
         end = reach([last_hidden(output)])
-        if not end.refs:
+        epilogue_inputs = self._reached(last_hidden(output))
+        if not epilogue_inputs:
             raise Unsupported(
                 f"what {self.stack_name} gives cannot be traced back to its layers (they run "
                 "inside an autograd function of their own)"
             )
         logits = self._logits(output, self.uses)
-        in_head = reach([logits]).leaves
-        later = end.leaves | in_head
+        in_head = reach([logits])
+        later = end | in_head
         firsts = [leaf for leaf in self.alive if self.origin[identity(leaf)].visit == PROLOGUE]
-        prior = reach(firsts).leaves
+        prior = reach(firsts)
         read_whole = {id(weights[name]) for name in rows.tables} & (self.uses.read - later)
         if read_whole or later & {id(table) for table in rows.tables.values()}:
             raise Unsupported("what follows the layers reads the token embeddings again")
@@ -459,10 +463,14 @@ class _Probe:
         # Images and sounds may use the weights that text does not use.
         not_used = [name for name in weights if name in without_gradient and name not in fixed]
         media, unused = (not_used, []) if self.capture.encodes else ([], not_used)
+        called = {layer.module for layer in self.layers}
+        for layer in self.capture.layers:
+            if layer not in called:
+                unused += [f"{self.paths[id(layer)]}.{n}" for n, _ in layer.named_parameters()]
         return ModelSpec(
             capture=self.capture,
             layers=self.layers,
-            epilogue_inputs=sorted(end.refs),
+            epilogue_inputs=epilogue_inputs,
             gathered=gathered,
             constants=constants,
             prologue=prologue + sorted({*fixed, *kept}),
@@ -472,7 +480,7 @@ class _Probe:
             trunk=with_hidden(output, last_hidden(output).detach()[:0]),
             fixed=fixed + unreached + self.choosing,
             kept=kept,
-            unused=unused + self._parameters_of_skipped_layers(),
+            unused=unused,
             media=media,
             router_loss=self.router_loss,
         )
@@ -485,16 +493,7 @@ class _Probe:
         looked_up = {id(table) for table, _ in self.uses.lookups}
         return self.uses.read | looked_up | {table for table, _ in self.uses.constants}
 
-    def _parameters_of_skipped_layers(self) -> list[str]:
-        called = {layer.name for layer in self.layers}
-        names: list[str] = []
-        for layer in self.capture.layers:
-            path = self.paths[id(layer)]
-            if path not in called:
-                names += [f"{path}.{name}" for name, _ in layer.named_parameters()]
-        return names
-
-    def _logits(self, output: Any, uses: Uses) -> Tensor:
+    def _logits(self, output: Any, uses: Uses | None) -> Tensor:
         # Other numbers of rows and tokens than the run's show states that the trunk has pooled.
         hidden = last_hidden(output).detach()[:1, :3].clone().requires_grad_()
         inputs = {**self.inputs, "input_ids": PROBE_IDS[:1, :3]}
@@ -511,49 +510,19 @@ class _Probe:
         return logits
 
 
-class _Tag(torch.autograd.Function):
-    """Marks an activation in the autograd graph with its origin."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, ref: Ref) -> Tensor:
-        ctx.ref = ref
-        return value.detach().clone().requires_grad_()
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> Any:
-        return gradient[0], None
-
-
-def tag(value: Tensor, ref: Ref) -> Tensor:
-    """A copy of `value`, marked so that `reach` finds it in the graphs of later tensors."""
-    anchor = torch.zeros((), dtype=value.dtype, requires_grad=True)
-    with torch.enable_grad():
-        return _Tag.apply(value + anchor, ref)
-
-
-@dataclass
-class AutogradDeps:
-    """The tagged activations, and the ids of leaves, on which tensors depend."""
-
-    refs: set[Ref] = field(default_factory=set)
-    leaves: set[int] = field(default_factory=set)
-
-
-def reach(tensors: Iterable[Tensor]) -> AutogradDeps:
-    """The tagged activations and leaves in the autograd graph of `tensors`."""
+def reach(tensors: Iterable[Tensor]) -> set[int]:
+    """The ids of the leaves in the autograd graph of `tensors`."""
     tensors = list(tensors)
-    deps, visited = AutogradDeps(), set()
+    leaves = {id(t) for t in tensors if t.requires_grad and t.grad_fn is None}
+    visited = set()
     queue: list[Any] = [t.grad_fn for t in tensors]
-    deps.leaves.update(id(t) for t in tensors if t.requires_grad and t.grad_fn is None)
     while queue:
         node = queue.pop()
         if node is None or node in visited:
             continue
         visited.add(node)
-        if hasattr(node, "ref"):
-            deps.refs.add(node.ref)
-        elif hasattr(node, "variable"):
-            deps.leaves.add(id(node.variable))
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
         else:
             queue.extend(parent for parent, _ in node.next_functions)
-    return deps
+    return leaves

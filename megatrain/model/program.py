@@ -244,12 +244,12 @@ class ModelProgram:
             is_close = all(torch.allclose(*pair, rtol=0.02, atol=0.02) for pair in pairs)
             if call.activations != layer.inputs or not is_close:
                 raise _beyond_sums(layer)
-        if id(features_N) in reach([last_hidden(output)]).leaves:
+        if id(features_N) in reach([last_hidden(output)]):
             raise _beyond_sums(self.spec.layers[-1])
 
     def _encoded(self, batch: MicroBatch, features_N: Tensor) -> AbstractContextManager[None]:
         def refuse_text(value: Tensor) -> None:
-            if value.requires_grad and not reach([value]).leaves <= {id(features_N)}:
+            if value.requires_grad and not reach([value]) <= {id(features_N)}:
                 raise _text_alone("an encoder of images or sounds is given features of text")
 
         return replayed(self._encoder_calls, batch.encoded, features_N, refuse_text)
@@ -438,7 +438,7 @@ class _LayerRecorder:
 
     def _entering(self, visit: int, leaf: Tensor) -> Ref | Sum:
         """Note a new activation of the prologue, or what is added to a layer's result."""
-        made_by = {self._made_by[i] for i in reach([leaf]).leaves if i in self._made_by}
+        made_by = {self._made_by[i] for i in reach([leaf]) if i in self._made_by}
         if not made_by:
             ref = Ref(PROLOGUE, sum(ref.visit == PROLOGUE for ref in self.values))
             self.values[ref] = leaf

@@ -222,18 +222,15 @@ def draws(function: Callable[[], Any], tensors: Mapping[str, Tensor]) -> bool:
 
     Args: `tensors`: some of the call's inputs; they name its device.
     """
-    generators = [(torch.get_rng_state, torch.set_rng_state)]
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-    if device.type not in ("cpu", "meta"):
-        module = torch.get_device_module(device)
-        get, put = module.get_rng_state, module.set_rng_state
-        generators.append((partial(get, device), partial(put, device=device)))
-    states = [get() for get, _ in generators]
-    try:
-        with torch.no_grad():
-            function()
-        states_after = [get() for get, _ in generators]
-    finally:
-        for (_, put), state in zip(generators, states, strict=True):
-            put(state)
-    return not all(map(torch.equal, states, states_after))
+    forked = [] if device.type in ("cpu", "meta") else [device]
+
+    def states() -> list[Tensor]:
+        modules = map(torch.get_device_module, forked)
+        return [torch.get_rng_state(), *(module.get_rng_state(device) for module in modules)]
+
+    kind = device.type if forked else "cuda"  # any, if only the CPU's generator is forked
+    with torch.random.fork_rng(forked, device_type=kind), torch.no_grad():
+        before = states()
+        function()
+        return not all(map(torch.equal, before, states()))

@@ -15,7 +15,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
 from operator import methodcaller
 from pathlib import Path
 from threading import Event
@@ -242,11 +241,11 @@ def lazy_weights(
     def read(recipe: Recipe, first: str) -> Tensor:
         return plan.build(recipe, packed)[first]
 
-    readers: dict[str, Callable[[], Tensor]] = {}
-    for recipe in recipes:
-        firsts = [plan.first_name[name] for name in recipe.build(model, Stored.blank)]
-        readers |= {first: partial(read, recipe, first) for first in firsts}
-    return readers
+    return {
+        (first := plan.first_name[name]): partial(read, recipe, first)
+        for recipe in recipes
+        for name in recipe.build(model, Stored.blank)
+    }
 
 
 _HEADS = "lm_head.", "embed_out.", "cls."  # of language models
@@ -288,12 +287,7 @@ class WeightPlan:
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
         """Raises InputError: tensors misshapen or not of a float dtype, or damaged files."""
         self._folder, self._model = folder, model
-        saved = model.state_dict().keys()
-        named = chain(
-            model.named_parameters(remove_duplicate=False),
-            model.named_buffers(remove_duplicate=False),
-        )
-        references = {name: tensor for name, tensor in named if name in saved}
+        references = model.state_dict(keep_vars=True)
         first: dict[int, str] = {}
         self.first_name = {name: first.setdefault(id(t), name) for name, t in references.items()}
         stored = stored_tensors(folder)

@@ -154,7 +154,7 @@ def test_a_mistake_is_one_line_with_the_key_and_what_would_be_right(load, expect
 
 
 FILES = SETTINGS["run files"] | {
-    "a: " + "[" * 5000: "line 1: not valid: nested too deep",
+    "a: " + "[" * 5000: "not valid: nested too deeply",
     "a: " + "9" * 5000: "",
     "x: 1 # " + "long " * 300_000: "larger than",
 }
