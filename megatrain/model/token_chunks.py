@@ -222,15 +222,15 @@ def draws(function: Callable[[], Any], tensors: Mapping[str, Tensor]) -> bool:
 
     Args: `tensors`: some of the call's inputs; they name its device.
     """
-    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-    forked = [] if device.type in ("cpu", "meta") else [device]
+    devices = (tensor.device for tensor in tensors.values() if not tensor.is_meta)
+    device = next(devices, torch.device("cpu"))
+    forked = [] if device.type == "cpu" else [device]
 
     def states() -> list[Tensor]:
         modules = map(torch.get_device_module, forked)
         return [torch.get_rng_state(), *(module.get_rng_state(device) for module in modules)]
 
-    kind = device.type if forked else "cuda"  # any, if only the CPU's generator is forked
-    with torch.random.fork_rng(forked, device_type=kind), torch.no_grad():
+    with torch.random.fork_rng(forked, device_type=device.type), torch.no_grad():
         before = states()
         function()
         return not all(map(torch.equal, before, states()))
