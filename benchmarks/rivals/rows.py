@@ -52,7 +52,7 @@ def caption(rows: Sequence[dict[str, Any]]) -> str:
         words += f", LoRA of rank {case.lora_r}"
     if case.device_memory_bytes:
         words += f", {gib(case.device_memory_bytes)} of device memory"
-    return words + (f"; {_where(machine)}, commit {row['commit']}" if machine else "")
+    return words + (f"; {_where(machine)}, commit {row['commit'][:8]}" if machine else "")
 
 
 def commands(rows: Sequence[dict[str, Any]]) -> list[str]:
