@@ -21,7 +21,7 @@ from megatrain.errors import InputError, explained
 from megatrain.generate import Sampling, generate
 from megatrain.model.weights import resolve_model
 from megatrain.placement import Precision
-from megatrain.train.resolve import ResolvedModel, run_tokenizer
+from megatrain.train.resolve import ResolvedModel, run_images, run_tokenizer
 
 _UNREAD = ("system", "tools", "history", "chat_template_kwargs")  # training heeds them
 
@@ -35,8 +35,8 @@ def opened(
     host_memory: str | None = None,
     *,
     trust_remote_code: bool = False,
-) -> Iterator[tuple[Any, Any]]:
-    """Within this context the model of a run, checkpoint, folder or hub id, and its tokenizer.
+) -> Iterator[tuple[Any, Any, ImageProcessor]]:
+    """The model of a run, checkpoint, folder or hub id, its tokenizer and processor of images.
 
     Raises InputError: one of them cannot be read, or the model writes no texts; DoesNotFit: host
     memory cannot hold the model.
@@ -53,12 +53,13 @@ def opened(
         host_memory=host_memory,
     ) as engine:
         _ = engine.generation_config  # raises for a model that writes no texts
-        yield engine, tokenizer
+        yield engine, tokenizer, run_images(resolved.section)
 
 
 def print_texts(
     engine: Any,
     tokenizer: Any,
+    images: ImageProcessor,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
@@ -71,7 +72,6 @@ def print_texts(
 
     Raises InputError: a prompt cannot be used.
     """
-    images = ImageProcessor(Path(tokenizer.name_or_path))
     if output is None and len(prompts) == 1:
         streamer = TextStreamer(
             tokenizer, skip_prompt=not isinstance(prompts[0], str), skip_special_tokens=True
@@ -92,13 +92,15 @@ def print_texts(
                 file.write(json.dumps({key: prompt, "completion": text}, ensure_ascii=False) + "\n")
 
 
-def talk(engine: Any, tokenizer: Any, system: str | None, sampling: Sampling) -> None:
+def talk(
+    engine: Any, tokenizer: Any, images: ImageProcessor, system: str | None, sampling: Sampling
+) -> None:
     """Read lines and print replies until an empty line or the end of the input."""
     if not tokenizer.chat_template:
         raise InputError(f"{tokenizer.name_or_path}: has no chat template; take an instruct model")
     beginning = [] if system is None else [{"role": "system", "content": system}]
     messages = list(beginning)
-    images, shown = ImageProcessor(Path(tokenizer.name_or_path)), list[Any]()
+    shown: list[Any] = []
     print("an empty line ends the talk, /reset begins a new one, /image FILE shows a picture")
     with suppress(EOFError):
         while line := input("> ").strip():

@@ -24,6 +24,9 @@ _TEXT_FIELDS = {
     "tool_call": "tool_calls",
 }  # fmt: skip
 
+# Keys of a content part with a medium that are read.
+_OF_MEDIA = ("type", "url", "path", "base64", "bytes", "data", "format", *PARTS)
+
 
 class Conversation(NamedTuple):
     """Messages for a chat template, and its other inputs."""
@@ -137,6 +140,7 @@ def _of_parts(parts: Sequence[object], message: Message, where: str, images: boo
     """The fields of a message with these content parts: text, media, reasoning, tool calls."""
     is_reply = message["role"] == "assistant"
     media: list[MediumSource] = []
+    unread: Message = {}
     texts_of: dict[str, list[str]] = {"content": [], "reasoning_content": [], "tool_calls": []}
     for part in parts:
         entries = part if isinstance(part, Mapping) else {"type": type(part).__name__}
@@ -156,7 +160,12 @@ def _of_parts(parts: Sequence[object], message: Message, where: str, images: boo
         if name in message:
             raise InputError(f"{where}: {name!r} is also in a part of 'content': keep one")
         texts_of[name].append(text)
-    fields: Message = {name: "".join(texts) for name, texts in texts_of.items() if texts}
+        inner, read = entries.get(kind), _OF_MEDIA if kind in PARTS else ("type", kind, "value")
+        for key, value in {**entries, **(inner if isinstance(inner, Mapping) else {})}.items():
+            if not (key in read or empty(value)):
+                refuse_unheeded_of_message({key: value}, where)
+                unread[f"{kind}.{key}"] = value  # no template names it, so that it is told
+    fields: Message = unread | {name: "".join(texts) for name, texts in texts_of.items() if texts}
     if calls := texts_of["tool_calls"]:
         fields["tool_calls"] = [from_json(call, "tool_call", where) for call in calls]
     return fields | ({"media": media} if media else {})

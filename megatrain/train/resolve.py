@@ -219,9 +219,16 @@ def run_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def run_images(model: ModelSection, *, weights: bool = True) -> ImageProcessor:
-    """The image processor of a run's model; `weights`: as `resolve_model` takes it."""
+    """The image processor of an adapter's folder, if it has one of its own, else of the model's.
+
+    Args: `weights`: as `resolve_model` takes it.
+    """
     folder = None if model.path is None else resolve_model(model.path, weights=weights)
-    return ImageProcessor(folder, trust_remote_code=model.trust_remote_code)
+    own, of_model = (
+        ImageProcessor(path, trust_remote_code=model.trust_remote_code)
+        for path in (adapter_folder(model.tokenizer), folder)
+    )
+    return own if own.identity not in ([], of_model.identity) else of_model
 
 
 def run_ends(

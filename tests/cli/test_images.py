@@ -272,6 +272,26 @@ def test_a_run_with_images_is_plain_training(megatrain, tmp_path, caplog, name, 
         assert (tmp_path / "run/model" / kept).read_bytes() == (folder / kept).read_bytes()
 
 
+def test_an_adapter_s_own_processor_makes_the_images_it_is_trained_on(megatrain, model, tmp_path):
+    file = write_run(tmp_path, model, "no", batch_size=3, steps=1)
+    tuned = tmp_path / "tuned"
+    adapter = {"adapter__method": "lora", "adapter__target_modules": ["q_proj"]}
+    adapter["optimizer__lr"] = 1e-9  # the adapter changes nothing
+    megatrain.done("train", file, *sets(**adapter, output__folder=str(tuned)))
+    settings = tuned / "model/processor_config.json"
+    bright = json.loads(settings.read_text())
+    bright["image_processor"]["image_mean"] = [0.9] * 3
+    shutil.copytree(model, tmp_path / "whole")
+    for folder in (tuned / "model", tmp_path / "whole"):
+        (folder / "processor_config.json").write_text(json.dumps(bright))
+    losses = []
+    for start, keys in ((tuned, {}), (tmp_path / "whole", adapter)):
+        keys |= {"model__path": str(start), "output__folder": f"{start}-2"}
+        megatrain.done("train", file, *sets(**keys))
+        losses.append(steps(tmp_path / f"{start.name}-2")[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 def gif(path):
     frames = [Image.new("RGB", (8, 8), (i, 0, 0)) for i in (0, 90)]
     frames[0].save(path, save_all=True, append_images=frames[1:])

@@ -151,6 +151,16 @@ def test_fields_of_messages_that_the_template_does_not_name_are_told(tmp_path, c
     assert "'reasoning_details (of messages)'" in caplog.text and "thought" not in caplog.text
 
 
+def test_keys_of_content_parts_are_told_or_refused(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    part = {"type": "text", "text": "so", "citations": ["a"], "index": None}
+    assert learnt(tmp_path, {"messages": talk("Where?", [part])})[0] == "so<|im_end|>"
+    assert "not read: 'text.citations (of messages)'" in caplog.text
+    for key, value in {"weight": 0, "train": False, "image": "a.png"}.items():
+        with refused(rf"rows.jsonl:1: message 2: field '{key}': "):
+            learnt(tmp_path, {"messages": talk("Where?", [part | {key: value}])})
+
+
 @pytest.mark.parametrize("turn", [0, 1])
 def test_a_message_that_says_what_is_not_heeded_is_refused(tmp_path, turn):
     fields = ROWS["unheeded of replies" if turn else "unheeded of questions"]
