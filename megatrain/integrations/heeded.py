@@ -13,36 +13,20 @@ from megatrain.base.json_yaml import read_yaml
 from megatrain.base.shipped import shipped
 from megatrain.errors import InputError
 
-_TABLE = read_yaml(Path(__file__).with_name("taken.yaml"))  # names by kind and by use
-
-
-def _names(kind: str, use: str) -> frozenset[str]:
-    return frozenset(_TABLE[kind][use].split())
-
-
-def _refused(kind: str) -> dict[str, str]:
-    losses, refused = str(shipped("docs/losses.md")), _TABLE[kind]["refused"]
-    return {name: why.replace("docs/losses.md", losses) for name, why in refused.items()}
-
+_LOSSES = str(shipped("docs/losses.md"))
+_USES = read_yaml(Path(__file__).with_name("taken.yaml"))
+NAMES = {
+    kind: {use: frozenset(names.split()) for use, names in uses.items() if use != "refused"}
+    for kind, uses in _USES.items()
+}
+"""Names of trainers' methods, attributes, arguments and options, by their use (taken.yaml)."""
+REFUSED: dict[str, dict[str, str]] = {
+    kind: {n: why.replace("docs/losses.md", _LOSSES) for n, why in uses.get("refused", {}).items()}
+    for kind, uses in _USES.items()
+}
+"""What to do about each refused name, by kind."""
 
 CLASSES = {"Trainer", "_BaseTrainer", "SFTTrainer", "DPOTrainer", "RewardTrainer"}
-
-# Methods and class attributes that a class may override.
-HEEDED_METHODS, NO_MEANING_METHODS = _names("methods", "heeded"), _names("methods", "no_meaning")
-REFUSED_METHODS = dict.fromkeys(_names("methods", "replaced"), "") | _refused("methods")
-
-# Attributes of a trainer.
-HEEDED_ATTRIBUTES = _names("attributes", "heeded")
-NO_MEANING_ATTRIBUTES = _names("attributes", "no_meaning")
-FIXED_ATTRIBUTES = _names("attributes", "fixed")
-
-# Arguments of `TrainingArguments`, `SFTConfig`, `DPOConfig` and `RewardConfig`.
-HEEDED_ARGUMENTS = _names("arguments", "heeded")
-NO_MEANING_ARGUMENTS = _names("arguments", "no_meaning")
-FIXED_ARGUMENTS, REFUSED_ARGUMENTS = _names("arguments", "fixed"), _refused("arguments")
-
-# Constructor options of a trainer, beside the model.
-HEEDED_OPTIONS, REFUSED_OPTIONS = _names("options", "heeded"), _refused("options")
 
 _SHORT = bool | int | float | str | None
 _REPLACED = "the engine takes its place and never calls it; leave it out"
@@ -73,15 +57,15 @@ def check_class(kind: type, mixed_in: type) -> None:
         method = vars(owner)[name]
         made_in = getattr(unwrap(method) if callable(method) else method, "__module__", None)
         if not _of_library(made_in or owner.__module__):
-            remedy = REFUSED_METHODS.get(name, _UNKNOWN) or _REPLACED  # listed without a reason
-            refuse(f"{owner.__name__}.{name}", remedy)
+            remedy = _REPLACED if name in NAMES["methods"]["replaced"] else _UNKNOWN
+            refuse(f"{owner.__name__}.{name}", REFUSED["methods"].get(name, remedy))
 
 
 def decisive_methods(kind: type) -> tuple[str, ...]:
     """The names of a library's trainer that no subclass or patch may override."""
     names = {name for owner in _library(kind) for name in vars(owner)}
-    listed_methods = HEEDED_METHODS | NO_MEANING_METHODS
-    return tuple(sorted(name for name in names - listed_methods if not name.startswith("__")))
+    names -= NAMES["methods"]["heeded"] | NAMES["methods"]["no_meaning"]
+    return tuple(sorted(name for name in names if not name.startswith("__")))
 
 
 def by_name(
@@ -98,9 +82,9 @@ def by_name(
 def check_options(kind: type, options: dict[str, Any]) -> None:
     """Raises InputError: a trainer gets an option that is not honoured."""
     names = {name for owner in _library(kind) for name in signature(owner.__init__).parameters}  # type: ignore[misc]
-    for name in sorted(names - HEEDED_OPTIONS - {"self", "model"}):
+    for name in sorted(names - NAMES["options"]["heeded"] - {"self", "model"}):
         if options.get(name) not in (None, (None, None)):
-            refuse(name, REFUSED_OPTIONS.get(name, _UNKNOWN))
+            refuse(name, REFUSED["options"].get(name, _UNKNOWN))
 
 
 def check_arguments(args: Any) -> None:
@@ -108,7 +92,7 @@ def check_arguments(args: Any) -> None:
     library = next((c for c in type(args).__mro__ if _of_library(c.__module__)), None)
     if library is None:
         return
-    listed = HEEDED_ARGUMENTS | FIXED_ARGUMENTS | NO_MEANING_ARGUMENTS
+    listed = frozenset[str]().union(*NAMES["arguments"].values())
     for field in fields(library):
         default = field.default
         if field.default_factory is not MISSING:
@@ -118,35 +102,30 @@ def check_arguments(args: Any) -> None:
         is_unset = value == default or (is_empty and not default)
         is_bf16 = field.name == "bf16_full_eval" and args.bf16
         if not (field.name in listed or is_unset or is_bf16):
-            refuse(f"args.{field.name}", REFUSED_ARGUMENTS.get(field.name, _UNKNOWN))
+            refuse(f"args.{field.name}", REFUSED["arguments"].get(field.name, _UNKNOWN))
 
 
-class DecisiveSettings:
-    """The settings that decide a trainer's steps, as they were when it was made."""
-
-    def __init__(self, trainer: Any, mixed_in: type) -> None:
-        self._values, self._mixed_in = _decisive(trainer), mixed_in
-
-    def check(self, trainer: Any) -> None:
-        """Raises InputError: a setting, or the trainer's class, has changed."""
-        check_class(type(trainer), self._mixed_in)
-        _check_accelerator(trainer.accelerator)
-        if torch.is_autocast_enabled(trainer.args.device.type):
-            refuse("torch.autocast around the trainer", "set args.bf16")
-        for name, value in _decisive(trainer).items():
-            old = self._values.get(name)
-            if value is not old and value != old:
-                short = isinstance(old, _SHORT) and isinstance(value, _SHORT)
-                shown = f" (it was {old!r}, and is {value!r})" if short else ""
-                refuse(f"{name}, changed since the trainer was made{shown}", "make another trainer")
+def check_unchanged(trainer: Any, mixed_in: type, settings: dict[str, Any]) -> None:
+    """Raises InputError: the trainer's class or one of its `settings` (`decisive`) has changed."""
+    check_class(type(trainer), mixed_in)
+    _check_accelerator(trainer.accelerator)
+    if torch.is_autocast_enabled(trainer.args.device.type):
+        refuse("torch.autocast around the trainer", "set args.bf16")
+    for name, value in decisive(trainer).items():
+        old = settings.get(name)
+        if value is not old and value != old:
+            short = isinstance(old, _SHORT) and isinstance(value, _SHORT)
+            shown = f" (it was {old!r}, and is {value!r})" if short else ""
+            refuse(f"{name}, changed since the trainer was made{shown}", "make another trainer")
 
 
-def _decisive(trainer: Any) -> dict[str, Any]:
+def decisive(trainer: Any) -> dict[str, Any]:
     """Copies of the settings that decide a trainer's steps, by name."""
     values = vars(trainer)
-    names = FIXED_ARGUMENTS | REFUSED_ARGUMENTS.keys()
+    names = NAMES["arguments"]["fixed"] | REFUSED["arguments"].keys()
     args = {f"args.{name}": getattr(trainer.args, name, None) for name in sorted(names)}
-    attributes = {name: values[name] for name in sorted(FIXED_ATTRIBUTES) if name in values}
+    fixed = sorted(NAMES["attributes"]["fixed"])
+    attributes = {name: values[name] for name in fixed if name in values}
     methods = {name: values[name] for name in decisive_methods(type(trainer)) if name in values}
     config = trainer.model.config.get_text_config(decoder=True).to_dict()
     model = {f"model.config.{n}": value for n, value in config.items() if n not in _ALIGNED}

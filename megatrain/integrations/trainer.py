@@ -21,7 +21,7 @@ from megatrain.compat.peft import KEYS, is_peft_model, without_wrapper
 from megatrain.compat.transformers import flatten_dict, num_items
 from megatrain.errors import InputError
 from megatrain.integrations import heeded, objectives, trainer_model
-from megatrain.integrations.heeded import REFUSED_OPTIONS, refuse
+from megatrain.integrations.heeded import REFUSED, refuse
 from megatrain.model.adapters import adapted
 from megatrain.model.rebuilt import read_by_forward
 from megatrain.model.routers import set_router_losses
@@ -190,7 +190,7 @@ class StreamedTrainer(_Trainer):
         self._stand_in.open(engine, self._export, self._drop)
         engine.optimizer.drive(self._update, self._drop)
         self.model, self.model_wrapped = self._stand_in, trainer_model.Wrapped(self._stand_in)
-        self._settings = heeded.DecisiveSettings(self, StreamedTrainer)
+        self._settings = heeded.decisive(self)
 
     def _refuse(self) -> None:
         """Raises InputError: settings of the made trainer that the engine cannot honour."""
@@ -205,8 +205,8 @@ class StreamedTrainer(_Trainer):
         pairs = type(self._objective) is not objectives.Objective
         for wrong, name, reason in (
             (args.optim not in _OPTIMIZERS, "args.optim", f"it must be {' or '.join(_OPTIMIZERS)}"),
-            (optimizers, "optimizers", REFUSED_OPTIONS["optimizers"]),
-            *((getattr(self, n) is not None, n, REFUSED_OPTIONS[n]) for n in _OPTIONS),
+            (optimizers, "optimizers", REFUSED["options"]["optimizers"]),
+            *((getattr(self, n) is not None, n, REFUSED["options"][n]) for n in _OPTIONS),
             (pairs and self.compute_metrics is not None, "compute_metrics", _NO_LOGITS),
             (unmeasured and self.compute_metrics is None, "args.metric_for_best_model", _NOT_BEST),
             (args.save_only_model and args.load_best_model_at_end, "args.save_only_model", _WHOLE),
@@ -249,7 +249,7 @@ class StreamedTrainer(_Trainer):
     def train(self, *arguments: Any, **options: Any) -> Any:
         """Train as the base class does, without micro-batches that an interrupt left behind."""
         self._waiting.clear()
-        self._settings.check(self)
+        heeded.check_unchanged(self, StreamedTrainer, self._settings)
         return super().train(*arguments, **options)
 
     def training_step(
@@ -264,7 +264,7 @@ class StreamedTrainer(_Trainer):
 
     def _update(self) -> None:
         """Take a step of the waiting micro-batches: the Trainer's loop calls this to update."""
-        self._settings.check(self)
+        heeded.check_unchanged(self, StreamedTrainer, self._settings)
         self.create_optimizer()
         self.engine.max_grad_norm = self.args.max_grad_norm or None
         rows, loss = self._objective.step(self._waiting, self.engine)
@@ -314,7 +314,7 @@ class StreamedTrainer(_Trainer):
                 self._metrics[mode][name].append(value)
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
-        self._settings.check(self)
+        heeded.check_unchanged(self, StreamedTrainer, self._settings)
         if self.optimizer is None:  # Trainer reports this if no run has prepared the model
             self.model_preparation_time = 0.0
         return super().evaluation_loop(dataloader, *arguments, **options)

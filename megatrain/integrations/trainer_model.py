@@ -17,7 +17,7 @@ from megatrain.compat.peft import has_adapter, is_peft_model, without_wrapper
 from megatrain.compat.transformers import MULTIMODAL_CLASSES, classifies
 from megatrain.data import load_tokenizer
 from megatrain.errors import InputError
-from megatrain.integrations.heeded import REFUSED_OPTIONS, refuse
+from megatrain.integrations.heeded import REFUSED, refuse
 from megatrain.source.source import adapter_folder
 
 _FACTS = bool | int | float | str | None  # types of attributes that a stand-in has
@@ -140,7 +140,7 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
     """
     kwargs = dict(getattr(args, "model_init_kwargs", None) or {})
     if options.get("quantization_config") or kwargs.pop("quantization_config", None):
-        refuse("quantization_config", REFUSED_OPTIONS["quantization_config"])
+        refuse("quantization_config", REFUSED["options"]["quantization_config"])
     if isinstance(model, transformers.PreTrainedModel) or is_peft_model(model):
         inner = without_wrapper(model)
         if has_adapter(model) and inner is model:

@@ -41,13 +41,6 @@ class _Labels(NamedTuple):
         return self.summed(values / self.length)
 
 
-def _deviation(samples: Tensor) -> Tensor:
-    """Each row's standard deviation `[R, 1]`, NaNs left out; NaN for fewer than two numbers."""
-    is_number = ~samples.isnan()
-    squares = torch.where(is_number, samples - samples.nanmean(1, keepdim=True), 0).square()
-    return (squares.sum(1, keepdim=True) / (is_number.sum(1, keepdim=True) - 1)).sqrt()
-
-
 @dataclass(frozen=True)
 class GRPO(JointLoss):
     """Group-relative policy optimisation: `-min(ratio * advantage, clipped ratio * advantage)`.
@@ -136,7 +129,10 @@ class GRPO(JointLoss):
         centred = grouped - grouped.nanmean(1, keepdim=True)
         if self.scale_rewards != "none":
             samples = grouped if self.scale_rewards == "group" else grouped.view(1, -1)
-            centred = centred / (_deviation(samples) + _SMALL)
+            squares = (samples - samples.nanmean(1, keepdim=True)).square()
+            degrees = (~samples.isnan()).sum(1, keepdim=True) - 1  # with 0 the deviation is NaN
+            deviation = (squares.nansum(1, keepdim=True) / degrees).sqrt()
+            centred = centred / (deviation + _SMALL)
         return centred.nan_to_num(0.0).flatten().float()
 
     def _labels(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> _Labels:

@@ -173,11 +173,18 @@ def pack_like(folder: Path, reference: Path, packed: Mapping[str, Packed]) -> No
                 f"--like {reference}: {name!r} is {[*weight.shape]} and in the exported model "
                 f"{size}; give the folder from which the run began"
             )
+
+    def read(tensor: Stored) -> Tensors:
+        values = tensor.read()
+        weight = packed.get(tensor.name)
+        return {tensor.name: values} if weight is None else weight.packed(values)
+
     pieces: list[ExportPiece] = []
     for name, tensor in exported.items():
         parts = packed[name].parts if name in packed else [tensor]
-        blanks = {part.name: part.blank() for part in parts}
-        pieces.append(ExportPiece(blanks, partial(_as_in, packed, tensor)))
+        pieces.append(
+            ExportPiece({part.name: part.blank() for part in parts}, partial(read, tensor))
+        )
     described = _described(pieces)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         _write_shards(Path(name), described, _made(pieces), _SHARD_BYTES)
@@ -195,12 +202,6 @@ def _described(pieces: list[ExportPiece]) -> Tensors:
     """The tensors of all pieces, which are sorted: wide elements first, so shards are aligned."""
     pieces.sort(key=lambda piece: -next(iter(piece.blanks.values())).dtype.itemsize)
     return {name: blank for piece in pieces for name, blank in piece.blanks.items()}
-
-
-def _as_in(packed: Mapping[str, Packed], tensor: Stored) -> Tensors:
-    """A tensor's packed parts by name, or the tensor."""
-    values = tensor.read()
-    return packed[tensor.name].packed(values) if tensor.name in packed else {tensor.name: values}
 
 
 @contextmanager

@@ -7,7 +7,7 @@ parameters each result depends on.
 
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,36 +102,30 @@ def _refuse_broken(model: PreTrainedModel) -> None:
 def _spec(model: PreTrainedModel, routers: RouterLoss | None) -> ModelSpec:
     """The structure of a model by the largest of its stacks that the forward calls."""
     not_called = []
-    for stack in find_stacks(model):
-        probe = _Probe(model, stack, routers)
+    for name, stack in find_stacks(model).items():
+        probe = _Probe(model, name, stack, routers)
         try:
             return probe.run()
         except BaseException as error:
             probe.capture.restore()
             if not isinstance(error, NotCalled):
                 raise
-            not_called.append(stack.name)
+            not_called.append(name)
     raise Unsupported(
         f"{type(model).__name__} has no list of layers that its text forward calls one after the "
         f"other (looked at: {', '.join(not_called) or 'none'})"
     )
 
 
-class Stack(NamedTuple):
-    """A list of layers, and its path in the model."""
-
-    name: str
-    layers: nn.ModuleList
-
-
-def find_stacks(model: PreTrainedModel) -> list[Stack]:
-    """Every outermost ModuleList, the one with most parameters first."""
-    stacks: list[Stack] = []
+def find_stacks(model: PreTrainedModel) -> dict[str, nn.ModuleList]:
+    """Every outermost ModuleList by its path, the one with most parameters first."""
+    stacks: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
-        is_nested = any(name.startswith(outer.name + ".") for outer in stacks)
+        is_nested = any(name.startswith(f"{outer}.") for outer in stacks)
         if isinstance(module, nn.ModuleList) and len(module) and not is_nested:
-            stacks.append(Stack(name, module))
-    return sorted(stacks, key=lambda s: -sum(p.numel() for p in s.layers.parameters()))
+            stacks[name] = module
+    sizes = {name: sum(p.numel() for p in stack.parameters()) for name, stack in stacks.items()}
+    return {name: stacks[name] for name in sorted(stacks, key=lambda name: -sizes[name])}
 
 
 def _layers_of(stack: nn.ModuleList, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -151,11 +145,14 @@ class _Probe:
     """The structure run of a model, with one of its stacks."""
 
     def __init__(
-        self, model: PreTrainedModel, named_stack: Stack, routers: RouterLoss | None
+        self,
+        model: PreTrainedModel,
+        stack_name: str,
+        stack: nn.ModuleList,
+        routers: RouterLoss | None,
     ) -> None:
         self.model = model
         self.router_loss = routers
-        stack_name, stack = named_stack
         self.stack_name = stack_name
         paths, layers = zip(*_layers_of(stack, stack_name), strict=True)
         self.paths = dict(zip(map(id, layers), paths, strict=True))
@@ -165,7 +162,12 @@ class _Probe:
             raise Unsupported(f"a layer is in {stack_name} twice, which is not supported")
         self._refuse_shared()
         self.numbered = set[int]()  # ids of layers whose number cannot be hidden
-        self._refuse_modes(layers)
+        for layer in layers:
+            modes = [module.training for module in layer.modules()]
+            if modes != [module.training for module in layer.train().modules()]:
+                path = self.paths[id(layer)]
+                problem = "is in another mode after the model's train() than its own"
+                raise Unsupported(f"{path} {problem}")
         self.signatures = {id(layer): self._signature(layer) for layer in layers}
         self.capture = Capture(model, stack, layers)
         self.kinds: dict[Any, LayerTemplate] = {}
@@ -187,16 +189,6 @@ class _Probe:
                 raise Unsupported(
                     f"{other} is the same parameter as {name}; weights that layers share are not "
                     "supported"
-                )
-
-    def _refuse_modes(self, layers: Iterable[nn.Module]) -> None:
-        """Raises Unsupported: the model's train() leaves layers in evaluation mode."""
-        for layer in layers:
-            modes = [module.training for module in layer.modules()]
-            if modes != [module.training for module in layer.train().modules()]:
-                path = self.paths[id(layer)]
-                raise Unsupported(
-                    f"{path} is in another mode after the model's train() than its own"
                 )
 
     def _signature(self, layer: nn.Module) -> Any:
@@ -450,7 +442,10 @@ class _Probe:
         prologue = sorted(names[i] for i in prior if i in names)
         epilogue = sorted(names[i] for i in later if i in names)
         without_gradient = weights.keys() - {*gathered, *prologue, *epilogue}
-        used = self._used_ids()
+        used = self.uses.touched
+        if self.capture.encodes:  # `touched` includes weights that are asked for their dtype
+            looked_up = [table for table, _ in self.uses.lookups]
+            used = self.uses.read.union(map(id, looked_up), (i for i, _ in self.uses.constants))
         fixed = sorted(name for name in without_gradient if id(weights[name]) in used)
         unreached = [n for n in gathered if n not in epilogue and id(rows.tables[n]) not in prior]
         lookups = [rows.tables[name] for name in gathered if name not in unreached]
@@ -484,14 +479,6 @@ class _Probe:
             media=media,
             router_loss=self.router_loss,
         )
-
-    def _used_ids(self) -> set[int]:
-        """The ids of weights with which the forward computes."""
-        if not self.capture.encodes:
-            return self.uses.touched
-        # Here `touched` includes weights that are asked for their dtype.
-        looked_up = {id(table) for table, _ in self.uses.lookups}
-        return self.uses.read | looked_up | {table for table, _ in self.uses.constants}
 
     def _logits(self, output: Any, uses: Uses | None) -> Tensor:
         # Other numbers of rows and tokens than the run's show states that the trunk has pooled.

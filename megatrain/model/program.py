@@ -224,8 +224,16 @@ class ModelProgram:
     ) -> Any:
         """Run the forward with a recorder in place of layers; returns its output, if whole."""
         batch = recorder.batch
-        inputs = {**batch.inputs, **batch.media}
-        with nullcontext() if features_N is None else self._encoded(batch, features_N):
+
+        def refuse_text(value: Tensor) -> None:
+            if value.requires_grad and not reach([value]) <= {id(features_N)}:
+                raise _text_alone("an encoder of images or sounds is given features of text")
+
+        encoded: AbstractContextManager[None] = nullcontext()
+        if features_N is not None:
+            encoded = replayed(self._encoder_calls, batch.encoded, features_N, refuse_text)
+        with encoded:
+            inputs = {**batch.inputs, **batch.media}
             return self._run(recorder.record, weights, batch, inputs, uses)
 
     def _check_media(self, weights: Weights, batch: MicroBatch, features_N: Tensor) -> None:
@@ -246,13 +254,6 @@ class ModelProgram:
                 raise _beyond_sums(layer)
         if id(features_N) in reach([last_hidden(output)]):
             raise _beyond_sums(self.spec.layers[-1])
-
-    def _encoded(self, batch: MicroBatch, features_N: Tensor) -> AbstractContextManager[None]:
-        def refuse_text(value: Tensor) -> None:
-            if value.requires_grad and not reach([value]) <= {id(features_N)}:
-                raise _text_alone("an encoder of images or sounds is given features of text")
-
-        return replayed(self._encoder_calls, batch.encoded, features_N, refuse_text)
 
     def _require_apart(self, used: set[int], names: Iterable[str]) -> None:
         """Raises InputError: a run has used parameters of these names, which it must not."""

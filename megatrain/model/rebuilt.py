@@ -6,7 +6,7 @@ requires_grad and buffers are saved; other changes of the object would be lost.
 
 import copy
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
@@ -120,21 +120,21 @@ def _built(
 
 def _unlike(model: nn.Module, again: nn.Module) -> Iterator[str]:
     """The differences as "... is ..., and ...": modules and tensors first, then attributes."""
-    parts, rebuilt_parts = _parts(model), _parts(again)
-    for name in parts | rebuilt_parts:
-        part, rebuilt = parts.get(name, "not there"), rebuilt_parts.get(name, "not there")
-        if part != rebuilt:
-            yield f"{name or 'the model'} is {part} in the model given, and {rebuilt}"
-    attributes, rebuilt_attributes = _attributes(model), _attributes(again)
-    for name in attributes | rebuilt_attributes:
-        value, module = attributes.get(name, (None, None))
-        rebuilt_value, twin = rebuilt_attributes.get(name, (None, None))
-        if value != rebuilt_value:
-            yield f"{name} is {_shown(module, name)} in the model given, and {_shown(twin, name)}"
+    for described in (_parts, _attributes):
+        ours, rebuilt = described(model), described(again)
+        for name in {**ours, **rebuilt}:
+            value, shown = ours.get(name, _ABSENT)
+            other, other_shown = rebuilt.get(name, _ABSENT)
+            if value != other:
+                yield f"{name or 'the model'} is {shown()} in the model given, and {other_shown()}"
 
 
-def _parts(model: nn.Module) -> dict[str, str]:
-    """Modules and tensors by name, as words: class, or kind and shape, and tie if there is one."""
+Described = Mapping[str, tuple[Any, Callable[[], str]]]  # by name, a value to compare, and words
+_ABSENT = None, partial(str, "not there")
+
+
+def _parts(model: nn.Module) -> Described:
+    """Modules and tensors by name: class, or kind and shape, and tie if there is one."""
     parts: dict[str, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         parts[path] = f"a {type(module).__module__}.{type(module).__qualname__}"
@@ -146,25 +146,23 @@ def _parts(model: nn.Module) -> dict[str, str]:
     for name, buffer in model.named_buffers():
         kind = "a buffer" if name in saved else "a buffer that is not saved"
         parts[name] = f"{kind} of shape {list(buffer.shape)}"
-    return parts
+    return {name: (words, partial(str, words)) for name, words in parts.items()}
 
 
-def _attributes(model: nn.Module) -> dict[str, tuple[Any, nn.Module | None]]:
-    """The plain attributes of all modules by name, each with its module."""
+def _attributes(model: nn.Module) -> Described:
+    """The plain attributes of all modules by name."""
     reader, attributes = _Compared(model, left_out=_LEFT_OUT), {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, value in reader.attributes(module):
             if name == "vocab_size" and isinstance(module, PreTrainedModel):
                 continue  # `resize_token_embeddings` changes it
-            attributes[f"{path}.{name}".lstrip(".")] = value, module
+            own = vars(module).get(name, "kept by its class")
+            attributes[f"{path}.{name}".lstrip(".")] = value, partial(_shown, own)
     return attributes
 
 
-def _shown(module: nn.Module | None, name: str) -> str:
+def _shown(value: Any) -> str:
     """An attribute's value as a short text."""
-    if module is None:
-        return "not there"
-    value = vars(module).get(name.rpartition(".")[2], "kept by its class")
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"another {type(value).__name__}"
 
@@ -197,7 +195,8 @@ class _Compared(Reader):
     def of(self, value: Any) -> Any:
         if isinstance(value, PreTrainedConfig):
             if id(value) not in self._configs:
-                self._configs[id(value)] = _as_json(value)
+                kinds = [(hf.attention_of(c), hf.experts_of(c)) for _, c in hf.configs(value)]
+                self._configs[id(value)] = read_by_forward(value), kinds
             return self._configs[id(value)]
         if isinstance(value, list | tuple):  # a configuration read from JSON has lists alone
             return "list", tuple(map(self.of, value))
@@ -222,12 +221,6 @@ def read_by_forward(config: PreTrainedConfig) -> dict[str, Any]:
         return {key: value for key, value in fields.items() if key not in _OF_CONFIG_LEFT_OUT}
 
     return json.loads(config.to_json_string(use_diff=False), object_hook=kept)
-
-
-def _as_json(config: PreTrainedConfig) -> Any:
-    """`read_by_forward`, with the implementations of attention and experts that are chosen."""
-    tree = read_by_forward(config)
-    return tree, [(hf.attention_of(part), hf.experts_of(part)) for _, part in hf.configs(config)]
 
 
 def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -> PreTrainedModel:

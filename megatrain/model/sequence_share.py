@@ -273,13 +273,6 @@ def _gathered(ranks: int, size: int, *shares: Tensor) -> list[Tensor]:
     return [x.permute(1, 3, 0, 2, 4).flatten(2, 3) for x in heads]
 
 
-def _scattered(ranks: int, size: int, out: Tensor) -> Tensor:
-    """All heads of a rank's share of rows `[B, S, H, D]`, from `[B, T, H / N, D]` of each rank."""
-    blocks = out.unflatten(1, (size, -1)).transpose(0, 1)  # [N, B, S, H / N, D]
-    received = exchange(blocks.contiguous(), None, ranks)
-    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-
 def attention_of(size: int, ranks: ProcessGroups | None = None) -> str:
     """Register an implementation of attention for `size` ranks that share rows; return its name.
 
@@ -311,7 +304,9 @@ def attention_of(size: int, ranks: ProcessGroups | None = None) -> str:
         scale_options = {name: options.get(name) for name in ("scaling", "softcap")}
         dropout = options.get("dropout") or 0.0
         out, _ = sdpa_attention_forward(heads, *whole_rows, None, dropout=dropout, **scale_options)
-        out = out if ranks is None else _scattered(number, size, out)
+        if ranks is not None:  # [B, T, H / N, D]: back to all heads of this rank's share
+            blocks = out.unflatten(1, (size, -1)).transpose(0, 1)  # [N, B, S, H / N, D]
+            out = exchange(blocks.contiguous(), None, number).permute(1, 2, 0, 3, 4)
         return out.reshape(rows, tokens, query.shape[1], -1), None
 
     name = f"{OURS}shared_rows_{number}"

@@ -40,7 +40,7 @@ def tilted(x, factor=1.5):
 
 
 def stack(model):
-    return find_stacks(model)[0][1]
+    return next(iter(find_stacks(model).values()))
 
 
 def leaf(layer):

@@ -55,10 +55,7 @@ TRAINERS = {
     trl.DPOTrainer: trl.DPOConfig,
     trl.RewardTrainer: trl.RewardConfig,
 }
-TABLES = {
-    kind: [getattr(heeded, name) for name in vars(heeded) if name.endswith(f"_{kind}")]
-    for kind in ("METHODS", "ATTRIBUTES", "ARGUMENTS", "OPTIONS")
-}
+KINDS = ("methods", "attributes", "arguments", "options")
 
 
 def library(kind):
@@ -68,20 +65,20 @@ def library(kind):
 def of(kind, trainer):
     """What a trainer of the installed version has."""
     classes = library(trainer)
-    if kind == "METHODS":
+    if kind == "methods":
         return {n for each in classes for n in vars(each) if n == "__init__" or n[:2] != "__"}
-    if kind == "ATTRIBUTES":
+    if kind == "attributes":
         found = (re.findall(r"self\.(\w+)(?::[^=\n]+)? = ", inspect.getsource(c)) for c in classes)
         return {name for each in found for name in each}
-    if kind == "ARGUMENTS":
+    if kind == "arguments":
         return {field.name for field in fields(TRAINERS[trainer])}
     names = {n for each in classes for n in inspect.signature(each.__init__).parameters}
-    return names - {"self", "model", "kwargs"} if kind == "OPTIONS" else set()
+    return names - {"self", "model", "kwargs"} if kind == "options" else set()
 
 
-@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_table_has_every_name_of_the_installed_versions_once(kind):
-    every = [name for table in TABLES[kind] for name in table]
+    every = [n for table in heeded.NAMES[kind].values() for n in table] + [*heeded.REFUSED[kind]]
     assert len(every) == len({*every})
     assert {name for each in TRAINERS for name in of(kind, each)} == {*every}
 
@@ -256,7 +253,7 @@ def test_a_method_of_a_step_may_not_be_overridden():
             for kind in (mixed(own), type("Last", (mixed(plain),), {name: 0})):
                 with pytest.raises(InputError, match=rf"cannot heed \w+\.{name}: \w"):
                     heeded.check_class(kind, StreamedTrainer)
-        for name in heeded.HEEDED_METHODS:
+        for name in heeded.NAMES["methods"]["heeded"]:
             heeded.check_class(mixed(type("Own", (plain,), {name: None})), StreamedTrainer)
     with pytest.raises(InputError, match="cannot heed KTOTrainer: take Trainer"):
         heeded.check_class(mixed(trl.KTOTrainer), StreamedTrainer)
@@ -287,7 +284,7 @@ def test_an_argument_that_is_not_heeded_is_refused_by_name(tmp_path):
         heeded.check_arguments(args)
     for config in TRAINERS.values():
         made = config(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-        for name in heeded.REFUSED_ARGUMENTS.keys() & {field.name for field in fields(config)}:
+        for name in heeded.REFUSED["arguments"].keys() & {field.name for field in fields(config)}:
             changed = copy.copy(made)
             setattr(changed, name, 0.7)
             with pytest.raises(InputError, match=rf"cannot heed args\.{name}: \w"):
