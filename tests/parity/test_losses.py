@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from megatrain import Engine, InputError, Placement
 from megatrain import loss as loss_package
 from megatrain.loss import (
-    DPO,
     Contrastive,
     CrossEntropy,
     Distillation,
@@ -37,7 +36,6 @@ from tests.parity.cases import (
     make_engine,
     masters,
     relative_error,
-    replies,
     same,
     slopes,
 )
@@ -180,24 +178,6 @@ def test_both_visits_of_the_head_drop_the_same():
     assert again.loss == pytest.approx(alone.loss, rel=1e-6)
     assert relative_error(gradients(other), gradients(one)) < 2e-6
     assert without != pytest.approx(alone.loss, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda m: m["chosen"].fill_(1), "pair 0 has no label of a rejected reply in this step"),
-        (lambda m: m["chosen"].fill_(0.5), "chosen must be 1 at labels of chosen replies"),
-        (lambda m: m["pair"].fill_(1.5), "pair must hold whole numbers"),
-    ],
-)
-def test_pairs_that_are_none_are_refused(spoil, message):
-    [*_, micro] = step = replies(DPO())
-    spoil(micro)
-    with pytest.raises(InputError, match=message):
-        make_engine(llama()).step(step, DPO())
-    twice = [*replies(DPO()), *replies(DPO())]  # numbers that begin anew
-    with pytest.raises(InputError, match="pair 0 has a reply in several rows of this step"):
-        make_engine(llama()).step(twice, DPO())
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
