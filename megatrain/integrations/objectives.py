@@ -73,35 +73,6 @@ class WeightedSum(losses.TokenWeights):
         return 1.0
 
 
-def weighed(step: Sequence[Waiting], shift: int, of_trl: bool) -> tuple[MicroBatches, losses.Loss]:
-    """The micro-batches of a step and their loss; with token weights if divisors differ.
-
-    Args: `shift`: tokens from logits to their label; `of_trl`: without labels the loss is 0.
-    """
-    rows = [micro.inputs for micro in step]
-    if any("labels" not in row for row in rows):
-        return rows, losses.CROSS_ENTROPY
-    counts = [losses.num_labelled(losses.targets_of(row["labels"], shift)) for row in rows]
-    divisors = [
-        micro.num_micro * count if micro.items is None else micro.items
-        for micro, count in zip(step, counts, strict=True)
-    ]
-    if of_trl and not any(counts):
-        rows, divisors = [row | {"labels": row["input_ids"]} for row in rows], [inf] * len(rows)
-    elif all(divisor == sum(counts) for divisor in divisors):
-        return rows, losses.CROSS_ENTROPY
-    elif 0 in divisors:
-        raise InputError(
-            f"micro-batch {divisors.index(0)} of this step has no label, so Trainer's loss is not "
-            "a number; leave such rows out"
-        )
-    weighted = [
-        row | {"token_weights": torch.full(row["labels"].shape, 1 / divisor)}
-        for row, divisor in zip(rows, divisors, strict=True)
-    ]
-    return weighted, WeightedSum()
-
-
 @dataclass(frozen=True)
 class TrlDPO(MicroBatchMeans, losses.DPO):
     """DPO as DPOTrainer computes it, with its count of each reply's tokens as `length`."""
@@ -144,8 +115,33 @@ class Objective:
         self.of_trl = hasattr(args, "loss_type")
 
     def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[MicroBatches, losses.Loss]:
-        """The micro-batches and the loss of a step, with the Trainer's divisors."""
-        return weighed(waiting, engine.label_shift, self.of_trl)
+        """The micro-batches and the loss of a step, with the Trainer's divisors.
+
+        If divisors differ, rows have token weights. TRL's loss without labels is 0.
+        """
+        rows = [micro.inputs for micro in waiting]
+        if any("labels" not in row for row in rows):
+            return rows, losses.CROSS_ENTROPY
+        targets = [losses.targets_of(row["labels"], engine.label_shift) for row in rows]
+        counts = [*map(losses.num_labelled, targets)]
+        divisors = [
+            micro.num_micro * count if micro.items is None else micro.items
+            for micro, count in zip(waiting, counts, strict=True)
+        ]
+        if self.of_trl and not any(counts):
+            rows, divisors = [row | {"labels": row["input_ids"]} for row in rows], [inf] * len(rows)
+        elif all(divisor == sum(counts) for divisor in divisors):
+            return rows, losses.CROSS_ENTROPY
+        elif 0 in divisors:
+            raise InputError(
+                f"micro-batch {divisors.index(0)} of this step has no label, so Trainer's loss is "
+                "not a number; leave such rows out"
+            )
+        weighted = [
+            row | {"token_weights": torch.full(row["labels"].shape, 1 / divisor)}
+            for row, divisor in zip(rows, divisors, strict=True)
+        ]
+        return weighted, WeightedSum()
 
     def value(self, rows: MicroBatches, loss: Any, engine: Engine) -> Measured:
         """The loss of a step without its update, and its measures."""

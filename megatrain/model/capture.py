@@ -166,6 +166,10 @@ class Uses:
             self.reads_values |= getattr(func, "__name__", "") in READS_OF_VALUES
 
 
+# Settings of `F.embedding` whose other values are refused.
+_SETTINGS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
+
+
 class Lookups(TorchFunctionMode):
     """Sends embedding lookups of gathered tables to the step's own small tables."""
 
@@ -192,7 +196,10 @@ class Lookups(TorchFunctionMode):
         self, ids: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
         if self.uses is not None:
-            _refuse_settings(ids, weight, padding_idx, *args, **kwargs)
+            call = inspect.signature(F.embedding).bind(ids, weight, padding_idx, *args, **kwargs)
+            for setting, usual in _SETTINGS.items():
+                if (value := call.arguments.get(setting, usual)) != usual:
+                    raise Unsupported(f"its forward looks up a table with {setting}={value}")
             self.uses.lookups.append((weight, ids))
         name = self.names.get(id(weight))
         if name is None or self.rows is None:
@@ -213,14 +220,6 @@ class Lookups(TorchFunctionMode):
         assert name is not None and self.rows is not None
         columns = index[1:] if isinstance(index, tuple) else ()
         return self.rows.tables[name][(position, *columns)]
-
-
-def _refuse_settings(*args: Any, **kwargs: Any) -> None:
-    """Raises Unsupported: a call of `F.embedding` has settings that are not supported."""
-    arguments = inspect.signature(F.embedding).bind(*args, **kwargs).arguments
-    for name, usual in {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}.items():
-        if arguments.get(name, usual) != usual:
-            raise Unsupported(f"its forward looks up a table with {name}={arguments[name]}")
 
 
 class Capture:

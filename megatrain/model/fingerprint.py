@@ -80,15 +80,13 @@ class Reader:
             return Is(value), None if value.is_inference() else version_of(value)
         if isinstance(value, Tensor):
             return value_of(value)
-        return self._again(value) if self._met(value) else (kind, self._inside(value))
+        return self._met(value) or (kind, self._inside(value))
 
-    def _met(self, value: Any) -> bool:
-        if id(value) in self._seen:
-            return True
-        self._seen[id(value)] = len(self._seen), value
-        return False
-
-    def _again(self, value: Any) -> Any:
+    def _met(self, value: Any) -> Any:
+        """The value that describes an object met before; None: the object is new."""
+        if id(value) not in self._seen:
+            self._seen[id(value)] = len(self._seen), value
+            return None
         return Is(value) if self._by_identity else ("again", self._seen[id(value)][0])
 
     def _inside(self, value: Any) -> Any:
@@ -143,10 +141,11 @@ class Reader:
         # A template gets other weights and buffers: values do not count, sharing them does.
         weights: list[Any] = []
         for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
-            if tensor is None or self._met(tensor):
-                weights.append((name, None if tensor is None else self._again(tensor)))
-            else:
-                weights.append((name, type(tensor), tuple(tensor.shape), tensor.requires_grad))
+            described = None
+            if tensor is not None:
+                new = type(tensor), tuple(tensor.shape), tensor.requires_grad
+                described = self._met(tensor) or new
+            weights.append((name, described))
         children = tuple((name, self.of(child)) for name, child in children_of(module).items())
         return tuple(self.attributes(module)), tuple(weights), children
 

@@ -406,34 +406,29 @@ def _integers(module: str, stored: Mapping[str, Stored], settings: Settings) -> 
     if {codes.dtype, zeros.dtype} != {torch.int32}:
         raise _refused(codes, f"has {codes.dtype} and {zeros.dtype}, not int32")
     group_size = inputs if size == -1 else size
-    unpack = partial(_from_awq, group_size) if awq else partial(_from_gptq, settings, group_size)
+    unpack = partial(_of_integers, settings, group_size)
     parts = filter(None, (scales, codes, zeros, index))
     return _weight(f"{module}.weight", scales.dtype, (outputs, inputs), unpack, *parts)
 
 
-def _from_awq(size: int, scales: Tensor, codes: Tensor, zeros: Tensor) -> Tensor:
-    order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of eight outputs in an int32
-    values, offsets = (
-        _fields(packed, 4).unflatten(1, (-1, 8))[..., order].flatten(1) for packed in (codes, zeros)
-    )
-    return _of_groups(scales, values.T, offsets, torch.arange(len(codes)) // size)
-
-
-def _from_gptq(
+def _of_integers(
     settings: Settings, size: int, scales: Tensor, codes: Tensor, zeros: Tensor, *index: Tensor
 ) -> Tensor:
+    """The values `[O, I]`: integers less the zero points of their groups, times the scales."""
     bits = settings["bits"]
-    offsets = _fields(zeros, bits)
-    if settings.get("checkpoint_format") != "gptq_v2":  # the first version stores them less one
-        offsets = offsets + 1 & 2**bits - 1
-    values = _fields(codes.T, bits)
-    groups = index[0].long() if index else torch.arange(values.shape[1]) // size
-    return _of_groups(scales, values, offsets, groups)
-
-
-def _of_groups(scales: Tensor, values: Tensor, offsets: Tensor, groups: Tensor) -> Tensor:
-    """Values `[O, I]` less the offsets `[G, O]` of their groups `[I]`, times the scales."""
-    centred = (values - offsets.T[:, groups]).float()
+    if settings["quant_method"] == "awq":
+        order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of eight outputs in an int32
+        integers, offsets = (
+            _fields(packed, bits).unflatten(1, (-1, 8))[..., order].flatten(1)
+            for packed in (codes, zeros)
+        )
+        integers = integers.T
+    else:
+        integers, offsets = _fields(codes.T, bits), _fields(zeros, bits)
+        if settings.get("checkpoint_format") != "gptq_v2":  # the first version stores them less one
+            offsets = offsets + 1 & 2**bits - 1
+    groups = index[0].long() if index else torch.arange(integers.shape[1]) // size
+    centred = (integers - offsets.T[:, groups]).float()
     return centred.mul_(scales.float().T[:, groups]).to(scales.dtype)
 
 

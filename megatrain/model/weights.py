@@ -11,13 +11,14 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import starmap
 from operator import methodcaller
 from pathlib import Path
-from threading import Event
+from threading import Condition
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -185,44 +186,35 @@ def read_weights(
     if packing := unpacked_format(read_json(folder / "config.json")):
         text = "%s: unpacked from %s to %s; exports are unpacked, but for --like"
         log.info(text, folder, packing, str(source_dtype(folder)).removeprefix("torch."))
-    failed = Event()
     unread = Counter(file for recipe in recipes for file in recipe.files)  # recipes still to read
+    room, free_bytes = Condition(), IN_FLIGHT_BYTES
 
     def read_and_write(recipe: Recipe) -> Recipe:
+        nonlocal free_bytes
+        # A tensor beyond the limit is read alone. Merging needs the parts and the result.
+        num_bytes = sum(part.stored.num_bytes for part in recipe.parts)
+        num_bytes = min(num_bytes * (1 if recipe.converter is None else 2), IN_FLIGHT_BYTES)
+        with room:
+            room.wait_for(lambda: free_bytes >= num_bytes)
+            free_bytes -= num_bytes
         try:
-            if not failed.is_set():
-                for name, tensor in plan.build(recipe, packed).items():
-                    write(name, tensor)
+            # No variable keeps a tensor when its bytes are given back.
+            list(starmap(write, plan.build(recipe, packed).items()))
         except BaseException:
-            failed.set()
+            pool.shutdown(wait=False, cancel_futures=True)
             raise
+        finally:
+            with room:
+                free_bytes += num_bytes
+                room.notify_all()
         return recipe
 
-    def wait_for_some() -> None:
-        for ended in wait(reads, return_when=FIRST_COMPLETED).done:
-            del reads[ended]
-            recipe = ended.result()
+    with ThreadPoolExecutor(threads, thread_name_prefix="read-weights") as pool:
+        for recipe in pool.map(read_and_write, recipes):
             unread.subtract(recipe.files)
             for path in (file for file in recipe.files if not unread[file]):
                 with suppress(OSError), path.open("rb") as file:
                     forget_pages(file.fileno())
-
-    reads: dict[Future[Recipe], int] = {}  # with the bytes that each has in memory
-    with ThreadPoolExecutor(threads, thread_name_prefix="read-weights") as pool:
-        try:
-            for recipe in recipes:
-                # A tensor beyond the limit is read alone. Merging needs the parts and the result.
-                num_bytes = sum(part.stored.num_bytes for part in recipe.parts)
-                num_bytes *= 1 if recipe.converter is None else 2
-                num_bytes = min(num_bytes, IN_FLIGHT_BYTES)
-                while sum(reads.values()) + num_bytes > IN_FLIGHT_BYTES:
-                    wait_for_some()
-                reads[pool.submit(read_and_write, recipe)] = num_bytes
-            while reads:
-                wait_for_some()
-        except BaseException:  # Ctrl-C included
-            failed.set()
-            raise
     return left_out
 
 
