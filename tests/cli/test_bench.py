@@ -8,7 +8,7 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from benchmarks import checkpoint, generation, preferences, rollouts
+from benchmarks import checkpoint, generation, preferences, rollouts, start
 from benchmarks.configurations import CONFIGS
 from benchmarks.step import app, statistics_of
 from megatrain.cli.models import qwen2_config
@@ -145,6 +145,17 @@ def test_a_mixture_generates_with_whole_layers_and_with_chosen_experts(
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["chosen"]["pass_bytes"] < 0.7 * found["whole"]["pass_bytes"]
     assert "the same tokens" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+def test_a_start_ends_with_its_first_step(tmp_path):
+    rows = ["--sequences", "2", "--sequence-length", "8", "--runs", "1"]
+    files = ["--folder", str(tmp_path / "model"), "--out", str(tmp_path / "out.json")]
+    start.main(["--shape", "toy", "--device", "cpu", *rows, *files])
+    found = json.loads((tmp_path / "out.json").read_text())
+    [stages] = found["runs"]
+    assert 0 < stages["imports"] < stages["engine"] < stages["first step"] < stages["second step"]
+    assert found["median_seconds"] == stages["first step"]
 
 
 @pytest.mark.parametrize("problem", MISTAKES["bench"])
