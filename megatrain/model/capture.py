@@ -360,7 +360,7 @@ class Capture:
         ids = torch.zeros(rows.shape[:2], dtype=torch.long, device=rows.device)
         inputs = self.inputs({"input_ids": ids})
         result = self._after_trunk(weights, with_hidden(output, rows), inputs)
-        return result.logits.view(*hidden_BTD.shape[:-1], -1)
+        return result.logits.unflatten(0, hidden_BTD.shape[:-1])
 
     def own_loss(
         self,

@@ -15,6 +15,7 @@ from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import Cache, PreTrainedModel
 
+from megatrain.base.changed import changed
 from megatrain.compat import peft
 from megatrain.compat.torch import has_gradient_hooks, not_compiled, pytree
 from megatrain.compat.transformers import takes_grouped_products, without_atomic_sums
@@ -321,9 +322,10 @@ class _Probe:
         activations = [self._trace(leaf, path) for leaf in leaves if isinstance(leaf, Tensor)]
         inputs = [ref for ref in dict.fromkeys(activations) if ref is not None]
         arguments = pytree.tree_unflatten(leaves, tree_spec)
-        kind = self._kind(module, path, *arguments)
-        self.layers.append(Layer(path, module, kind, inputs))
-        self.choosing += self._choosing(self.layers[-1], *arguments)
+        with changed([self.uses], reads_values=False):  # a layer itself may read values
+            kind = self._kind(module, path, *arguments)
+            self.layers.append(Layer(path, module, kind, inputs))
+            self.choosing += self._choosing(self.layers[-1], *arguments)
         outputs = []
         for index, value in enumerate(kind.example):
             if isinstance(value, Tensor):

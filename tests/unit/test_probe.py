@@ -276,16 +276,25 @@ def test_buffers_have_the_type_that_transformers_gives_them():
     assert {*loaded_types(model, torch.float32).values()} == {torch.float32}
 
 
-def pooled():
+def pooled(num_labels):
     """An encoder that scores what its trunk has pooled of a row."""
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return BertForSequenceClassification(BertConfig(**sizes, intermediate_size=8, num_labels=1))
+    sizes |= {"intermediate_size": 8, "num_labels": num_labels}
+    return BertForSequenceClassification(BertConfig(**sizes))
 
 
-@pytest.mark.parametrize("make", [lambda: tiny_model("prophetnet"), pooled])
+@pytest.mark.parametrize(
+    "make", [lambda: tiny_model("prophetnet"), partial(pooled, 1), partial(pooled, 3)]
+)
 def test_a_head_that_reads_other_states_of_the_trunk_is_refused(make):
     with pytest.raises(Unsupported, match="more than the last hidden states"):
         spec(emptied(make()))
+
+
+def test_layers_of_several_kinds_may_read_values():
+    model = tiny_model("jetmoe")  # its layers count the tokens of each expert
+    model.model.layers[0].requires_grad_(False)
+    assert len({id(layer.kind) for layer in spec(emptied(model)).layers}) == 2
 
 
 # A model is trained on its own loss, or refused by name.
