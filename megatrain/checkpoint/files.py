@@ -19,15 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 
 from megatrain.base import huge_pages
 from megatrain.base.whole_files import BLOCK, forget_pages, hidden, pass_cache_by
 from megatrain.errors import InputError, RunFailed, explained, os_reason
-
-try:
-    import xxhash
-except ImportError:  # every installation has it, a bare checkout may not
-    xxhash = None  # type: ignore[assignment]
 
 _log = logging.getLogger(__name__)
 
@@ -38,13 +34,12 @@ MAX_PIECE_BYTES = 256 << 20  # the largest piece that a manifest may name: reade
 PARTIAL, REPLACED, REMOVED = (f".checkpoint-{end}" for end in ("partial", "replaced", "removed"))
 
 # Checksums as hexadecimal digits of 64 bits. Both release Python's lock; on one core xxh3 reads
-# 22 GB/s and blake2b 0.8 GB/s.
+# 22 GB/s and blake2b 0.8 GB/s, which early versions took where xxhash was missing.
+ALGORITHM = "xxh3_64"
 ALGORITHMS: dict[str, Callable[[Any], str]] = {
-    "blake2b_64": lambda data: hashlib.blake2b(data, digest_size=8).hexdigest()
+    ALGORITHM: xxhash.xxh3_64_hexdigest,
+    "blake2b_64": lambda data: hashlib.blake2b(data, digest_size=8).hexdigest(),
 }
-if xxhash is not None:
-    ALGORITHMS["xxh3_64"] = xxhash.xxh3_64_hexdigest
-ALGORITHM = "xxh3_64" if xxhash is not None else "blake2b_64"
 
 
 class PieceSum(NamedTuple):

@@ -32,6 +32,7 @@ MANIFEST, EXTRA, BUFFERS, COMPUTED, CARRIED, MODEL, TILES, KEEP = (
 _OWN = {MANIFEST, EXTRA, BUFFERS, COMPUTED, CARRIED, MODEL, TILES, KEEP}
 
 _LARGEST = 2**62  # of any number that counts bytes or elements
+Dtype = Annotated[str, Predicate(("float32", "bfloat16", "float16").__contains__)]
 Count = Annotated[int, Interval(ge=0, lt=_LARGEST)]
 
 
@@ -132,14 +133,14 @@ class Settings(_Strict):
     max_grad_norm: float | None
     device: str
     placement: dict[str, Any]
-    dtype: str  # that of the model's source, in which exports are written
+    dtype: Dtype  # that of the model's source, in which exports are written
     model_class: str
     attn_implementation: dict[str, str]
     frozen: tuple[str, ...]
     optimizer: dict[str, Any] | None
     groups: tuple[dict[str, Any], ...]  # torch's parameter groups with their current settings
     num_steps: Count  # the optimizer's own count of steps
-    frozen_dtypes: dict[str, str] = field(default_factory=dict)
+    frozen_dtypes: dict[str, Dtype] = field(default_factory=dict)
     experts_implementation: dict[str, str] = field(default_factory=dict)
     base: Literal["bf16", "fp8", "nf4", "folder"] = "bf16"
     adapter: dict[str, Any] | None = None

@@ -6,7 +6,6 @@ model: it is the 72B's heads, vocabulary and ratios with 10240 wide layers, as m
 billion parameters, the largest dense size that the MegaTrain paper (arXiv 2604.05091) names.
 """
 
-import difflib
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -146,12 +145,11 @@ def named_config(
     if name.lower() in SHAPES:
         return qwen2_config(name.lower(), max_positions)
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
-        close = difflib.get_close_matches(name.lower(), SHAPES, n=2, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        shapes = ", ".join(SHAPES)
+        from megatrain.config import nearest
+
         raise InputError(
-            f"unknown model {name!r}{hint} (give a shape of {shapes}; a folder, a config.json, or "
-            "owner/name)"
+            f"unknown model {name!r}{nearest(name.lower(), list(SHAPES))} (or give a folder, a "
+            "config.json, or owner/name)"
         )
     from megatrain.model.build import read_config
 

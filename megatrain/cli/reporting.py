@@ -78,16 +78,10 @@ def _as_megatrain_error(error: Any) -> MegatrainError | None:
         unusable = error.errno in _PATH_ERRORS
         reason = f"{os_reason(error)}; check the path and who may use it"
         return InputError(reason) if unusable else RunFailed(os_reason(error))
-    context, parameter, message = error.ctx, getattr(error, "param", None), error.message
-    if context is not None and message == context.get_help():
+    if error.ctx is not None and error.message == error.ctx.get_help():
         return None
-    text = error.format_message()
-    text = text[:1].lower() + text[1:]
-    if parameter is not None and message:  # a wrong value; a missing one has no message
-        problem = message.removeprefix("Input ").removeprefix("Value error, ")
-        details: list[Any] = getattr(error.__cause__, "errors", list)()
-        value = str(details[0]["input"]) if details else ""
-        problem += "" if value in problem else f", got {value!r}"
-        text = f"{max(parameter.opts, key=len)}: {problem}"
-    command = "megatrain" if context is None else context.command_path
-    return InputError(f"{in_one_line(text).rstrip('.')}; see `{command} --help`")
+    text = in_one_line(error.format_message()).rstrip(".").replace("Value error, ", "")
+    details: list[Any] = getattr(error.__cause__, "errors", list)()  # of pydantic
+    got = f", got {details[0]['input']!r}" if details else ""
+    command = "megatrain" if error.ctx is None else error.ctx.command_path
+    return InputError(f"{text[:1].lower()}{text[1:]}{got}; see `{command} --help`")

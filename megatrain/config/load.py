@@ -166,10 +166,7 @@ def _remedy(name: str, sections: Sequence[type[Section]]) -> str:
 
 _ROW = re.compile(r"^\| (`[^|]+) \| ([^|]+) \|(?: ([^|]*?) ?\|)?$", re.MULTILINE)
 _KEY = re.compile(r"`(\w+)[^`]*`")
-_PLACE = re.compile(
-    r"`((?:model|adapter|data|training|optimizer|loss|rollout|schedule|engine|checkpoint|output"
-    r"|tracking)\.\w+(?:: [^`]*)?)`"
-)
+_PLACE = re.compile(rf"`((?:{'|'.join(Config.model_fields)})\.\w+(?:: [^`]*)?)`")
 
 
 @cache

@@ -153,8 +153,6 @@ class Examples:
 class Document(NamedTuple):
     """A tokenised document (or a piece of one), its source and line, and the tokens to predict."""
 
-    source: int
-    line: int
     ids: NDArray[np.int32]  # `[n]` int32
     # `[n]` bool; if none is True, there is nothing to learn from the document
     targets: NDArray[np.bool_]
@@ -165,6 +163,8 @@ class Document(NamedTuple):
     images_end: int = 0  # the number of tokens up to the end of the last image's
     # `[m]` int32: the document's classes, or the class of each token (-100: none)
     labels: NDArray[np.int32] = np.zeros(0, np.int32)
+    source: int = 0
+    line: int = 0
 
 
 class Encoder:
@@ -236,26 +236,26 @@ class Encoder:
         try:
             for talk in conversations:
                 examples.pass_over(f"{name} (of messages)" for name in self._unread(talk))
-            documents = [self._encoded(placed, talk, examples) for talk in talks]
-            if not isinstance(example, Pair):
-                return documents
-            return [
-                document._replace(good=not line, margin=example.margin)
-                for line, document in enumerate(documents)
-            ]
+            documents = [self._encoded(talk, placed, examples) for talk in talks]
         except InputError as error:
             examples.bad(error)
             return []
+        source, line = placed.source, placed.number
+        margin = example.margin if isinstance(example, Pair) else 0.0
+        return [
+            document._replace(source=source, line=line, good=not number, margin=margin)
+            for number, document in enumerate(documents)
+        ]
 
-    def _encoded(self, placed: PlacedExample, talk: Any, examples: Examples) -> Document:
+    def _encoded(self, talk: Any, placed: PlacedExample, examples: Examples) -> Document:
         """A labelled text, a completion, or a conversation with its images, as a document."""
         if isinstance(talk, Labelled):
             examples.notes["after"] = len(self._around_texts.closing)
-            return self._labelled(placed, talk)
+            return self._labelled(talk, placed.where)
         if not isinstance(talk, Conversation):
-            return self._completion(placed, talk)
+            return self._completion(talk, placed.where)
         if not talk.images:
-            return self.conversation(placed._replace(example=talk))
+            return self.conversation(talk, placed.where)
         if self._images is None or not self._images.identity:
             kind = talk.images[0].kind
             raise InputError(
@@ -264,7 +264,7 @@ class Encoder:
             )
         folder = Path(examples.sources[placed.source].name).parent
         images = read_media(talk.images, folder, placed.where, self._images)
-        return self.conversation(placed._replace(example=talk._replace(images=images)))
+        return self.conversation(talk._replace(images=images), placed.where)
 
     def _pieces(self, pieces: Sequence[tuple[PlacedExample, TextPiece]]) -> Iterator[Document]:
         """Each piece as a document. Raises InputError: an id is outside the vocabulary."""
@@ -280,9 +280,10 @@ class Encoder:
                 end = special.lacking_after(ids) if piece.last else []
                 ids = [*lead, *ids, *end]
             tokens = token_ids(ids, self._vocab_size, place.where)
-            yield Document(place.source, place.number, tokens, np.ones(len(tokens), dtype=bool))
+            learnt = np.ones(len(tokens), dtype=bool)
+            yield Document(tokens, learnt, source=place.source, line=place.number)
 
-    def _completion(self, placed: PlacedExample, example: Completion) -> Document:
+    def _completion(self, example: Completion, where: str) -> Document:
         """A prompt and its completion as a document; the completion and its end token are learnt.
 
         So is a token with characters of both, unless it is a special token of the prompt that
@@ -290,7 +291,7 @@ class Encoder:
         """
         prompt, completion = example
         special = self._around_documents
-        ids, offsets = placed_tokens(self._tokenizer, prompt + completion, placed.where)
+        ids, offsets = placed_tokens(self._tokenizer, prompt + completion, where)
         first = first_token(prompt + completion, offsets, ids, self._added, len(prompt))
         lead = special.lacking_before(ids)
         ids = [*lead, *ids, *special.lacking_after(ids)]
@@ -298,15 +299,14 @@ class Encoder:
         targets[: len(lead) + first] = False
         if not completion:
             targets[:] = False
-        tokens = token_ids(ids, self._vocab_size, placed.where)
-        return Document(placed.source, placed.number, tokens, targets)
+        return Document(token_ids(ids, self._vocab_size, where), targets)
 
-    def _labelled(self, placed: PlacedExample, example: Labelled) -> Document:
+    def _labelled(self, example: Labelled, where: str) -> Document:
         """A text with special tokens around it as a document, with its or its words' classes."""
         text, labels, words = example
         opening, closing = self._around_texts
-        of_text, offsets = placed_tokens(self._tokenizer, text, placed.where)
-        ids = token_ids([*opening, *of_text, *closing], self._vocab_size, placed.where)
+        of_text, offsets = placed_tokens(self._tokenizer, text, where)
+        ids = token_ids([*opening, *of_text, *closing], self._vocab_size, where)
         classes = np.array(labels, np.int32)
         if words is not None:
             firsts = [first_token(text, offsets, of_text, self._added, start) for start in words]
@@ -315,20 +315,16 @@ class Encoder:
             has_token = places < len(of_text)
             token_classes[len(opening) + places[has_token]] = classes[has_token]
             classes = token_classes
-        targets = np.ones(len(ids), bool)
-        return Document(placed.source, placed.number, ids, targets, labels=classes)
+        return Document(ids, np.ones(len(ids), bool), labels=classes)
 
-    def conversation(self, placed: PlacedExample) -> Document:
+    def conversation(self, talk: Conversation, where: str) -> Document:
         """A conversation as a document; without a reply to learn it has no tokens.
 
         Raises InputError: the template refuses the conversation, or leaves out a part of it.
         """
-        assert isinstance(placed.example, Conversation)
-        talk, where = placed.example, placed.where
         refuse_unplaced(talk, self._template, where)
         if not any(talk.learnt):
-            no_ids, no_targets = np.zeros(0, np.int32), np.zeros(0, bool)
-            return Document(placed.source, placed.number, no_ids, no_targets)
+            return Document(np.zeros(0, np.int32), np.zeros(0, bool))
         replies = ReplySpans(self._template, self._names, talk, where)
         if not talk.images:
             self._refuse_tokens(replies.text, where)
@@ -337,8 +333,8 @@ class Encoder:
         ids = token_ids(unchecked, self._vocab_size, where)
         starts = offsets[:, 0]
         marked, targets = np.zeros((2, len(ids)), bool)
-        document = Document(placed.source, placed.number, ids, marked, images=talk.images,
-                            images_end=int(np.searchsorted(starts, media_end)))  # fmt: skip
+        images_end = int(np.searchsorted(starts, media_end))
+        document = Document(ids, marked, images=talk.images, images_end=images_end)
         for begin, end in replies.marks:
             first = first_token(text, offsets, ids, self._added, moved(begin))
             marked[first : np.searchsorted(starts, moved(end))] = True

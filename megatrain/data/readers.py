@@ -90,7 +90,7 @@ def _refuse_other(file: DataSource) -> None:
 
 
 PIECE_BYTES = 256 * 1024  # long documents are tokenised in pieces of about this size
-_BOM = "\ufeff"
+_BOM = codecs.BOM_UTF8
 MAX_LINE_BYTES = 32 * MIB  # parsed JSON can take 20 times its text
 # Rows of JSON begin with an object, in a list or not, that has one of these fields among its first.
 _FIELDS = (
@@ -127,7 +127,7 @@ def read_text(file: DataSource) -> Iterator[TextPiece]:
                 yield TextPiece(line, text, first, last=False)
                 line, first = line + text.count("\n"), False
             text = _decode(decoder, block, offset, file, final=False)
-            text = text.removeprefix(_BOM) if first else text
+            text = text.removeprefix(_BOM.decode()) if first else text
             if offset == 0 and _ROWS.match(text):
                 remedy = "name the file .jsonl (one a line) or .json"
                 raise InputError(f"{file.name}: rows of JSON are no text: {remedy}")
@@ -174,7 +174,7 @@ def _read_file(file: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow 
                     yield from read_csv(file, wanted, stream, MAX_LINE_BYTES)
                     return
                 begins: bytes = stream.peek(64)  # type: ignore[attr-defined]  # all of `open_file`
-                is_list = begins.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+                is_list = begins.removeprefix(_BOM).lstrip().startswith(b"[")
                 read = _read_json if file.format == "json" or is_list else _read_jsonl
                 yield from read(file, stream)
 
@@ -206,18 +206,16 @@ def _not_utf8(where: str, offset: int, error: UnicodeDecodeError) -> InputError:
 
 def _read_jsonl(file: DataSource, stream: IO[bytes]) -> Iterator[tuple[int, DataRow | InputError]]:
     """The object of each line."""
-    number, offset = 0, 0
-    while line := stream.readline(MAX_LINE_BYTES + 1):
-        number += 1
+    lines = iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b"")
+    for number, line in enumerate(lines, 1):
         where = f"{file.name}:{number}"
         if len(line) > MAX_LINE_BYTES:
             raise _too_long(f"{where}: the line")
         if line.strip():
             try:
-                yield number, _parse(line, where, offset)
+                yield number, _parse(line.removeprefix(_BOM) if number == 1 else line, where)
             except InputError as error:
                 yield number, error
-        offset += len(line)
 
 
 def _read_json(file: DataSource, stream: IO[bytes]) -> Iterator[tuple[int, DataRow]]:
@@ -272,15 +270,13 @@ def _too_long(what: str) -> InputError:
     return InputError(f"{what} is longer than {MAX_LINE_BYTES // MIB} MiB: split the row")
 
 
-def _parse(line: bytes, where: str, offset: int) -> DataRow:
+def _parse(line: bytes, where: str) -> DataRow:
     try:
-        text = line.decode("utf-8")
-        row = parse_json(text.removeprefix(_BOM) if offset == 0 else text)
+        return _row(parse_json(line), where)
     except UnicodeDecodeError as error:
-        raise _not_utf8(where, offset, error) from error
+        raise _not_utf8(where, 0, error) from error
     except ValueError as error:  # nested too deeply, an integer of thousands of digits, a key twice
         raise _unusable(where, error) from error
-    return _row(row, where)
 
 
 def _unusable(where: str, error: Exception) -> InputError:
@@ -351,15 +347,13 @@ def read_csv(
         cells = csv.reader(chain([header], text), delimiter=delimiter, strict=True)
         names = next(cells, [])
         _once(names, file)
-        for values in cells:
-            if values:
-                number += 1
-                if len(values) != len(names):
-                    raise InputError(
-                        f"{file.name}:{number}: {len(values)} values for {len(names)} columns: "
-                        "correct the row (values with commas need quotes)"
-                    )
-                yield number, dict(zip(names, values, strict=True))
+        for number, values in enumerate(filter(None, cells), 1):
+            if len(values) != len(names):
+                raise InputError(
+                    f"{file.name}:{number}: {len(values)} values for {len(names)} columns: "
+                    "correct the row (values with commas need quotes)"
+                )
+            yield number, dict(zip(names, values, strict=True))
     except csv.Error as error:
         raise InputError(f"{file.name}:{number + 1}: not CSV: {error}: correct the row") from error
 

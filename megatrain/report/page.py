@@ -70,18 +70,17 @@ class Metrics:
         values = self.columns[name]
         return values[np.isfinite(values)]
 
-    def last(self, name: str) -> float | None:
+    def of(self, name: str, number_of: Callable[[Values], Any]) -> float | None:
+        """A number of the finite values of a column; None: it has none."""
         values = self.finite(name)
-        return float(values[-1]) if len(values) else None
+        return float(number_of(values)) if len(values) else None
+
+    def last(self, name: str) -> float | None:
+        return self.of(name, lambda values: values[-1])
 
     def median(self, name: str) -> float | None:
         """The median of steps; of ten or more, the first five are left out, as they compile."""
-        values = self.finite(name)
-        values = values[5:] if len(values) >= 10 else values
-        return float(np.median(values)) if len(values) else None
-
-    def largest(self, name: str) -> float | None:
-        return float(self.finite(name).max(initial=-math.inf)) if self.finite(name).size else None
+        return self.of(name, lambda values: np.median(values[5:] if len(values) >= 10 else values))
 
     def evaluated(self, quantity: str) -> list[Line]:
         """A quantity's evaluations over the steps: of all sets together, then of each set."""
@@ -102,7 +101,7 @@ class Metrics:
 
 def collect(records: Iterable[Mapping[str, Any]]) -> Metrics:
     """The lines of a metrics file; a repeated step's line replaces the earlier one."""
-    lists = {name: array("d") for name in COLUMNS}
+    steps: dict[float, array[float]] = {}
     evaluated: dict[float, Mapping[str, Any]] = {}
     failed = None
     for record in records:
@@ -111,17 +110,11 @@ def collect(records: Iterable[Mapping[str, Any]]) -> Metrics:
             continue
         failed = str(record["failed"]) if "failed" in record else None
         if is_evaluation(record):
-            evaluated = {done: r for done, r in evaluated.items() if done < step}
             evaluated[step] = record
         elif failed is None and "skipped" not in record:
-            for name in COLUMNS:
-                lists[name].append(number(record.get(name)))
-    columns = {name: np.array(values) for name, values in lists.items()}
-    steps = columns["step"]
-    if len(steps):
-        later = np.append(np.minimum.accumulate(steps[::-1])[::-1][1:], np.inf)
-        columns = {name: values[steps < later] for name, values in columns.items()}
-    return Metrics(columns, [*evaluated.values()], failed)
+            steps[step] = array("d", (number(record.get(name)) for name in COLUMNS))
+    table = np.array([*steps.values()]).reshape(len(steps), len(COLUMNS))
+    return Metrics(dict(zip(COLUMNS, table.T, strict=True)), [*evaluated.values()], failed)
 
 
 def number(value: Any) -> float:
@@ -214,8 +207,8 @@ def figures(metrics: Metrics, environment: Mapping[str, Any]) -> dict[str, str]:
     """The main numbers of a run by their titles."""
     evaluated = [float(line.y[-1]) for line in metrics.evaluated("loss")[:1]]
     sizes = {
-        "Device memory, at peak": metrics.largest("device_peak_bytes"),
-        "Host memory, at peak": metrics.largest("host_bytes"),
+        "Device memory, at peak": metrics.of("device_peak_bytes", np.max),
+        "Host memory, at peak": metrics.of("host_bytes", np.max),
         "Disk": count(environment.get("disk_bytes")),
     }
     numbers = {

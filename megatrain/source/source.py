@@ -268,7 +268,7 @@ def _open_plain(
     if isinstance(model, Checkpoint):
         empty = state_io.open_model(model, **code)
         beside = state_io.saved_companions(model)
-        source = Source(empty, state_io.saved_dtype(model), saved=model, resumes=resumes)
+        source = Source(empty, state_io.FLOATS[model.settings.dtype], saved=model, resumes=resumes)
         source.origin = state_io.origin_of(model, resumes=resumes)
         source.base = model.settings.base if resumes else "bf16"
     elif isinstance(model, PreTrainedModel):

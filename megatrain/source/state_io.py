@@ -46,7 +46,7 @@ from megatrain.tile.formats import PACKINGS, WeightFormat
 
 Write = Callable[[str, Tensor], None]
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PUT_BACK = "put the base back as it was; of one that has moved a link in its old place will do"
 
 
@@ -79,8 +79,8 @@ class Untrained:
 
         Raises InputError: unknown dtype, or not bf16 where the tiles hold only bf16 bits.
         """
-        chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-        if chosen not in _DTYPES.values() and dtype is not None:
+        chosen = FLOATS.get(dtype) if isinstance(dtype, str) else dtype
+        if chosen not in FLOATS.values() and dtype is not None:
             raise InputError(f"dtype is {dtype!r}; it must be float32, bfloat16, float16 or None")
         if self.rounded and chosen != torch.bfloat16:
             raise InputError(
@@ -129,8 +129,9 @@ def frozen_types(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, to
     """The dtypes of frozen parameters in the model's source, by name."""
     frozen = [p.name for p in checkpoint.manifest.parameters if p.group is None]
     frozen += left_out_names(checkpoint, model).values()
-    exceptions = checkpoint.settings.frozen_dtypes
-    return {name: saved_dtype(checkpoint, exceptions.get(name)) for name in frozen}
+    settings = checkpoint.settings
+    names = {name: settings.frozen_dtypes.get(name, settings.dtype) for name in frozen}
+    return {name: FLOATS[dtype] for name, dtype in names.items()}
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> dict[str, Stored]:
@@ -168,14 +169,6 @@ def saved_companions(checkpoint: Checkpoint) -> dict[str, bytes]:
     names = [name for name in checkpoint.manifest.files if name.startswith(f"{MODEL}/")]
     inner = {name.removeprefix(f"{MODEL}/"): checkpoint.folder / name for name in names}
     return read_files({n: path for n, path in inner.items() if n != "config.json"})
-
-
-def saved_dtype(checkpoint: Checkpoint, name: str | None = None) -> torch.dtype:
-    """The dtype `name`, or that of the model's source. Raises InputError: it is unknown."""
-    name = name or checkpoint.settings.dtype
-    if name not in _DTYPES:
-        raise InputError(f"{checkpoint.folder}: its dtype {name!r} is unknown")
-    return _DTYPES[name]
 
 
 def saved_optimizer(checkpoint: Checkpoint) -> Rule | None:

@@ -32,10 +32,10 @@ class Signals:
     """A context that turns signals into requests; it has no effect but on the main thread."""
 
     def __init__(self) -> None:
-        # name of the signal that asked for the end, such as `SIGTERM`; None: no signal has
-        self.stop: str | None = None
-        self._shared = False  # True: ranks agree on `stop`, and `_heard` is this process's signal
-        self._heard: str | None = None
+        # names of signals that asked for the end, such as `SIGTERM`; None: no signal has
+        self._heard: str | None = None  # by this process
+        self._agreed: str | None = None  # by all ranks, if requests are `_shared`
+        self._shared = False
         self._stop_time = 0.0
         self._save = False
         self._interruptible = False
@@ -53,6 +53,11 @@ class Signals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    @property
+    def stop(self) -> str | None:
+        """The name of the signal that asked for the end; None: no signal has."""
+        return self._agreed if self._shared else self._heard
+
     def take_save(self) -> bool:
         """Return True if a signal has asked for a checkpoint since the last call."""
         if signal.SIGUSR1 in self._previous:
@@ -66,10 +71,9 @@ class Signals:
         """Share requests with all ranks: from now on all ranks act on a signal at the same step."""
         if ranks.size == 1:
             return
-        if not self._shared:
-            self._shared, self._heard = True, self.stop
+        self._shared = True
         requests = ranks.all_gather_object((self._heard, self.take_save()))
-        self.stop = next((stop for stop, _ in requests if stop), None)
+        self._agreed = next((stop for stop, _ in requests if stop), None)
         self._save = any(save for _, save in requests)
 
     @contextmanager
@@ -86,20 +90,16 @@ class Signals:
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        was_heard = self._heard if self._shared else self.stop
-        if was_heard:
+        if self._heard:
             echoed = number == signal.SIGHUP or time.monotonic() - self._stop_time < _ECHO_SECONDS
-            if name == was_heard and echoed:  # kernel and shell both send a hangup
+            if name == self._heard and echoed:  # kernel and shell both send a hangup
                 return
             if self._shared and number == signal.SIGTERM:  # torchrun repeats it to all ranks
                 return
             _write(_AT_ONCE)
             os._exit(128 + number)
         self._stop_time = time.monotonic()
-        if self._shared:
-            self._heard = name
-        else:
-            self.stop = name
+        self._heard = name
         if self._interruptible:
             raise Stopped(name)
         _write(_NOTICE)

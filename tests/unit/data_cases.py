@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from megatrain.data.conversation import Conversation
-from megatrain.data.encoders import Encoder, PlacedExample
+from megatrain.data.encoders import Encoder
 from megatrain.data.rows import Reading
 from tests.refusals import table
 
@@ -102,7 +102,7 @@ def encode_row(tokenizer: Any, row: dict[str, Any], where: str = "rows.jsonl:1")
     reading = Reading("auto", {})
     example, _ = reading.example(reading.find(row, where), row, where)
     assert isinstance(example, Conversation)
-    found = Encoder(tokenizer, None).conversation(PlacedExample(0, 1, where, example))
+    found = Encoder(tokenizer, None).conversation(example, where)
     return found.ids, found.targets
 
 

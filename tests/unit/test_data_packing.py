@@ -212,7 +212,7 @@ def test_tokens_are_made_once_and_again_when_damaged_or_changed(tmp_path, monkey
 def test_each_flipped_bit_of_kept_tokens_is_found_before_it_is_trained_on(tmp_path):
     ids, folder, data = np.arange(400, dtype=np.int32), tmp_path / "tokens", b"pixels"
     image = Medium("", hashlib.blake2b(data, digest_size=16).hexdigest(), (2, 3), (), data)
-    rows = [Document(0, n, ids + n, ids > 0, images=[image] * (n % 2)) for n in range(30)]
+    rows = [Document(ids + n, ids > 0, images=[image] * (n % 2), line=n) for n in range(30)]
 
     def opened():
         return open_store(folder, ["a"], lambda: rows, {})
@@ -296,7 +296,7 @@ def test_sources_with_weights_have_their_shares_of_the_tokens(tmp_path, packing,
 
 def test_who_waits_for_the_tokens_of_another_run_is_told(tmp_path, caplog):
     caplog.set_level("INFO", "megatrain.data")
-    document = Document(0, 1, np.arange(4, dtype=np.int32), np.ones(4, bool))
+    document = Document(np.arange(4, dtype=np.int32), np.ones(4, bool))
     with ThreadPoolExecutor(1) as pool:
         with FileLock(tmp_path / "tokens.lock"):
             waiting = pool.submit(

@@ -182,7 +182,7 @@ def test_each_pair_has_its_own_margin(tmp_path):
 
 def test_margins_tell_data_apart_only_where_there_are_any(tmp_path):
     """Runs from before there were margins go on: the digest is that of then."""
-    document = Document(0, 1, np.arange(5, dtype=np.int32), np.ones(5, bool))
+    document = Document(np.arange(5, dtype=np.int32), np.ones(5, bool), line=1)
     digests = []
     for margin in (0.0, 0.5):
         documents = [document._replace(margin=margin)]
