@@ -119,29 +119,17 @@ def tile_planes(checkpoint: Checkpoint, record: TileRecord) -> dict[str, Stored]
 def _ranges(
     record: TileRecord, stored: dict[str, Stored], places: dict[str, tuple[Tile, Entry]]
 ) -> Iterator[_Range]:
-    """Yield the ranges of a tile's file: whole planes, or parameters if the layouts differ."""
-    tile = next((places[p.name][0] for p in record.parameters if p.name in places), None)
-    if tile is None:
-        return
-    saved = [(p.name, p.shape, p.offset, p.entry.packed) for p in record.parameters]
-    entries = [(e.name, e.shape, e.offset, e.packed) for e in tile.layout.entries]
-    for name, plane in stored.items():
-        kind = planes_of(tile).get(name)
-        whole_plane = None if kind is None or saved != entries else tile.planes[kind]
-        if whole_plane is not None and len(whole_plane.data) == plane.shape[0]:
-            yield _Range(plane.start, plane.start + plane.num_bytes, whole_plane.as_bytes())
-            continue
-        size = plane.dtype.itemsize
-        for parameter in (p for p in record.parameters if p.name in places):
-            target_tile, entry = places[parameter.name]
-            kind = planes_of(target_tile).get(name)
-            if kind is None or not kind.has(entry):
+    """Yield the ranges of a tile's file with values of the parameters in `places`."""
+    for parameter in (p for p in record.parameters if p.name in places):
+        tile, entry = places[parameter.name]
+        place, part = tile.place(entry)
+        for name, kind in planes_of(tile).items():
+            if name not in stored or not kind.has(entry):
                 continue
-            place, part = target_tile.place(entry)
+            plane, to = stored[name], kind.place(place.start, place.stop)
             source = kind.place(parameter.offset + part.start, parameter.offset + part.stop)
-            to = kind.place(place.start, place.stop)
-            start = plane.start + source.start * size
-            target = target_tile.planes[kind].piece(to.start, to.stop).as_bytes()
+            start = plane.start + source.start * plane.dtype.itemsize
+            target = tile.planes[kind].piece(to.start, to.stop).as_bytes()
             if len(target.data):
                 yield _Range(start, start + len(target.data), target)
 
@@ -169,17 +157,15 @@ def masters(checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:
     Checks the bytes of all masters first, but not those of the optimizer's states.
     """
     values: dict[str, Callable[[], Tensor]] = {}
+    checks: list[Callable[[], None]] = []
+    for tile in checkpoint.manifest.tiles:
+        planes = tile_planes(checkpoint, tile)
+        for plane in (planes[name] for name in ("weights", "remainder") if name in planes):
+            stop = plane.start + plane.num_bytes
+            checks.append(partial(checkpoint.check_file, tile.file, plane.start, stop))
+        values |= {p.name: partial(_master, planes, p) for p in tile.parameters}
     with ThreadPoolExecutor(_READERS, thread_name_prefix="check-checkpoint") as pool:
-        checks = []
-        for tile in checkpoint.manifest.tiles:
-            planes = tile_planes(checkpoint, tile)
-            for plane in (planes[name] for name in ("weights", "remainder") if name in planes):
-                stop = plane.start + plane.num_bytes
-                checks.append(pool.submit(checkpoint.check_file, tile.file, plane.start, stop))
-            for parameter in tile.parameters:
-                values[parameter.name] = partial(_master, planes, parameter)
-        for check in checks:
-            check.result()
+        list(pool.map(call, checks))
     return values
 
 

@@ -136,11 +136,11 @@ def named_config(
 
         if path.is_dir() and not (path / "config.json").is_file():
             from megatrain.config import ModelSection
+            from megatrain.model.weights import resolve_model
             from megatrain.train.resolve import ResolvedModel
 
-            path = Path(str(ResolvedModel.of(ModelSection(path=str(path))).section.path))
-        if path.is_dir() and not (path / "config.json").is_file():
-            raise InputError(f"{path}: no config.json there, so it is not a model's folder")
+            resolved = ResolvedModel.of(ModelSection(path=str(path))).section
+            path = resolve_model(str(resolved.path), weights=False)
         return load_config(path, trust_remote_code=trust_remote_code)
     if name.lower() in SHAPES:
         return qwen2_config(name.lower(), max_positions)

@@ -85,13 +85,8 @@ def open_dataset(
         examples.notes,
     )
     _log_notes(store.notes)
-    row_kind: DataKind = store.notes["kind"]
-    if kind in dataset.CLASSES:
-        row_kind = kind
-    elif kind == "margins":
-        row_kind = "pairs"
     layout = dataset.Layout(
-        kind=row_kind,
+        kind=kind if kind == "class_sets" else store.notes["kind"],
         sequence_length=sequence_length,
         packing=packing and kind not in dataset.OF_KIND,
         overlong=overlong,

@@ -106,14 +106,13 @@ def write_model(
         raise InputError(
             f"{folder}: is the base of the adapter, which would be lost; give another folder"
         )
+    values = {**masters, **untrained.values}
     if adapters is not None and not merged:
-        values = {**masters, **untrained.values}
         write_adapter(folder, model, values, dtype=dtype or torch.float32, beside=companions)
         return
     if source.base not in ("bf16", "folder"):
         text = "frozen linear layers were rounded to %s when read, and are written so"
         _log.warning(text, source.base)
-    values = {**masters, **untrained.values}
     as_came = untrained.as_came(dtype)
     if adapters is not None:
         merged_values = merged_into_base(model, values)

@@ -34,30 +34,32 @@ def say(console: "Console", text: str) -> None:
     console.print(text, markup=False, soft_wrap=True)
 
 
-def described_rewards(record: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The measures of a loss of replies, as short texts; empty for other losses."""
-    if (reward := record.get(f"{prefix}reward")) is not None:
-        return [f"reward {reward:.4g}"]
-    forms = {"accuracies": "preferred {:.1%}", "margins": "margin {:.4g}"}
-    values = {form: record.get(f"{prefix}rewards/{name}") for name, form in forms.items()}
+_MEASURED = {
+    "loss": "loss {:.4f}",
+    "accuracy": "accuracy {:.1%}",
+    "perplexity": "perplexity {:.4g}",
+    "grad_norm": "grad {:.3g}",
+    "reward": "reward {:.4g}",
+    "rewards/accuracies": "preferred {:.1%}",
+    "rewards/margins": "margin {:.4g}",
+    "lr": "lr {:.3g}",
+    "tokens_per_second": "{:,.0f} tok/s",
+    "model_tflops": "{:.3g} TFLOPS",
+    "mfu": "MFU {:.1%}",
+}
+
+
+def measured(record: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The measurements of a step or an evaluation (`prefix` eval_) as short texts."""
+    values = {form: record.get(f"{prefix}{name}") for name, form in _MEASURED.items()}
     return [form.format(value) for form, value in values.items() if value is not None]
 
 
 def describe_step(record: Mapping[str, Any]) -> str:
     """The measurements of a step (a line of `metrics.jsonl`) as one line of text."""
-    parts = [f"loss {record['loss']:.4f}"]
-    if record.get("grad_norm") is not None:
-        parts.append(f"grad {record['grad_norm']:.3g}")
-    parts += described_rewards(record)
-    parts.append(f"lr {record['lr']:.3g}")
-    parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
-    parts.append(f"{record['model_tflops']:.3g} TFLOPS")
-    if record.get("mfu") is not None:
-        parts.append(f"MFU {record['mfu']:.1%}")
-    if record.get("device_peak_bytes"):
-        parts.append(f"device {gib(record['device_peak_bytes'])}")
-    parts.append(f"host {gib(record['host_bytes'])}")
-    return "  ".join(parts)
+    memory = {"device": record.get("device_peak_bytes"), "host": record["host_bytes"]}
+    used = [f"{place} {gib(num_bytes)}" for place, num_bytes in memory.items() if num_bytes]
+    return "  ".join([*measured(record), *used])
 
 
 class TrainingProgress:

@@ -13,7 +13,7 @@ from megatrain.base.units import duration
 from megatrain.config import Config, step_loss
 from megatrain.data import PackedDataset, Prompts, Step
 from megatrain.loss import Distillation, JointLoss, MultiLabel, num_labelled, targets_of
-from megatrain.telemetry.console import described_rewards
+from megatrain.telemetry.console import measured
 from megatrain.telemetry.metrics import MetricsWriter, Record, is_evaluation
 from megatrain.train.rollouts import Rollouts
 from megatrain.train.sharing import logprobs, part_of
@@ -141,20 +141,12 @@ class Evaluations:
         return {f"eval_{key}": value for key, value in rollouts.rewarded(replies).items()}
 
     def _described(self, scores: Mapping[str, float]) -> str:
-        if "eval_loss" not in scores:
-            return "evaluation " + "  ".join(described_rewards(scores, "eval_"))
-        training = ""
-        if losses := self._step_losses:
-            training = f" (training {sum(losses) / len(losses):.4f})"
-        parts = [f"evaluation loss {scores['eval_loss']:.4f}{training}"]
-        if "eval_accuracy" in scores:
-            parts.append(f"accuracy {scores['eval_accuracy']:.1%}")
-        if "eval_perplexity" in scores:
-            parts.append(f"perplexity {scores['eval_perplexity']:.4g}")
-        parts += described_rewards(scores, "eval_")
-        named = [name for name in self._sets if name]  # "": the set of a plain data.eval_path
-        parts += [f"{name} {scores[f'eval_{name}_loss']:.4f}" for name in named]
-        return "  ".join(parts)
+        parts, losses = measured(scores, "eval_"), self._step_losses
+        if "eval_loss" in scores:
+            parts[0] += f" (training {sum(losses) / len(losses):.4f})" if losses else ""
+            named = [name for name in self._sets if name]  # "": the set of a plain data.eval_path
+            parts += [f"{name} {scores[f'eval_{name}_loss']:.4f}" for name in named]
+        return "evaluation " + "  ".join(parts)
 
 
 def _of_steps(loss: JointLoss, results: Iterator[Any], steps: list[Step]) -> dict[str, float]:

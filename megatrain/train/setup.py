@@ -147,11 +147,9 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
 
     # The engines, and the parts that need them.
     needs_reference = config.loss.kind == "prompts" and bool(config.loss.beta)
-    references = None  # the record of a second model
-    if needs_reference:
-        references = second_model.same_model(initial_model().key, start)
-    elif teacher is not None:
-        references = second_model.same_model(teacher.model.key, start)
+    second = None if teacher is None else teacher.model
+    second = initial_model() if needs_reference else second
+    references = None if second is None else second_model.same_model(second.key, start)
     if teacher is not None:
         # The teacher comes first: `auto` places the trained model in the memory that is left.
         teacher = teacher.opened(ranks.host)

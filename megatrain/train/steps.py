@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -146,11 +147,8 @@ class Steps:
         """Take the step; if its loss is not finite or its norm jumps, compute it once more."""
 
         def take(limit: float, expected: tuple[float, float] | None = None) -> Any:
-            def work() -> Any:
-                return self._job.engine.step(
-                    micro_batches, self._loss, norm_limit=limit, expected=expected
-                )
-
+            engine_step = partial(self._job.engine.step, micro_batches, self._loss)
+            work = partial(engine_step, norm_limit=limit, expected=expected)
             return self._timeline.step(step, work)
 
         if not self._recheck:
