@@ -51,16 +51,16 @@ class PieceSum(NamedTuple):
 
 
 class NewFile:
-    """A file being written; it is whole on the disk when the `with` block ends without an error.
+    """An empty file being written; it is whole on the disk when the `with` block ends well.
+
+    Other processes may write other bytes of it.
 
     Whole blocks bypass the page cache if the file system has O_DIRECT: some disks take them eight
     times faster than dirty pages, which also take memory.
     """
 
-    def __init__(self, path: Path, *, exists: bool = False) -> None:
-        """Args: `exists`: True if the file exists, and other processes write other bytes of it."""
-        create = 0 if exists else os.O_CREAT | os.O_EXCL
-        self._cached = os.open(path, os.O_WRONLY | create, 0o666)
+    def __init__(self, path: Path) -> None:
+        self._cached = os.open(path, os.O_WRONLY)
         self._direct = os.open(path, os.O_WRONLY)
         self._is_direct = pass_cache_by(self._direct)
         # O_DIRECT needs memory of whole pages.

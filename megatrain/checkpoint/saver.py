@@ -132,10 +132,8 @@ class Saving:
         stack.enter_context(files.claimed(partial))
         for name in (manifest.TILES, manifest.MODEL):
             (partial / name).mkdir()
-        if self._ranks.size > 1:  # each rank opens the files to write its part: create them
-            for job in self._jobs:
-                with files.NewFile(partial / job.record.file):
-                    pass
+        for job in self._jobs:  # each rank opens the files to write its part
+            (partial / job.record.file).touch()
 
     def _fill(self, partial: Path) -> Written:
         """Write this rank's part of all files and flush them to the disk."""
@@ -210,8 +208,8 @@ class Saving:
         pieces: list[files.PieceSum] = []
         writes = self._ranks.replicas.rank == 0  # other hosts only compute checksums
         with ExitStack() as stack:
-            path, exists = partial / job.record.file, self._ranks.size > 1
-            file = stack.enter_context(files.NewFile(path, exists=exists)) if writes else None
+            path = partial / job.record.file
+            file = stack.enter_context(files.NewFile(path)) if writes else None
             if self._ranks.rank == 0 and file is not None:
                 pieces.append(files.PieceSum(0, len(job.header), checksum(job.header)))
                 file.write(job.header, 0)

@@ -178,7 +178,8 @@ class Encoder:
     def __init__(
         self, tokenizer: Any, vocab_size: int | None, images: ImageProcessor | None = None
     ) -> None:
-        self._tokenizer, self._vocab_size, self._images = tokenizer, vocab_size, images
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._images = images or ImageProcessor(None)
 
     @cached_property
     def _added(self) -> set[int]:
@@ -231,7 +232,7 @@ class Encoder:
         example = placed.example
         talks = example.replies if isinstance(example, Pair) else [example]
         conversations = [talk for talk in talks if isinstance(talk, Conversation)]
-        if any(talk.images for talk in conversations) and self._images is not None:
+        if any(talk.images for talk in conversations):
             self._images.load()  # an unusable processor makes no row bad
         try:
             for talk in conversations:
@@ -256,7 +257,7 @@ class Encoder:
             return self._completion(talk, placed.where)
         if not talk.images:
             return self.conversation(talk, placed.where)
-        if self._images is None or not self._images.identity:
+        if not self._images.identity:
             kind = talk.images[0].kind
             raise InputError(
                 f"{placed.where}: {kind}s ({kind!r}, '{kind}s', parts of a content): the model has "
@@ -353,7 +354,7 @@ class Encoder:
 
     def _refuse_tokens(self, text: str, where: str) -> None:
         """Raises InputError: a text without images has a token that stands for one."""
-        if self._images is None or not self._images.identity:  # the model takes text alone
+        if not self._images.identity:  # the model takes text alone
             return
         for name in self._names:
             if re.search("image|img|video|audio", name, re.IGNORECASE) and name in text:

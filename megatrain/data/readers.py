@@ -295,14 +295,11 @@ def _row(row: object, where: str) -> DataRow:
 
 def read_hub(source: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
     """The rows of a hub data set."""
-    rows, names = source.rows, source.rows.column_names
-    if any(map(wanted, names)):
-        encoded = rows.with_format("arrow")  # without decoding images
-        yield from _rows(
-            source, names, wanted, lambda present: encoded.select_columns(present).iter(_BATCH_ROWS)
-        )
-    elif len(rows):  # one row without values, so that an error can name the columns
-        yield 1, dict.fromkeys(names, UNREAD)
+    encoded = source.rows.with_format("arrow")  # without decoding images
+    names = encoded.column_names
+    yield from _rows(
+        source, names, wanted, lambda some: encoded.select_columns(some).iter(_BATCH_ROWS)
+    )
 
 
 def read_parquet(file: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
@@ -377,8 +374,8 @@ def _rows(
 ) -> Iterator[tuple[int, DataRow]]:
     """The rows of a table with these columns; `parts` returns those of some columns in batches."""
     _once(names, file)
-    present = [n for n in names if wanted(n)]
-    unread = dict.fromkeys((n for n in names if n not in present), UNREAD)
+    unread = {name: UNREAD for name in names if not wanted(name)}
+    present = [name for name in names if name not in unread] or names[:1]  # rows need a column
     rows = (row for part in parts(present) for row in part.to_pylist())
     for number, row in enumerate(rows, 1):
         yield number, {**_without_nulls(row), **unread}

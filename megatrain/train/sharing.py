@@ -26,8 +26,6 @@ T = TypeVar("T")
 
 def check_shared(config: Config, ranks: Ranks) -> None:
     """Raise InputError if ranks have different run files, or a step has too few replies for all."""
-    if ranks.size == 1:
-        return
     sections = config.model_dump(mode="json").items()
     shared = {f"{name}.{key}": str(value) for name, keys in sections for key, value in keys.items()}
     require_same(ranks.all_gather_object(shared))
@@ -73,8 +71,6 @@ def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:
 
     Args: `counted`: routers' losses count tokens without labels, too: a mask hides that row's.
     """
-    if ranks.size == 1:
-        return step
     ends = list(accumulate(micro["input_ids"].numel() for micro in step))
     part, rank = [], -1  # the rank of the micro-batch before
     for number, (micro, end) in enumerate(zip(step, ends, strict=True)):
@@ -124,8 +120,6 @@ def split_for_ranks(step: Step, ranks: Ranks) -> Step:
 
 def check_rows(ranks: Ranks, step: Step) -> None:
     """Raise InputError if a rank has other rows than rank 0."""
-    if ranks.size == 1:
-        return
     checksum = 0
     for tensors, name in ((micro, name) for micro in step for name in sorted(micro)):
         is_shared = tensors[name].shape == tensors["input_ids"].shape  # ranks have other images

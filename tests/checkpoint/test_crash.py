@@ -183,6 +183,7 @@ def written(path):
     """A file of pieces with sizes like these, written last piece first."""
     data = torch.randint(256, (sum(SIZES),), dtype=torch.uint8)
     pieces = list(zip(data.split(SIZES), torch.tensor(SIZES).cumsum(0).tolist(), strict=True))
+    path.touch()
     with files.NewFile(path) as file:
         for piece, end in reversed(pieces):
             file.write(piece.numpy().data, end - len(piece))
