@@ -146,12 +146,6 @@ def require_empty(path: Path, *, of_run: bool = False) -> None:
         raise InputError(f"{key}{path} is not empty; choose another folder{more}")
 
 
-def model_folder(path: str) -> str:
-    """The model's folder if `path` is a finished run; else `path` itself (folder or hub id)."""
-    exported = Path(path) / MODEL
-    return str(exported) if holds_model(exported) else path
-
-
 def holds_model(folder: Path) -> bool:
     """True if a folder has the configuration of a model or of an adapter."""
     return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))

@@ -58,11 +58,12 @@ def trained_model(run: str) -> Checkpoint | str:
             "%s is of step %d; the run has gone on: its newest state is %s",
             path / layout.MODEL, done, layout.checkpoint_folder(path, saved[-1]),
         )  # fmt: skip
-    folder = layout.model_folder(run)
-    if folder == run and not (path / "config.json").is_file():
+    if layout.holds_model(path / layout.MODEL):
+        return str(path / layout.MODEL)
+    if not (path / "config.json").is_file():
         for config in sorted(path.glob(f"*/{layout.CONFIG}")):
             raise InputError(f"{run}: a folder of runs; name one of them, such as {config.parent}")
-    return folder
+    return run
 
 
 @dataclass(frozen=True)

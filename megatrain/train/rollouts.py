@@ -216,7 +216,11 @@ class Rollouts:
         with explained("the saved replies are damaged", of=(ValueError, TypeError, AttributeError)):
             self._steps_left = int(state.get("left", 0))
             temperature = float(state.get("temperature", 1))  # older checkpoints lack the key
-            self._step = [*map(_micro_batch_of, state.get("step", []))]
+            dtypes = dict.fromkeys(PLAIN, torch.int64)
+            self._step = [
+                {n: torch.tensor(v, dtype=dtypes.get(n, torch.float32)) for n, v in micro.items()}
+                for micro in state.get("step", [])
+            ]
         changed = None
         if temperature != self._loss.temperature:
             changed = f"rollout.temperature ({temperature:g}, and now {self._loss.temperature:g})"
@@ -391,12 +395,6 @@ class Rollouts:
             if "reference_logp" in self._loss.inputs:
                 micro["reference_logp"] = reference_logp
         return micros, order
-
-
-def _micro_batch_of(saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A micro-batch of `Rollouts.state_dict`."""
-    types = {name: torch.int64 if name in PLAIN else torch.float32 for name in saved}
-    return {name: torch.tensor(rows, dtype=types[name]) for name, rows in saved.items()}
 
 
 def _described(replies: Sequence[Reply]) -> dict[str, float]:

@@ -6,7 +6,7 @@ replies it answers once, and its answers are kept. A teacher answers in each ste
 
 import json
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -168,35 +168,27 @@ def _sums(engine: Engine, data: ReplyDataset, rows: int, at_once: int) -> Tensor
     return torch.cat(sums).view(len(data), -1).float()
 
 
-@dataclass(frozen=True)
 class Teacher:
     """A frozen model whose likeliest tokens the trained model, of `vocab_size` tokens, learns.
 
-    Several ranks share the teacher, and each asks for its own micro-batches. `engine` is None until
-    `opened`.
+    Several ranks share the teacher, and each asks for its own micro-batches.
     """
 
-    config: Config
-    model: ResolvedModel
-    vocab_size: int
-    engine: Any = None
-
-    def opened(self, group: Any) -> "Teacher":
+    def __init__(self, config: Config, model: ResolvedModel, vocab_size: int, group: Any) -> None:
         """Open the teacher in an engine without an optimizer. Raises InputError, DoesNotFit."""
         log.info("the teacher rests in host memory beside the model that is trained")
-        source, placement = self.model.source, Placement()
-        engine = _frozen_engine(self.config, source, placement=placement, group=group)
-        if engine.label_shift != 1:
-            engine.close()
+        self._config, self._vocab_size = config, vocab_size
+        self.engine = _frozen_engine(config, model.source, placement=Placement(), group=group)
+        if self.engine.label_shift != 1:
+            self.engine.close()
             raise InputError("loss.teacher: it predicts tokens in their own place; take another")
-        return replace(self, engine=engine)
 
     def with_answers(self, step: Step, data: PackedDataset | None = None) -> Step:
         """Add the ids and log-probabilities of the likeliest tokens for each label.
 
         Args: `data`: the micro-batches' data set, to read images from; None: they have no images.
         """
-        loss, engine = self.config.loss, self.engine
+        loss, engine = self._config.loss, self.engine
         rows = step if data is None else [data.with_images(micro) for micro in step]
         top_k = loss.top_k or 1
         labelled = any(bool((micro["labels"][:, 1:] != IGNORED).any()) for micro in rows)
@@ -207,7 +199,7 @@ class Teacher:
             answers = [(torch.zeros(s, dtype=torch.int64), torch.zeros(s)) for s in shapes]
         answered = []
         for micro, (ids, log_probs) in zip(step, answers, strict=True):
-            unknown = ids >= self.vocab_size  # padding rows of the teacher's table
+            unknown = ids >= self._vocab_size  # padding rows of the teacher's table
             choices = ids.masked_fill(unknown, 0), log_probs.masked_fill(unknown, _IMPOSSIBLE)
             answered.append(micro | dict(zip(Distillation.choices, choices, strict=True)))
         return answered
@@ -215,8 +207,8 @@ class Teacher:
 
 def find_teacher(
     config: Config, tokenizer: PreTrainedTokenizerBase, text_config: PreTrainedConfig
-) -> Teacher | None:
-    """The teacher that a run file names, without weights; None: it names none.
+) -> ResolvedModel | None:
+    """The teacher that a run file names; None: it names none.
 
     Raises InputError: there is no such model, or it cannot teach this one.
     """
@@ -244,4 +236,4 @@ def find_teacher(
         )
     if (top_k := config.loss.top_k or 0) > min(sizes):
         raise InputError(f"loss.top_k is {top_k}, and there are {min(sizes)} tokens; take fewer")
-    return Teacher(config, resolved, text_config.vocab_size)
+    return resolved

@@ -123,7 +123,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     hf_config = resolve.model_config(section, tokenizer)
     check_sequence_length(hf_config, config.data.sequence_length)
     text_config = hf_config.get_text_config(decoder=True)
-    teacher = second_model.find_teacher(config, tokenizer, text_config)
+    teacher_model = second_model.find_teacher(config, tokenizer, text_config)
     source = _structure(config, initial_model().for_engine(tokenizer)) if start is None else None
     ranks.agree(lambda: check_disk(config, source or start, config.training.steps))
 
@@ -134,7 +134,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
             config, tokenizer, text_config.vocab_size, resolve.run_images(section)
         ),
     )
-    _check_images(config, [training, *evaluation.values()], teacher)
+    _check_images(config, [training, *evaluation.values()], teacher_model)
     loader = _loader(config, training, ranks)
     stack.callback(loader.close)
     total_steps = config.training.steps
@@ -147,12 +147,12 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
 
     # The engines, and the parts that need them.
     needs_reference = config.loss.kind == "prompts" and bool(config.loss.beta)
-    second = None if teacher is None else teacher.model
-    second = initial_model() if needs_reference else second
+    second = initial_model() if needs_reference else teacher_model
     references = None if second is None else second_model.same_model(second.key, start)
-    if teacher is not None:
+    teacher = None
+    if teacher_model is not None:
         # The teacher comes first: `auto` places the trained model in the memory that is left.
-        teacher = teacher.opened(ranks.host)
+        teacher = Teacher(config, teacher_model, text_config.vocab_size, ranks.host)
         stack.enter_context(teacher.engine)
     media = training.most_images() if isinstance(training, PackedDataset) else None
     engine = _engine(config, source, media, start, ranks, stack)
@@ -212,13 +212,15 @@ def _batches(
     return sets
 
 
-def _check_images(config: Config, sets: Sequence[Any], teacher: Teacher | None) -> None:
+def _check_images(
+    config: Config, sets: Sequence[Any], teacher: resolve.ResolvedModel | None
+) -> None:
     """Raise InputError if rows have images, but the teacher or shared rows cannot take them."""
     pictured = [data for data in sets if isinstance(data, PackedDataset) and data.has_images]
     if not pictured:
         return
     if teacher is not None:
-        processor = resolve.run_images(teacher.model.section)
+        processor = resolve.run_images(teacher.section)
         if processor.digest != pictured[0].image_processor.digest:
             difference = "another" if processor.identity else "no"
             raise InputError(
