@@ -122,9 +122,7 @@ class OptimizerSection(NamedSection):
         rule = RULES[self.name]
         names = (*rule.settings, *rule.choices, *rule.further, "no_decay")
         values = {name: getattr(self, name) for name in names}
-        if self.no_decay is None:
-            del values["no_decay"]
-        return rule(**values)
+        return rule(**{name: value for name, value in values.items() if value is not None})
 
 
 _CLASS_METRICS = ("loss", "accuracy")
@@ -132,12 +130,14 @@ _PAIR_METRICS = ("loss", *(f"rewards/{k}" for k in ("chosen", "rejected", "margi
 _ROW_CLASS_KEYS = {"labels": None, "problem_type": None}
 # For each loss: its class, the kind of data that it needs (None: texts or chats), the metrics of
 # its evaluations, and the keys, with defaults, that the run file has beside the class's fields.
+# The loss of rows with several classes is chosen by `problem_type`.
 _LOSSES: dict[str, tuple[str, Any, tuple[str, ...], dict[str, Any]]] = {
     "sft": ("CrossEntropy", None, ("loss", "perplexity", "accuracy"), {"label_smoothing": 0.0}),
     "distill": ("Distillation", None, ("loss",), {"teacher": None, "top_k": 64}),
     "dpo": ("DPO", "pairs", _PAIR_METRICS, {}),
     "reward": ("Reward", "pairs", _PAIR_METRICS, {}),
     "sequence_classification": ("CrossEntropy", "classes", _CLASS_METRICS, _ROW_CLASS_KEYS),
+    "several classes": ("MultiLabel", "class_sets", ("loss",), {}),
     "token_classification": ("CrossEntropy", "tags", _CLASS_METRICS, {"labels": None}),
     "contrastive": ("Contrastive", "anchors", _CLASS_METRICS, {}),
     "grpo": ("GRPO", "prompts", ("reward",), {}),
@@ -209,18 +209,16 @@ class LossSection(NamedSection):
 
     def loss(self) -> Loss:
         """The loss for `Engine.step`."""
-        if self.is_multi_label:
-            return loss.MultiLabel()
-        if self.name != "sft":
-            kind = getattr(loss, _LOSSES[self.name][0])
-            return kind(**{n: getattr(self, n) for n in _loss_fields(self.name)})
-        smoothing = self.label_smoothing
-        return loss.LabelSmoothing(smoothing) if smoothing else loss.CROSS_ENTROPY
+        if self.label_smoothing:
+            return loss.LabelSmoothing(self.label_smoothing)
+        kind = getattr(loss, _LOSSES[self._row][0])
+        return kind(**{n: getattr(self, n) for n in _loss_fields(self._row)})
 
     @property
-    def is_multi_label(self) -> bool:
-        """True if a row may have several classes."""
-        return self.problem_type == "multi_label_classification"
+    def _row(self) -> str:
+        """The row of `_LOSSES` with this loss."""
+        has_several = self.problem_type == "multi_label_classification"
+        return "several classes" if has_several else self.name
 
     @property
     def head(self) -> ClassHead | None:
@@ -233,9 +231,7 @@ class LossSection(NamedSection):
     @property
     def kind(self) -> Any:
         """The kind of data that the loss needs; None: texts or chats."""
-        if self.margin or self.is_multi_label:
-            return "margins" if self.margin else "class_sets"
-        return _LOSSES[self.name][1]
+        return "margins" if self.margin else _LOSSES[self._row][1]
 
     @property
     def lines(self) -> int:
@@ -245,7 +241,7 @@ class LossSection(NamedSection):
     @property
     def metrics(self) -> tuple[str, ...]:
         """The names of the metrics of evaluations."""
-        return ("loss",) if self.is_multi_label else _LOSSES[self.name][2]
+        return _LOSSES[self._row][2]
 
 
 def _loss_fields(name: str) -> dict[str, Any]:

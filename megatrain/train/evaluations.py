@@ -11,18 +11,18 @@ import numpy as np
 
 from megatrain.base.units import duration
 from megatrain.config import Config, step_loss
-from megatrain.data import PackedDataset, Prompts, Step
+from megatrain.data import Step
 from megatrain.loss import Distillation, JointLoss, MultiLabel, num_labelled, targets_of
 from megatrain.telemetry.console import measured
 from megatrain.telemetry.metrics import MetricsWriter, Record, is_evaluation
-from megatrain.train.rollouts import Rollouts
 from megatrain.train.sharing import logprobs, part_of
 from megatrain.train.signals import Signals
 
 if TYPE_CHECKING:
     from megatrain.train.setup import Job
 
-_Parts = list[tuple[Step, int]]  # micro-batches computed at once, and their labelled tokens
+# micro-batches computed at once, and their labelled tokens; or the numbers of prompts, and 0
+_Parts = list[tuple[Any, int]]
 _MOST_NATS = 700  # exp() of a larger mean loss overflows
 
 log = logging.getLogger(__name__)
@@ -43,10 +43,14 @@ class Evaluations:
         # As many rows at once as in a step: more would need memory that no plan counts.
         at_once = -(-config.training.batch_size // job.loader.rows_per_micro_batch)
         shift = self._engine.label_shift
-        self._sets: dict[str, Any] = {
-            name: rows if isinstance(rows, Prompts) else _parts(rows, at_once, shift)
-            for name, rows in job.evaluation.items()
-        }
+        self._sets: dict[str, _Parts] = {}
+        rows: Any
+        for name, rows in job.evaluation.items():
+            if job.rollouts is None:
+                self._sets[name] = _parts(rows, at_once, shift)
+            else:
+                numbers, size = range(len(rows)), job.rollouts.at_once
+                self._sets[name] = [(numbers[first : first + size], 0) for first in numbers[::size]]
         self._every = config.training.eval_every
         self._done = {record["step"] for record in logged if is_evaluation(record)}
         self._step_losses: list[float] = []  # since the last evaluation
@@ -80,8 +84,6 @@ class Evaluations:
 
     def _scores(self, *, final: bool) -> dict[str, float] | None:
         """Metrics over all sets, and over each named set; None: a signal broke it off."""
-        if self._job.rollouts is not None:
-            return self._of_prompts(self._job.rollouts, final=final)
         results: dict[str, list[Any]] = {}
         for name, parts in self._sets.items():
             results[name] = []
@@ -89,6 +91,9 @@ class Evaluations:
                 if self._signals.stop and not final:
                     return None
                 results[name] += self._measured(name, part, count)
+        if self._job.rollouts is not None:
+            rewarded = self._job.rollouts.rewarded(results)
+            return {f"eval_{key}": value for key, value in rewarded.items()}
         all_results = [result for set_results in results.values() for result in set_results]
         all_parts = [part for parts in self._sets.values() for part in parts]
         metrics = self._metrics_of(all_results, all_parts, "")
@@ -96,10 +101,11 @@ class Evaluations:
             metrics |= self._metrics_of(results[name], self._sets[name], f"{name}_")
         return metrics
 
-    def _measured(self, name: str, part: Step, count: int) -> list[Any]:
-        """The summed loss and number of right labels; of a joint loss its inputs for each row."""
-        data = self._job.data.get(name)
-        assert data is None or isinstance(data, PackedDataset)
+    def _measured(self, name: str, part: Any, count: int) -> list[Any]:
+        """Summed loss and right labels; of a joint loss its inputs for each row; or replies."""
+        data: Any = self._job.data.get(name)
+        if self._job.rollouts is not None:
+            return self._job.rollouts.evaluation_replies(data, part)
         if isinstance(self._loss, JointLoss):
             reads = self._loss.reads
             return logprobs(self._engine, self._loss.bare(part), data, reads=reads)
@@ -128,17 +134,6 @@ class Evaluations:
             if "accuracy" in metrics:
                 values["accuracy"] = right / count
         return {f"eval_{prefix}{name}": value for name, value in values.items()}
-
-    def _of_prompts(self, rollouts: Rollouts, *, final: bool) -> dict[str, float] | None:
-        """Rewards of one reply to each prompt, over all sets and each set; None: broken off."""
-        replies: dict[str, Any] = {}
-        for name, prompts in self._sets.items():
-            replies[name] = rollouts.evaluation_replies(
-                prompts, lambda: bool(self._signals.stop) and not final
-            )
-            if replies[name] is None:
-                return None
-        return {f"eval_{key}": value for key, value in rollouts.rewarded(replies).items()}
 
     def _described(self, scores: Mapping[str, float]) -> str:
         parts, losses = measured(scores, "eval_"), self._step_losses

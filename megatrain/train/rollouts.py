@@ -185,7 +185,7 @@ class Rollouts:
         self._pad = pad_id(self.tokenizer, self.engine.vocab_size)
         length = config.data.sequence_length
         self._layout = Layout("chat", length, packing=False, overlong="error", pad_id=self._pad)
-        self._at_once = config.rollout.batch_size or config.training.batch_size * loss.lines
+        self.at_once = config.rollout.batch_size or config.training.batch_size * loss.lines
         self._step: Step = []
         self._steps_left = self._rollouts = self._without_signal = 0
 
@@ -282,16 +282,9 @@ class Rollouts:
         times = f"{self._without_signal} of {self._rollouts} rollouts so far"
         log.warning("step %d: %s (%s); %s", step, reason, times, remedy)
 
-    def evaluation_replies(self, prompts: Prompts, stop: Callable[[], bool]) -> list[Reply] | None:
-        """One reply to each prompt, the same at each call with the same weights; None: `stop()`."""
-        size = self._at_once
-        replies: list[Reply] = []
-        for first in range(0, len(prompts), size):
-            if stop():
-                return None
-            rows = range(first, min(first + size, len(prompts)))
-            replies += self._replies(prompts.batch(rows), 1, -1 - first)  # no step has these seeds
-        return replies
+    def evaluation_replies(self, prompts: Prompts, rows: range) -> list[Reply]:
+        """One reply to each of these prompts, the same at each call with the same weights."""
+        return self._replies(prompts.batch(rows), 1, -1 - rows.start)  # no step has these seeds
 
     def rewarded(self, sets: Mapping[str, Sequence[Reply]]) -> dict[str, float]:
         """The log's values of evaluation replies: over all sets, and over each named set."""
@@ -332,7 +325,7 @@ class Rollouts:
             GenerationConfig(),  # the model's own settings would change the distribution
             stops=stops,
             pad=self._pad,
-            batch_size=self._at_once,
+            batch_size=self.at_once,
             apart=True,
         )
         return [Reply(row, ids, ids[-1] in stops) for row, ids in zip(copies, replies, strict=True)]
