@@ -1,6 +1,5 @@
 """Reads a run file and overrides. Precedence: defaults < file < `--set path=value`."""
 
-import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -37,19 +36,12 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endless: bool = Fal
         )
     if _DATA.search(file.name.lower()) and file.is_file():
         raise InputError(f"{file}: a file of data: name it in a run file (YAML), as data.path")
-    return overridden(read_yaml(file), str(file), overrides, endless=endless)
-
-
-def overridden(
-    tree: Mapping[str, Any], source: str, overrides: Sequence[str], *, endless: bool = False
-) -> Config:
-    """The Config of a tree of keys with `overrides`; messages name `source`."""
-    changed = copy.deepcopy(dict(tree))
-    names = [_apply_override(changed, text) for text in overrides]
-    training = changed.setdefault("training", {}) if endless else None
+    tree = read_yaml(file)
+    names = [_apply_override(tree, text) for text in overrides]
+    training = tree.setdefault("training", {}) if endless else None
     if isinstance(training, dict) and not training.keys() & {"steps", "epochs"}:
         training["steps"] = 1
-    return validate(changed, source, names)
+    return validate(tree, str(file), names)
 
 
 def validate(tree: Mapping[str, Any], source: str, overridden: Iterable[str] = ()) -> Config:

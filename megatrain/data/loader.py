@@ -132,7 +132,7 @@ class StepLoader:
 
     def _make(self, step: int) -> Step:
         batches: Any = [self.dataset.batch(rows) for rows in self._plan(step)]
-        micro_batches = batches if isinstance(self.dataset, Prompts) else numbered(batches)
+        micro_batches = numbered(batches)  # prompts have no pairs
         return micro_batches if self._finish is None else self._finish(micro_batches)
 
     def _plan(self, step: int) -> list[list[int]]:

@@ -307,15 +307,10 @@ class Rollouts:
 
     def _replies(self, rows: Sequence[PromptRow], count: int, number: int) -> list[Reply]:
         """Generate `count` replies to each prompt, with the seed of rollout `number`."""
-        settings = self.config.rollout
-        sampling = Sampling(
-            max_new_tokens=self._loss.max_completion_length,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            repetition_penalty=settings.repetition_penalty,
-            seed=derived_seed(self.config.training.seed, _SEED, number),
-        )
+        seed = derived_seed(self.config.training.seed, _SEED, number)
+        choices = {"temperature", "top_p", "top_k", "repetition_penalty"}
+        settings = self.config.rollout.model_dump(include=choices)
+        sampling = Sampling(self._loss.max_completion_length, **settings, seed=seed)
         stops = stop_ids(self.engine, self.tokenizer, chat=True)  # those of checkpoints' models
         copies = [row for row in rows for _ in range(count)]
         replies = continued(

@@ -56,17 +56,11 @@ def open_reference(
 
 
 def _frozen_engine(config: Config, source: Any, **options: Any) -> Engine:
-    return Engine(
-        source,
-        precision=config.engine.precision,
-        max_grad_norm=None,
-        device=config.engine.device,
-        device_memory=config.engine.device_memory,
-        host_memory=config.engine.host_memory,
-        trust_remote_code=config.model.trust_remote_code,
-        attn_implementation=config.model.attn_implementation,
-        **options,
-    )
+    of_engine = {"precision", "device", "device_memory", "host_memory"}
+    of_model = {"trust_remote_code", "attn_implementation"}
+    options |= config.engine.model_dump(include=of_engine)
+    options |= config.model.model_dump(include=of_model)
+    return Engine(source, max_grad_norm=None, **options)
 
 
 @dataclass(frozen=True)
