@@ -85,17 +85,14 @@ def model_of_run(
     name: str, section: "ModelSection", adapter: dict[str, Any] | None = None, *, head: Any = None
 ) -> NamedModel:
     """The model of a run file's section; `head`: a ClassHead in place of its own, or None."""
-    from megatrain.data import load_tokenizer
     from megatrain.model.build import with_head
-    from megatrain.train.resolve import model_config
+    from megatrain.train.resolve import model_config, run_tokenizer
 
-    trusted = section.trust_remote_code
     if section.path is not None:
-        config = named_config(section.path, trust_remote_code=trusted)
+        config = named_config(section.path, trust_remote_code=section.trust_remote_code)
         adapter = adapter or _adapter_of(section)
     else:
-        tokenizer = load_tokenizer(str(section.tokenizer), trust_remote_code=trusted)
-        config = model_config(section, tokenizer)
+        config = model_config(section, run_tokenizer(section))
     config = with_head(config, head) if head else config
     code = section.model_dump(include={"trust_remote_code", "attn_implementation"})
     trained = section.model_dump(include={"freeze", "train_only"})

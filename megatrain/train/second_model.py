@@ -19,15 +19,14 @@ from megatrain.base.json_yaml import json_crc32
 from megatrain.base.whole_files import write_file
 from megatrain.compat.torch import can_compile
 from megatrain.config import Config, ModelSection
-from megatrain.data import PackedDataset, ReplyDataset, Step, load_tokenizer
+from megatrain.data import PackedDataset, ReplyDataset, Step
 from megatrain.errors import InputError, explained
 from megatrain.loss import DPO, IGNORED, Distillation, JointLoss
 from megatrain.model.sizes import check_sequence_length
-from megatrain.model.weights import resolve_model
 from megatrain.placement import Placement
 from megatrain.run_folder.layout import REFERENCES
 from megatrain.telemetry.gpu import find_gpu
-from megatrain.train.resolve import ResolvedModel, model_config
+from megatrain.train.resolve import ResolvedModel, model_config, run_tokenizer
 from megatrain.train.resume import Start
 from megatrain.train.sharing import logprobs
 
@@ -213,9 +212,7 @@ def find_teacher(
         resolved = ResolvedModel.of(ModelSection(path=name, trust_remote_code=trusted))
         teacher_config = model_config(resolved.section, tokenizer)
         check_sequence_length(teacher_config, config.data.sequence_length)
-        assert resolved.section.path is not None and resolved.source is not None
-        folder = resolve_model(resolved.section.path)
-        vocab = load_tokenizer(str(folder), trust_remote_code=trusted).get_vocab()
+        vocab = run_tokenizer(resolved.section).get_vocab()
     sizes = teacher_config.get_text_config(decoder=True).vocab_size, text_config.vocab_size
     if vocab != tokenizer.get_vocab():
         raise InputError(
