@@ -65,8 +65,7 @@ def settings_of(
     adapters, named = adapted(model), None
     if rule is not None:
         choices = {choice.name: getattr(rule, choice.name) for choice in fields(rule)}
-        plain_values = {n: list(v) if isinstance(v, tuple) else v for n, v in choices.items()}
-        named = {"name": rule.name} | plain_values
+        named = {"name": rule.name, **choices}
     return Settings(
         dtype=str(dtype).removeprefix("torch."),
         frozen_dtypes={n: str(t).removeprefix("torch.") for n, t in types.items() if t != dtype},
