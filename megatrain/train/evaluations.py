@@ -70,7 +70,7 @@ class Evaluations:
         if not (due and self._sets) or step in self._done:
             return None
         started = time.perf_counter()
-        scores = self._scores(final=final)
+        scores = self._scores(step, final=final)
         if scores is None:
             return None
         seconds = time.perf_counter() - started
@@ -82,7 +82,7 @@ class Evaluations:
         self.see(record)
         return record
 
-    def _scores(self, *, final: bool) -> dict[str, float] | None:
+    def _scores(self, step: int, *, final: bool) -> dict[str, float] | None:
         """Metrics over all sets, and over each named set; None: a signal broke it off."""
         results: dict[str, list[Any]] = {}
         for name, parts in self._sets.items():
@@ -92,7 +92,7 @@ class Evaluations:
                     return None
                 results[name] += self._measured(name, part, count)
         if self._job.rollouts is not None:
-            rewarded = self._job.rollouts.rewarded(results)
+            rewarded = self._job.rollouts.rewarded(results, step)
             return {f"eval_{key}": value for key, value in rewarded.items()}
         all_results = [result for set_results in results.values() for result in set_results]
         all_parts = [part for parts in self._sets.values() for part in parts]

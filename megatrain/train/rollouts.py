@@ -164,7 +164,7 @@ class Rollouts:
     """Makes the micro-batches of each step: replies with their advantages and log-probabilities.
 
     Of several `ranks` each generates a part of the replies; rank 0 rewards all. `loader` gives
-    prompts; `reference` is an engine with the reference model; `step` is the newest step.
+    prompts; `reference` is an engine with the reference model.
     """
 
     config: Config
@@ -175,7 +175,6 @@ class Rollouts:
     reference: Engine | None
     total_steps: int
     ranks: Ranks = ALONE
-    step: int = 0
 
     def __post_init__(self) -> None:
         config = self.config
@@ -196,7 +195,6 @@ class Rollouts:
         to any reply; DoesNotFit: no memory for keys and values.
         """
         logged: dict[str, Any] = {}
-        self.step = step
         if self._steps_left == 0:
             step_rows: Any = next(self.loader)
             self._step, logged = self._roll([row for micro in step_rows for row in micro], step)
@@ -286,11 +284,11 @@ class Rollouts:
         """One reply to each of these prompts, the same at each call with the same weights."""
         return self._replies(prompts.batch(rows), 1, -1 - rows.start)  # no step has these seeds
 
-    def rewarded(self, sets: Mapping[str, Sequence[Reply]]) -> dict[str, float]:
-        """The log's values of evaluation replies: over all sets, and over each named set."""
+    def rewarded(self, sets: Mapping[str, Sequence[Reply]], step: int) -> dict[str, float]:
+        """The log's values of replies after `step`: over all sets, and over each named set."""
         logged: dict[str, Any] = {}
         all_replies = [reply for replies in sets.values() for reply in replies]
-        all_RF = self._rewarded(all_replies, self.step + 1, logged)
+        all_RF = self._rewarded(all_replies, step + 1, logged)
         parts = all_RF.split([len(replies) for replies in sets.values()])
         named = [(f"{name}_", sets[name], p) for name, p in zip(sets, parts, strict=True) if name]
         for prefix, replies, rewards_RF in [("", all_replies, all_RF), *named]:

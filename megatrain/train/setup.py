@@ -175,7 +175,6 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
         )
         if start is not None:
             rollouts.load_state_dict(start.state.rollouts)
-            rollouts.step = done
     return Job(
         config=config,
         tokenizer=tokenizer,
