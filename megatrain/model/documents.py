@@ -357,7 +357,13 @@ def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
         first = 1 if len(lengths) > 2 else 0  # a document must follow a changed one
         add(lengths, [n if number % 2 == first else 0 for number, n in enumerate(lengths)])
 
-    if max(lengths := _lengths(micro)) > 1:  # else no token is predicted
+    # In a row whose documents all have one token nothing is predicted: of the other rows, that with
+    # most documents.
+    begins_BT = document_starts(micro["position_ids"])[:, 1:]
+    count_B = begins_BT.sum(1).where(~begins_BT.all(1), -1)
+    begins_T = begins_BT[int(count_B.argmax())].nonzero()[:, 0] + 1
+    lengths = [end - begin for begin, end in pairwise([0, *begins_T.tolist(), tokens])]
+    if max(lengths) > 1:
         every_second(lengths)
     short, half = min(_SHORT, tokens // 4), tokens // 2
     if short:
@@ -388,18 +394,6 @@ def with_media(micro: Micro, placeholders: Tensor) -> Comparison:
         rows.append({**micro, "input_ids": chosen_BT, "labels": labelled_BT})
     lengths = document_edges(places_BT).diff().tolist()
     return Comparison(lengths, changed_BT.flatten(), rows)
-
-
-def _lengths(micro: Micro) -> list[int]:
-    """Lengths of the documents of one row: of the rows with a longer document, that with most.
-
-    In a row whose documents all have one token nothing is predicted.
-    """
-    begins_BT = document_starts(micro["position_ids"])[:, 1:]
-    count_B = begins_BT.sum(1).where(~begins_BT.all(1), -1)
-    begins_T = begins_BT[int(count_B.argmax())].nonzero()[:, 0] + 1
-    edges = [0, *begins_T.tolist(), micro["position_ids"].shape[1]]
-    return [end - begin for begin, end in pairwise(edges)]
 
 
 def at_least_two(pool: Tensor) -> Tensor:

@@ -142,20 +142,17 @@ def _parts(model: PreTrainedModel, spec: ModelSpec) -> Iterator[list[nn.Module]]
     together: set[int] = set()
     owners = _owners(model)
     for module in reversed(outer):  # parents first
+        if id(module) in together:
+            continue
         below = [m for m in _children_first(module) if id(m) not in placed]
-        if id(module) not in together and _reaches(module, below[:-1], owners):
+        parameters = [p for m in below[:-1] for p in m.parameters(recurse=False)]
+        versions = [version_of(p) for p in parameters]
+        with torch.no_grad():
+            initialise_module(owners[id(module)], module)  # on the meta device, to try
+        if versions != [version_of(p) for p in parameters]:  # it writes to parameters below it
             together.update(id(m) for m in below)
             yield below
     yield from ([module] for module in outer if id(module) not in together)
-
-
-@torch.no_grad()
-def _reaches(module: nn.Module, below: list[nn.Module], owners: Owners) -> bool:
-    """True if initialising `module` writes to parameters below it (tried on the meta device)."""
-    parameters = [p for m in below for p in m.parameters(recurse=False)]
-    versions = [version_of(p) for p in parameters]
-    initialise_module(owners[id(module)], module)
-    return versions != [version_of(p) for p in parameters]
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:

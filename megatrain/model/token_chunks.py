@@ -35,7 +35,11 @@ def parts(module: nn.Module, names: Collection[str] | None = None) -> list[nn.Mo
     for name, part in module.named_modules():
         names_here = {f"{name}.{n}" for n, _ in part.named_parameters()}
         among = names is None or (names_here and names_here <= {*names})
-        if name and among and not _is_one_operation(part) and not has_other_forward(part):
+        # Tiles spare nothing of a linear map or an activation, which keep only their input.
+        own = list(part.parameters(recurse=False))
+        has_one_operation = not own or any(parameter.ndim > 1 for parameter in own)
+        is_made_of_several = any(True for _ in part.children()) or not has_one_operation
+        if name and among and is_made_of_several and not has_other_forward(part):
             usable.append(part)
     return usable
 
@@ -46,13 +50,6 @@ def has_other_forward(part: nn.Module) -> bool:
         not isinstance(vars(child).get("forward"), (ChunkedOverTokens, type(None)))
         for child in part.modules()
     )
-
-
-def _is_one_operation(part: nn.Module) -> bool:
-    """True for a linear map or an activation, which keep only their input: tiles spare nothing."""
-    parameters = list(part.parameters(recurse=False))
-    leaf = not any(True for _ in part.children())
-    return leaf and (not parameters or any(p.ndim > 1 for p in parameters))
 
 
 class ChunkedOverTokens:

@@ -113,25 +113,19 @@ def refuse_weights(model: nn.Module) -> None:
         if isinstance(value, Tensor)
     ]
     tensors = {id(t): (n, t) for n, t in [*model.named_parameters(), *attributes]}
-    spans = sorted(
-        (start, end, name, isinstance(tensor, nn.Parameter))
-        for name, tensor in tensors.values()
-        for start, end in _span(tensor)
-    )
+    spans = []
+    for name, tensor in tensors.values():
+        if tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
+            strides = zip(tensor.shape, tensor.stride(), strict=True)
+            elements = 1 + sum((size - 1) * stride for size, stride in strides)
+            end = tensor.data_ptr() + elements * tensor.itemsize
+            spans.append((tensor.data_ptr(), end, name, isinstance(tensor, nn.Parameter)))
     last_end, last, last_is_weight = 0, "", False  # of the span that ends last so far
-    for start, end, name, is_weight in spans:
+    for start, end, name, is_weight in sorted(spans):
         if start < last_end and (is_weight or last_is_weight):
             raise Unsupported(f"{name} has the memory of {last}; weights must not share memory")
         if end > last_end:
             last_end, last, last_is_weight = end, name, is_weight
-
-
-def _span(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """The addresses of a tensor's first byte and of the end of its last; nothing without memory."""
-    if tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
-        sizes = zip(tensor.shape, tensor.stride(), strict=True)
-        last = sum((size - 1) * stride for size, stride in sizes)
-        yield tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def refuse_behaviour(model: nn.Module) -> None:
