@@ -175,10 +175,13 @@ def open_prompts(
 ) -> Prompts:
     """The data set of rows with a `prompt`: a text, or messages that ask for a reply.
 
-    Args: `source`, `bad_rows`, `hub_config`, `hub_split`: as of `open_dataset`; `seed`: as of
-    `Prompts`. `longest`: tokens of a prompt, at most; with `drop` longer ones are left out, else
-    they are an error. `fields`: name for reward functions -> the data's name; None: the field is
-    ignored. `chat`: a text is the message of a user.
+    Args:
+        source, bad_rows, hub_config, hub_split: as of `open_dataset`.
+        longest: tokens of a prompt, at most; longer prompts are never cut.
+        fields: name for reward functions -> the data's name; None: the field is ignored.
+        drop: leave longer prompts out; else they are an error.
+        chat: a text is the message of a user.
+        seed: as of `Prompts`.
 
     Raises InputError: a row cannot be used; names the file and line, and the remedy.
     """

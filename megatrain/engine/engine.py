@@ -337,9 +337,11 @@ class PlacedEngine:
         """Yield the transformers model, for `generate` and the like, with streamed weights.
 
         The model is in evaluation mode, without gradients. No other method of the engine may be
-        called meanwhile. Several ranks call the model with the same inputs and get the same logits;
-        or, if they are `apart`, with different ones of one shape, equally often. `spare`: with one
-        rank, keep all weights on the device if that leaves so many bytes free.
+        called meanwhile. Several ranks call the model with the same inputs and get the same logits.
+
+        Args:
+            spare: with one rank, keep all weights on the device if that leaves `spare` bytes free.
+            apart: ranks call the model with different inputs, but of one shape and equally often.
         """
         with self._exclusive():
             check_call(self.ranks, self._spec, self._steps, None, NO_LABELS)

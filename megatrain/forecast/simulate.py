@@ -252,9 +252,10 @@ def forecast(
 ) -> Forecast:
     """The forecast of one steady step, by the engine's own step on a device that only keeps time.
 
-    Args: `measured`: of the same model; compiled, and in tiles, as the placement is. `workload`:
-    its loss counts as cross entropy; with a joint loss the head is visited twice. `steps`: that are
-    followed; one is for memory alone, and takes no time.
+    Args:
+        measured: measurements of the same model; compiled, and in tiles, as the placement is.
+        workload: its loss counts as cross entropy; with a joint loss the head is visited twice.
+        steps: the number of steps to follow; one is for memory alone, and takes no time.
 
     Raises NotForeseeable: what the model computes depends on its values.
     """

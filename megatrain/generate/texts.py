@@ -56,10 +56,12 @@ def generate(
 ) -> list[str]:
     """The model's continuation of each prompt, without the prompt and special tokens.
 
-    Args: `source`: an engine, also one in training: its state is not changed. `prompts`: texts to
-    continue, and messages to reply to. `sampling`: None: the model's own settings. `streamer`:
-    transformers' streamer, which gets each new token; for a single prompt. `images`: the model's
-    processor, for messages with images; each prompt is a batch then.
+    Args:
+        source: an engine, also one in training: its state is not changed.
+        prompts: texts to continue, and messages to reply to.
+        sampling: None: the model's own settings.
+        streamer: transformers' streamer, which gets each new token; for a single prompt.
+        images: the model's processor, for messages with images; each prompt is a batch then.
 
     Raises InputError: a prompt cannot be used, or fills the model's context; DoesNotFit: there is
     no memory for the keys and values of a batch.
@@ -112,10 +114,12 @@ def continued(
 ) -> list[list[int]]:
     """The new tokens of each prompt (`ids`), up to and with the first of `stops`.
 
-    Args: `of_model`, `stops`, `pad`: as of `Sampling.settings`; others as of `generate`. `apart`:
-    the tokens of a prompt depend on the seed and its number in `ids` alone, and several ranks share
-    a batch; `of_model` has no sampling settings then. `tokenizer`: for `of_model.stop_strings`.
-    `media`: the tensors of prompts with images, by number; then `batch_size` is 1.
+    Args:
+        of_model, stops, pad: as of `Sampling.settings`; others as of `generate`.
+        apart: the tokens of a prompt depend on the seed and its number in `ids` alone, and several
+            ranks share a batch. `of_model` has no sampling settings then.
+        tokenizer: for `of_model.stop_strings`.
+        media: the tensors of prompts with images, by number; then `batch_size` is 1.
     """
     limit, ranks = _room(source, ids, sampling.max_new_tokens), source.ranks if apart else ALONE
     new: dict[int, list[int]] = {}

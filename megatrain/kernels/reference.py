@@ -45,8 +45,10 @@ def split(master_fp32: Tensor, weights: Tensor, remainder: Tensor, *, threads: i
     bits makes them infinite. A NaN becomes quiet and keeps its sign and the upper six bits of its
     payload: its remainder is zero. With 16 bits, `join` returns all other numbers bit for bit.
 
-    Args: `master_fp32`: [N] float32, read; `weights`: [N] bfloat16, and `remainder`: [N] int16 or
-    int8, written.
+    Args:
+        master_fp32: [N] float32, read.
+        weights: [N] bfloat16, written.
+        remainder: [N] int16 or int8, written.
     """
     states.check_planes(master=master_fp32, weights=weights, remainder=remainder)
     for master, high, low in _blocks(master_fp32, weights, remainder):

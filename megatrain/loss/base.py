@@ -328,12 +328,14 @@ class JointLoss(Loss):
     ) -> Weighed:
         """Each micro-batch's share of the step's loss, its slopes, and the step's measures.
 
-        Args: of each micro-batch `log_probs` `[B, T]`, 0 without a target (or what `reads`
-        returns), `targets` `[B, T]`, -100 for none, and the `extras` named in `inputs` and
-        `choices`.
+        Args:
+            log_probs: `[B, T]` of each micro-batch, 0 without a target (or what `reads` returns).
+            targets: `[B, T]` of each micro-batch, -100 for no target.
+            extras: the tensors named in `inputs` and `choices`, of each micro-batch.
 
-        Returns shares, of which the first one is the loss, the others are 0 (or not finite, as it
-        is); slopes, the gradients of the loss by `log_probs`; and measures.
+        Returns:
+            Shares: the first one is the loss, the others are 0, or not finite if the loss is not;
+            slopes: gradients of the loss by `log_probs`; measures.
         """
         flat = [
             torch.cat([e.flatten(0, t.ndim - 1) for e, t in zip(part, targets, strict=True)])

@@ -41,11 +41,14 @@ def initialise(
     Values are made in fp32 in host memory, one layer at a time, and depend neither on the device
     nor on the number of `threads`. torch's default generator is seeded.
 
-    Args: `write`: takes each parameter's name and its values, once. `only`: names to write; None:
-    all. `kept`: `write` gets `kept(name, values)`; by default the values. `alike`: layers of the
-    same modules and shapes get the same values: for measurements.
+    Args:
+        write: takes each parameter's name and its values, once.
+        only: names to write; None: all.
+        kept: `write` gets `kept(name, values)` in place of the values.
+        alike: a layer with the modules and shapes of the one before gets that layer's values: for
+            measurements, where values do not matter.
 
-    Raises InputError: `_init_weights` leaves a parameter out, which only a constructor sets.
+    Raises InputError: `_init_weights` does not set a parameter; only its constructor does.
     """
     model = spec.capture.model
     paths = {id(module): path for path, module in model.named_modules()}

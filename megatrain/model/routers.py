@@ -58,8 +58,9 @@ class RouterLoss:
         These are the choices of each expert, and the tokens; for a loss also logsumexp^2, and for
         each expert the top-K choices by probability, and the probabilities.
 
-        Args: `counted_N`: 1 for a token, 0 for padding, or None; `index_NK`: the router's choices;
-        None: those of the largest logits.
+        Args:
+            counted_N: 1 for a token, 0 for padding; None: all are tokens.
+            index_NK: the choices of the router; None: those of the largest logits.
         """
         columns = [torch.ones_like(logits_NE[:, :1])]
         if self.is_loss:

@@ -261,8 +261,9 @@ _TEMPLATES = FileSystemLoader(Path(__file__).parent / "templates")
 def write_report(folder: Path, output: Path | None = None, *, pictures: bool = False) -> Path:
     """Write the page of a run, and return its path.
 
-    Args: `output`: by default `report.html` in the run's folder; `pictures`: also draw the loss and
-    a recorded step as files there.
+    Args:
+        output: the file to write; `report.html` in the run's folder by default.
+        pictures: also draw the loss and a recorded step as files in the run's folder.
 
     Raises InputError: `folder` is no run's folder, or `output` does not end in .html.
     """

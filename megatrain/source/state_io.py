@@ -267,9 +267,10 @@ def base_reference(
     A base that is a checkpoint of ours is marked, so that no rotation removes it. All ranks call
     this, and get the same result.
 
-    Args: `origin`: of the base; None: no file has all of it. `carried`: tensors of the base that
-    the model's class does not have. `folder`: of the checkpoint, which may replace the folder of
-    the base.
+    Args:
+        origin: of the base; None: no file has all of the base.
+        carried: tensors of the base that the model's class does not have.
+        folder: of the checkpoint, which may replace the folder of the base.
     """
     adapters, frozen = adapted(model), [entry for entry in entries if entry.group is None]
     reference = None

@@ -296,9 +296,11 @@ class Store:
     ) -> None:
         """Allocate zeroed planes.
 
-        Args: `rule`: the optimizer's; None: weights alone, for inference. `open_file`: makes a file
-        of so many bytes for planes on a disk; None on a device that computes nothing. `rank`: whose
-        blocks to keep, if `layouts` are cut for several ranks.
+        Args:
+            rule: the optimizer's rule; None: weights alone, for inference.
+            open_file: makes a file of so many bytes for planes on a disk; None on a device that
+                computes nothing.
+            rank: whose blocks to keep, if `layouts` are cut for several ranks.
 
         Raises DoesNotFit: there is not enough memory; InputError: `placement.resident` has a name
         that no tile has.
