@@ -26,7 +26,7 @@ from megatrain.kernels.states import Checksums, TileRange, UpdateOptions
 from megatrain.optim import Plane, Rule
 from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import Verify
-from megatrain.store.store import Tier, Tile, own_numel
+from megatrain.store.store import Tier, Tile
 
 _REMEDY = (
     "Nothing has written there: go on from the last checkpoint (--resume), and if it happens again "
@@ -50,10 +50,6 @@ class _Part:
     stop: int
     trained: bool
 
-    @property
-    def key(self) -> tuple[int, str, bool]:
-        return self.tile.index, self.plane.name, self.trained
-
     def copy_key(self, version: int, rank: int | None = None) -> _CopyKey:
         changes = self.trained or bool(self.tile.layout.copies)
         rank = self.tile.rank if rank is None else rank
@@ -71,7 +67,7 @@ class _Part:
 def _parts(tile: Tile) -> Iterator[_Part]:
     for plane, buffer in tile.planes.items():
         size = len(buffer.data)
-        cut = min(size, plane.place(0, own_numel(tile)).stop)
+        cut = min(size, plane.place(0, tile.own_numel).stop)
         if cut:
             yield _Part(tile, plane, buffer, 0, cut, trained=True)
         if cut < size:
@@ -145,7 +141,7 @@ class BitChecks:
     ) -> None:
         self._device, self._tiles, self._threads = device, tiles, threads
         self._sums_any, self._sums_steps = verify != "off", verify == "step"
-        self._checksums: dict[tuple[int, str, bool], Tensor] = {}  # by `_Part.key`
+        self._checksums: dict[_Part, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}  # by tile index, of gradients that have landed
         self._weights: dict[_CopyKey, Tensor] = {}  # of each tile's newest two versions
         self._copies: dict[_CopyKey, Tensor] | None = None  # of copies used in the current step
@@ -170,7 +166,7 @@ class BitChecks:
 
     def _store(self, part: _Part, checksum: Tensor, version: int) -> None:
         """Keep a part's checksum; of weights the newest two, as copies on the device may be old."""
-        self._checksums[part.key] = checksum
+        self._checksums[part] = checksum
         if self._sums_steps and part.buffer is part.tile.weights:
             self._weights.pop(part.copy_key(version - 2), None)
             self._weights[part.copy_key(version)] = checksum
@@ -200,7 +196,7 @@ class BitChecks:
             self._device.wait(stream, landed, "gradient landed")
 
         def work() -> None:
-            self._gradients[tile.index] = self._sum(gradient, 0, own_numel(tile))
+            self._gradients[tile.index] = self._sum(gradient, 0, tile.own_numel)
 
         self._device.run(stream, f"sum gradient of {tile.name}", work, [gradient])
 
@@ -215,24 +211,17 @@ class BitChecks:
             # With owned experts this rank's slot has its own experts alone.
             ranks: Sequence[int] = [tile.rank] if tile.layout.owned else range(tile.layout.ranks)
             for part, rank in product(parts, ranks):
-                key, of_visit = part.copy_key(version, rank), self._sum_block(part, rank, weights)
+                key, blocks = part.copy_key(version, rank), _zero_sums(part.stop, weights)
+                for span in tile.layout.spans(rank):
+                    start, stop = max(part.start, span.start), min(part.stop, span.stop)
+                    if start < stop:
+                        shift = span.slot - span.start
+                        values = weights.data[start + shift : stop + shift].view(torch.uint8)
+                        kernels.checksum(values, blocks, start * weights.data.itemsize)
                 # The checksums of several visits in a step follow each other.
-                copies[key] = torch.cat((copies[key], of_visit)) if key in copies else of_visit
+                copies[key] = torch.cat((copies[key], blocks)) if key in copies else blocks
 
         self._device.run(COMPUTE, f"sum copy of {tile.name}", work, [weights])
-
-    def _sum_block(self, part: _Part, rank: int, weights: Buffer) -> Tensor:
-        """The checksum of the values of `part` that `rank` keeps, in a copy of the weights."""
-        blocks = _zero_sums(part.stop, weights)
-        block_start = 0  # in the rank's plane
-        for offset, numel in part.tile.layout.local_blocks(rank):
-            start, stop = max(part.start, block_start), min(part.stop, block_start + numel)
-            if start < stop:
-                shift = offset - block_start
-                values = weights.data[start + shift : stop + shift].view(torch.uint8)
-                kernels.checksum(values, blocks, start * weights.data.itemsize)
-            block_start += numel
-        return blocks
 
     def compare_on_device(self, gradients: Sequence[tuple[Tile, Buffer]]) -> None:
         """Before a step's updates, compare the planes and gradients that rest on the device."""
@@ -244,7 +233,7 @@ class BitChecks:
 
         def compare(tile: Tile, gradient: Buffer) -> None:
             if (landed := self._gradients.pop(tile.index, None)) is not None:
-                computed = self._sum(gradient, 0, own_numel(tile))
+                computed = self._sum(gradient, 0, tile.own_numel)
                 self._count_difference(f"{tile.name}: the gradient (device)", landed, computed)
 
         for tile, gradient in gradients:
@@ -260,7 +249,7 @@ class BitChecks:
 
     def _compare_now(self, parts: Iterable[_Part], *, on_device: bool = False) -> None:
         for part in parts:
-            if (expected := self._checksums.get(part.key)) is None:
+            if (expected := self._checksums.get(part)) is None:
                 continue
             computed = self._sum(part.buffer, part.start, part.stop)
             if on_device:
@@ -283,11 +272,9 @@ class BitChecks:
             raise RunFailed(
                 "a plane on the device of another rank has changed; see what that one says"
             )
-        if copies:
-            self._compare_copies(copies, ranks)
-
-    def _compare_copies(self, copies: dict[_CopyKey, Tensor], ranks: Ranks) -> None:
-        """Compare the checksums of copies with those of the weights, which any rank may keep."""
+        if not copies:
+            return
+        # Compare the copies with the weights, which any rank may keep.
         sources = {key: self._weights[key] for key in copies if key in self._weights}
         for of_a_rank in ranks.all_gather_object({k: v.cpu() for k, v in sources.items()}):
             sources = of_a_rank | sources
@@ -311,7 +298,7 @@ class BitChecks:
         compared = parts if self._sums_steps else []
         gradient = None
         if self._sums_steps and tile.rests.gradient is not Tier.DEVICE:
-            gradient = _zero_sums(own_numel(tile), host_gradient)
+            gradient = _zero_sums(tile.own_numel, host_gradient)
         return UpdateSums(
             tile.version,
             {p.plane: _zero_sums(p.stop, p.buffer) for p in compared},
@@ -325,13 +312,13 @@ class BitChecks:
             if part.tier is Tier.DEVICE:
                 self._sum_part(part, sums.version)
                 continue
-            expected, read = self._checksums.get(part.key), sums.read.get(part.plane)
+            expected, read = self._checksums.get(part), sums.read.get(part.plane)
             if expected is not None and read is not None:
                 _compare(part.text, expected, read, part.buffer)
             self._store(part, sums.written[part.plane], sums.version)
         if tile.layout.copies:  # copies of masters, which the update has renewed
             for part in _parts(tile):
-                if not part.trained and part.buffer is tile.weights and part.key in self._checksums:
+                if not part.trained and part.buffer is tile.weights and part in self._checksums:
                     self._sum_part(part, sums.version)
         landed = self._gradients.pop(tile.index, None)
         if landed is not None and sums.gradient is not None:
@@ -344,13 +331,13 @@ class BitChecks:
         Args: `start`: the place of the state's first value in its plane.
         """
         [part] = [p for p in _parts(tile) if p.plane.on_device]
-        expected, size = self._checksums.get(part.key), len(state.data)
+        expected, size = self._checksums.get(part), len(state.data)
         if self._sums_steps and expected is not None:
             computed = self._sum(state, 0, size, start)
             self._count_difference(part.text, expected[: len(computed)], computed)
         yield
         if self._sums_any:
-            self._checksums[part.key] = self._sum(state, 0, size, start)
+            self._checksums[part] = self._sum(state, 0, size, start)
 
     def compare_all(self, *, wait: bool = True) -> None:
         """Compare all planes with their checksums.

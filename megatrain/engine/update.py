@@ -7,6 +7,7 @@ several ranks averages its block, and makes directions of the matrices with valu
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
@@ -23,7 +24,7 @@ from megatrain.engine.sink import Sink
 from megatrain.errors import InputError, RunFailed, StepRefused
 from megatrain.optim import Plane, PlaneKind, StreamedOptimizer, TileRange, UpdateOptions
 from megatrain.store.store import DiskStaging, Lane, Tier, Tile, in_place
-from megatrain.tile import Entry, TileKind
+from megatrain.tile import Entry, Span, TileKind
 from megatrain.tile.layout import MOST_ELEMENTS
 
 # Device buffers for momentum on its way: one is filled while another one is emptied.
@@ -51,10 +52,15 @@ class Directions:
         self._device, self._rule, self._proceed = shared.device, rule, proceed
         self._collectives, self._checks = shared.collectives, shared.checks
         device, tiles = shared.device, shared.tiles
-        directed = {t.index: [e for e in t.layout.trainable if rule.directed(e)] for t in tiles}
-        self._directed = {index: entries for index, entries in directed.items() if entries}
+        self._directed: dict[int, list[Entry]] = {}  # by tile index
+        self._here: dict[int, list[tuple[Entry, Span]]] = {}  # this rank's parts of them
+        for tile in tiles:
+            entries = [entry for entry in tile.layout.trainable if rule.directed(entry)]
+            ends = [(entry, entry.offset + entry.numel) for entry in entries]
+            parts = [(e, span) for e, end in ends for span in tile.spans_of(e.offset, end)]
+            self._directed[tile.index], self._here[tile.index] = entries, parts
         self._fetched: dict[int, Lane] = {}
-        with_state = [tile for tile in tiles if tile.index in self._directed]
+        with_state = [*filter(self.has_any, tiles)]
         outside = [tile for tile in with_state if tile.layout.kind is not TileKind.LAYER]
         if outside:
             name = self._directed[outside[0].index][0].name
@@ -73,7 +79,7 @@ class Directions:
 
     def has_any(self, tile: Tile) -> bool:
         """True if a tile has parameters whose gradients become directions."""
-        return tile.index in self._directed
+        return bool(self._directed[tile.index])
 
     def _state(self, tile: Tile) -> Buffer:
         """The momentum of the tile's directed parameters, where it rests."""
@@ -83,19 +89,8 @@ class Directions:
 
     def _range(self, tile: Tile) -> tuple[int, int]:
         """`(start, stop)` of the tile's directed parameters in this rank's plane."""
-        entries, block = self._directed[tile.index], tile.trained
-        first, last = entries[0], entries[-1]
-        start = max(0, first.offset - block.start)
-        return start, max(start, min(last.offset + last.numel, block.stop) - block.start)
-
-    def _parameters_here(self, tile: Tile) -> Iterator[tuple[Entry, int, int]]:
-        """Directed parameters in this rank's block, each with `(start, stop)` in the tile."""
-        block = tile.trained
-        for entry in self._directed[tile.index]:
-            start = max(entry.offset, block.start)
-            stop = min(entry.offset + entry.numel, block.stop)
-            if start < stop:
-                yield entry, start, stop
+        spans = [span for _, span in self._here[tile.index]]
+        return (spans[0].start, spans[-1].stop) if spans else (0, 0)
 
     def fetch_state(self, tile: Tile) -> None:
         """Start copying the momentum to the device, before the tile's gradient is complete."""
@@ -119,11 +114,15 @@ class Directions:
             return
         self._average(tile, sums, settings, scale)
         self._collectives.complete(sums, f"averages of {tile.name}")
-        parameters = [*self._parameters_here(tile)]
 
         def work() -> None:
-            for entry, start, stop in parameters:
-                self._rule.direct(entry, _matrices(entry, sums.data, start, stop))
+            for entry, span in self._here[tile.index]:
+                averages, start = entry.view(sums.data), span.at - entry.offset
+                if len(entry.shape) == 3:  # a stack: only the matrices with values in this block
+                    numel = entry.shape[-2] * entry.shape[-1]
+                    end = -(-(start + span.numel) // numel)  # rounded up
+                    averages = averages[start // numel : end]
+                self._rule.direct(averages)
 
         self._device.run(COMPUTE, f"direct {tile.name}", work, [], [sums])
 
@@ -140,16 +139,14 @@ class Directions:
         else:
             device.wait(COMPUTE, lane.ready, "directions' state arrived")
             state = lane.buffer.piece(0, len(at_rest.data))
-        start_in_plane, _ = self._range(tile)
-        state_start = tile.trained.start + start_in_plane  # the state's first element
-        parameters = self._parameters_here(tile)
+        here, (start, _) = self._here[tile.index], self._range(tile)
 
         def work() -> None:
             proceed = self._proceed.data[0].isfinite()
-            with checks.averaging(tile, state, start_in_plane):
-                for entry, start, stop in parameters:
-                    gradient = sums.data[start:stop].mul_(scale)
-                    momentum = state.data[start - state_start : stop - state_start]
+            with checks.averaging(tile, state, start) if here else nullcontext():
+                for entry, span in here:
+                    gradient = sums.data[span.at : span.at + span.numel].mul_(scale)
+                    momentum = state.data[span.start - start : span.stop - start]
                     self._rule.average(gradient, momentum, settings[entry.name], proceed)
 
         writes = [sums, state, checks.flag]
@@ -168,16 +165,6 @@ class Directions:
         if has_readers and tile.rests.updates != stream:
             event = self._device.record(tile.rests.updates)
             self._device.wait(stream, event, "directions' state released")
-
-
-def _matrices(entry: Entry, flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """A parameter's view in a flat plane; of a stack the matrices between `start` and `stop`."""
-    values = entry.view(flat)
-    if len(entry.shape) < 3:
-        return values
-    numel = entry.shape[-2] * entry.shape[-1]
-    end = -(-(stop - entry.offset) // numel)  # rounded up
-    return values[(start - entry.offset) // numel : end]
 
 
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
@@ -208,18 +195,6 @@ class _Run(NamedTuple):
     scale: float  # the clipping factor; 1 where the gradient is a direction, already clipped
     # `start + moved` is the first element in the layout of one rank; it seeds rounding
     moved: int = 0
-
-    def within(self, first: int, last: int) -> "_Run":
-        """The part of this run between the elements `first` and `last` (excluded)."""
-        return self._replace(start=max(self.start, first), stop=min(self.stop, last))
-
-    def in_planes(self, tile: Tile) -> Iterator["_Run"]:
-        """The parts of this run in this rank's planes, with `start` and `stop` counted there."""
-        for span in tile.spans:
-            part = self.within(span.at, span.at + span.numel)
-            shift = span.at - span.start
-            moved = shift - span.moved
-            yield part._replace(start=part.start - shift, stop=part.stop - shift, moved=moved)
 
 
 @dataclass(frozen=True)
@@ -275,15 +250,12 @@ class Update:
         self._landed = device.host("landed report", len(tiles) + 3, torch.float32, pinned=True)
         self.directions = Directions(shared, optimizer.rule, self._loss)
         self._unclipped = {t.index for t in tiles if optimizer.rule.directs(t.layout)}
+        # True if all updates wait for the global norm
+        self.deferred = max_grad_norm is not None and not self._unclipped
 
     def waits(self, tile: Tile) -> bool:
         """True if a tile's update waits for the global norm."""
         return self.max_grad_norm is not None and tile.index not in self._unclipped
-
-    @property
-    def deferred(self) -> bool:
-        """True if all updates wait for the global norm."""
-        return self.max_grad_norm is not None and not self._unclipped
 
     @property
     def torn(self) -> bool:
@@ -411,17 +383,32 @@ class Update:
         tile.version += 1
         tile.skipped.update(tile.idle)
         self._started.append(tile)
-        all_runs = [part for run in self._runs(tile, scale) for part in run.in_planes(tile)]
+        in_planes = [  # with `start` and `stop` counted in this rank's planes
+            run._replace(start=span.start, stop=span.stop, moved=span.at - span.start - span.moved)
+            for run in self._runs(tile, scale)
+            for span in tile.spans_of(run.start, run.stop)
+        ]
         sums = self._checks.update_sums(tile, host_grad.buffer)
         name = Name(Kind.UPDATE, f"update {tile.name}")
         for first, last, part in self.disk.visit(tile):  # by pieces, if planes rest on a disk
-            pieces = (run.within(first, last) for run in all_runs)
-            runs = [run for run in pieces if run.start < run.stop]
+            runs = [
+                run._replace(start=max(run.start, first), stop=min(run.stop, last))
+                for run in in_planes
+                if first < run.stop and run.start < last
+            ]
             work = partial(self._apply, part, first, host_grad, runs, sums)
             written = [buffer for plane, buffer in part.planes.items() if not plane.on_device]
             self._device.run(stream, name, work, [host_grad.buffer], written)
-        if tile.layout.copies:
-            self._copy_masters(tile, stream)
+        if tile.layout.copies and tile.remainder is not None:
+            # The copies of masters that layers compute with in fp32; the masters may be on a disk.
+            on_disk = Tier.DISK in (tile.rests.weights, tile.rests.remainder)
+            if on_disk:
+                self._device.wait(stream, tile.written, "disk version to copy")
+            copying, halves = f"copy masters of {tile.name}", [tile.weights, tile.remainder]
+            work = partial(tile.copy_masters, self._threads)
+            self._device.run(stream, copying, work, halves, [tile.weights])
+            if on_disk:
+                tile.written = self._device.record(stream)
         if sums is not None:
 
             def compare() -> None:
@@ -431,19 +418,6 @@ class Update:
             on_device = [b for p, b in tile.planes.items() if tile.rests.tier(p) is Tier.DEVICE]
             self._device.run(stream, f"compare {tile.name}", compare, on_device)
         tile.updated = host_grad.free = self._device.record(stream)
-
-    def _copy_masters(self, tile: Tile, stream: str) -> None:
-        """Renew the copies of masters that layers compute with in fp32; masters may be on disk."""
-        if tile.remainder is None:
-            return
-        device, halves = self._device, [tile.weights, tile.remainder]
-        on_disk = Tier.DISK in (tile.rests.weights, tile.rests.remainder)
-        if on_disk:
-            device.wait(stream, tile.written, "disk version to copy")
-        work = partial(tile.copy_masters, self._threads)
-        device.run(stream, f"copy masters of {tile.name}", work, halves, [tile.weights])
-        if on_disk:
-            tile.written = device.record(stream)
 
     def _runs(self, tile: Tile, scale: float) -> Iterator[_Run]:
         """Split a tile into runs of one group and version; a rule of matrices gets each alone."""

@@ -30,7 +30,7 @@ from megatrain.optim import Plane, PlaneKind
 from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Placement
 from megatrain.source.tiles import DTYPES, Model
-from megatrain.store.store import DiskStaging, Lane, Store, Tile, own_numel
+from megatrain.store.store import DiskStaging, Lane, Store, Tile
 from megatrain.telemetry.metrics import model_tflops
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, critical_path, window
 
@@ -421,7 +421,7 @@ class _CoarseDiskStaging(DiskStaging):
 
     def __init__(self, device: Device, tiles: Sequence[Tile]) -> None:
         super().__init__(device, tiles)
-        largest = max(map(own_numel, tiles), default=0)
+        largest = max((tile.own_numel for tile in tiles), default=0)
         self._piece = max(self._piece, align(-(-largest // _DISK_PIECES), self._piece))
 
     def _move(self, stream: str, pairs: Sequence[tuple[Buffer, Buffer]]) -> None:

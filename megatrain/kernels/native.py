@@ -167,10 +167,13 @@ gather_rows, scatter_rows = partial(_rows, "gather_rows"), partial(_rows, "scatt
 """See `reference.gather_rows` and `reference.scatter_rows`."""
 
 
-def first_touch(bytes_uint8: Tensor, *, threads: int = 1) -> None:
-    """See `reference.first_touch`."""
-    states.check_tensor("bytes", bytes_uint8, (torch.uint8,))
-    _call["first_touch"](bytes_uint8.data_ptr(), bytes_uint8.numel(), threads)
+def _whole(name: str, tensor: Tensor, *, threads: int = 1) -> None:
+    states.check_tensor("tensor", tensor, None)
+    _call[name](tensor.data_ptr(), tensor.nbytes, threads)
+
+
+first_touch, fill_zero = partial(_whole, "first_touch"), partial(_whole, "fill_zero")
+"""See `reference.first_touch` and `reference.fill_zero`."""
 
 
 def move_file(
@@ -181,12 +184,6 @@ def move_file(
     data, size = bytes_uint8.data_ptr(), bytes_uint8.numel()
     if code := _call["move_file"](file, writes, offset, data, size, piece, threads):
         raise OSError(code, os.strerror(code))
-
-
-def fill_zero(tensor: Tensor, *, threads: int = 1) -> None:
-    """See `reference.fill_zero`."""
-    states.check_tensor("tensor", tensor, None)
-    _call["fill_zero"](tensor.data_ptr(), tensor.numel() * tensor.element_size(), threads)
 
 
 def copy(to_uint8: Tensor, from_uint8: Tensor, *, threads: int = 1) -> None:

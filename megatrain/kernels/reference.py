@@ -73,14 +73,15 @@ def split_block(
 
 
 def join(weights: Tensor, remainder: Tensor, master_fp32: Tensor, *, threads: int = 1) -> None:
-    """Join bf16 weights and their remainder: `fp32 = (weights << 16) + remainder`.
+    """Join bf16 weights and their remainder: `fp32 = (weights << 16) + remainder`; on any device.
 
     Args:
         weights: [N] bfloat16, read.
         remainder: [N] int16, read; or int8, to be multiplied by 256.
         master_fp32: [N] float32, written.
     """
-    states.check_planes(master=master_fp32, weights=weights, remainder=remainder)
+    if master_fp32.is_cpu:
+        states.check_planes(master=master_fp32, weights=weights, remainder=remainder)
     for high, low, master in _blocks(weights, remainder, master_fp32):
         join_block(high, low, master)
 
@@ -125,27 +126,20 @@ def update(rule: str, tile: TileRange, scalars: Scalars, options: UpdateOptions)
     """
     if tile.weights.is_cpu:
         states.check_update(rule, tile, options)
-    for part, param, g in _masters(tile, options):
+    for start in range(0, tile.weights.numel(), UPDATE_BLOCK):
+        part, of_block = slice(start, start + UPDATE_BLOCK), options._replace(at=options.at + start)
         groups = slice(part.start // states.GROUP, part.stop // states.GROUP)
         moments = [plane[part] for plane in tile.states[:2]]
         moments += [plane[groups] for plane in tile.states[2:]]  # scales
-        RULES[rule](param, g, moments, scalars, options._replace(at=options.at + part.start))
-
-
-def _masters(tile: TileRange, options: UpdateOptions) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield each block's slice, fp32 master and scaled gradient; keep changes of the master."""
-    for start in range(0, tile.weights.numel(), UPDATE_BLOCK):
-        part = slice(start, start + UPDATE_BLOCK)
         w, r = tile.weights[part], None if tile.remainder is None else tile.remainder[part]
         param = w if r is None else torch.empty_like(w, dtype=torch.float32)
         if r is not None:
             join_block(w, r, param)
-        yield part, param, tile.grad[part].float() * options.grad_scale
+        RULES[rule](param, tile.grad[part].float() * options.grad_scale, moments, scalars, of_block)
         if r is not None:
             added: Tensor | int = 0
             if r.dtype == torch.int8:
-                place = options.at + start
-                added = states.random8(place, len(param), options.step, param.device)
+                added = states.random8(of_block.at, len(param), options.step, param.device)
             split_block(param, w, r, added)
 
 

@@ -104,22 +104,15 @@ def store_moments(
     values: Sequence[Tensor], states: Sequence[Tensor], *, at: int, step: int
 ) -> None:
     """Write float32 moments into `states` of any format; `at` and `step` seed the rounding."""
-    first, second, *scales = states
+    first, _, *scales = states
     if scales:
         encoded = encode_first(values[0]), encode_second(values[1])
-        for codes, scale, (new_codes, new_scale) in zip(
-            (first, second), scales, encoded, strict=True
-        ):
-            codes.copy_(new_codes)
-            scale.copy_(new_scale)
+        values = [new for pair in zip(*encoded, strict=True) for new in pair]  # codes, then scales
     elif first.dtype == torch.bfloat16:
-        random = random16(at, first.numel(), step, first.device)
-        for moment, value, chance in zip(states, values, random, strict=True):
-            moment.copy_(stochastic_round(value, chance))
-    else:
-        for moment, value in zip(states, values, strict=True):
-            if moment is not value:
-                moment.copy_(value)
+        values = [*map(stochastic_round, values, random16(at, len(first), step, first.device))]
+    for state, value in zip(states, values, strict=True):
+        if state is not value:
+            state.copy_(value)
 
 
 def encode_first(values: Tensor) -> tuple[Tensor, Tensor]:

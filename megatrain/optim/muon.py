@@ -66,6 +66,11 @@ class Muon(Rule):
     further = ("adamw_lr", "ns_steps")
     needs_matrices = True
     launches = 18
+    state_planes = (
+        Plane("first moment", torch.float32, only=_is_other_entry),
+        Plane("second moment", torch.float32, only=_is_other_entry),
+        Plane("momentum", torch.float32, only=_is_matrix_entry, on_device=True),
+    )
 
     lr: float = 1e-3
     momentum: float = 0.95
@@ -91,14 +96,6 @@ class Muon(Rule):
         if not self.momentum <= 1:
             raise InputError(f"Muon momentum is {self.momentum}; it must be 1 at most")
         object.__setattr__(self, "ns_coefficients", tuple(self.ns_coefficients))
-
-    @property
-    def state_planes(self) -> tuple[Plane, ...]:
-        return (
-            Plane("first moment", torch.float32, only=_is_other_entry),
-            Plane("second moment", torch.float32, only=_is_other_entry),
-            Plane("momentum", torch.float32, only=_is_matrix_entry, on_device=True),
-        )
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         if self.ns_precision == "fp32" and dtype != torch.float32:
@@ -141,33 +138,29 @@ class Muon(Rule):
             gradient.copy_(average)
         momentum.copy_(torch.where(proceed, average, momentum))
 
-    def direct(self, entry: Entry, averages: Tensor) -> None:
-        """Replace averages by directions; of a stack `averages` may have some matrices only."""
-        averages.copy_(self._orthogonal(averages))
+    def direct(self, averages: Tensor) -> None:
+        """Replace averages by directions: each matrix `U S V'` (its SVD) by about `U V'`.
 
-    def _orthogonal(self, matrix: Tensor) -> Tensor:
-        """Approximate `U V'` for each matrix `U S V'` (its SVD) in [..., rows, columns]."""
+        Args: `averages`: a parameter's matrix, or some of its stack's, [..., rows, columns].
+        """
         a, b, c = self.ns_coefficients
-        tall = matrix.shape[-2] > matrix.shape[-1]
-        x = matrix.bfloat16() if self.ns_precision == "bf16" else matrix
+        tall = averages.shape[-2] > averages.shape[-1]
+        x = averages.bfloat16() if self.ns_precision == "bf16" else averages
         x = x.mT if tall else x
         x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=self.ns_eps)
         add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
         for _ in range(self.ns_steps):
             gram = x @ x.mT
             x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        return x.mT if tall else x
+        averages.copy_(x.mT if tall else x)
 
     def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
         if tile.states:
             update_adamw(tile, group, options)
             return
-        lr = float(group["lr"])
-        step_size = lr * self._lr_factor(*group["shape"][-2:])
-        scalars = Scalars(-step_size, 1 - lr * group["weight_decay"])
-        kernels.update("direction", tile, scalars, options)
-
-    def _lr_factor(self, rows: int, columns: int) -> float:
+        lr, (rows, columns) = float(group["lr"]), group["shape"][-2:]
+        factor = 0.2 * math.sqrt(max(rows, columns))
         if self.adjust_lr_fn == "original":
-            return math.sqrt(max(1, rows / columns))
-        return 0.2 * math.sqrt(max(rows, columns))
+            factor = math.sqrt(max(1, rows / columns))
+        scalars = Scalars(-lr * factor, 1 - lr * group["weight_decay"])
+        kernels.update("direction", tile, scalars, options)

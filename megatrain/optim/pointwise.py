@@ -94,10 +94,7 @@ class Lion(Rule):
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.5
     no_decay: Sequence[str] = NO_DECAY
-
-    @property
-    def state_planes(self) -> tuple[Plane, ...]:
-        return (Plane("momentum", torch.float32),)
+    state_planes = (Plane("momentum", torch.float32),)
 
     def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]

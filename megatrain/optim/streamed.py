@@ -78,7 +78,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 for n, p in group["params"]
             ]
         self._names = {p: name for group in groups for name, p in group["params"]}
-        self._in_engine = False
         # what `step` and `zero_grad` call if a trainer's loop calls them (`drive`)
         self._driven_step: Callable[[], None] | None = None
         self._driven_zero_grad: Callable[[], None] | None = None
@@ -153,18 +152,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
                     f"{self._names[frozen]!r} was frozen after the engine was made; freeze it by "
                     "Engine(trained=Trained(...)), or set its group's lr and weight_decay to 0"
                 )
-        self._warn_of_first_rates()
-
-    def _name_parameters(self) -> None:
-        """Set `param_names` of each group. Raises InputError as `group_of` does."""
-        self.group_of()
-        for group in self.param_groups:
-            group["param_names"] = [self._names[parameter] for parameter in group["params"]]
-
-    def _warn_of_first_rates(self) -> None:
-        """Warn if a schedule made after `restore` has replaced the restored rates by its first."""
         restored, self.restored_rates = self.restored_rates, None
         rates = [_scalar(group.get("lr")) for group in self.param_groups]
+        # A schedule made after `restore` has replaced the restored rates by its first ones.
         if restored is not None and restored != rates and is_scheduled(self):
             _log.warning(
                 "the learning rate is %s, and was %s in the checkpoint: a schedule sets its first "
@@ -172,6 +162,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 "engine.optimizer.state_dict() before that, and load it afterwards",
                 *(", ".join(f"{rate:.6g}" for rate in dict.fromkeys(s)) for s in (rates, restored)),
             )
+
+    def _name_parameters(self) -> None:
+        """Set `param_names` of each group. Raises InputError as `group_of` does."""
+        self.group_of()
+        for group in self.param_groups:
+            group["param_names"] = [self._names[parameter] for parameter in group["params"]]
 
     def _check(self, group: dict[str, Any]) -> None:
         """Raise InputError if a group's settings are invalid, or differ from the engine's rule."""
@@ -191,11 +187,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def took_step(self) -> None:
         """Count a step of the engine by calling `step`, which torch's schedulers watch."""
-        if self._driven_step is not None:  # a trainer's loop called `step`, which took this step
-            self.num_steps += 1
-            return
-        with changed([self], _in_engine=True):
-            self.step()
+        if self._driven_step is None:  # else a trainer's loop has called `step`, which took it
+            with changed([self], _driven_step=lambda: None):
+                self.step()
+        self.num_steps += 1
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -203,14 +198,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
         Raises InputError: always, except within `took_step` or after `drive`.
         """
-        if self._driven_step is not None:
-            self._driven_step()
-            return
-        if not self._in_engine:
+        if self._driven_step is None:
             raise InputError(
                 "optimizer.step() has nothing to do after Engine.step; leave the call out"
             )
-        self.num_steps += 1
+        self._driven_step()
 
     def drive(self, step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
         """Let `step` and `zero_grad`, which a trainer's loop calls, call these functions."""

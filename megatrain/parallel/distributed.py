@@ -66,19 +66,24 @@ class Ranks:
     hosts: int = 1  # number of hosts: groups of consecutive ranks that each keep the whole model
     # another such group for the thread of a save, which runs beside the main thread
     saves: ProcessGroup | None = None
+    # `shards` and `replicas` of several hosts, with process groups of their own
+    parts: tuple["Ranks", "Ranks"] | None = None
 
     @property
     def shards(self) -> "Ranks":
         """The ranks of one host: each keeps a block of the model (FSDP's shard group)."""
         per_host = self.size // self.hosts
-        return self._part(self.rank % per_host, per_host)
+        return self.parts[0] if self.parts else self._part(self.rank % per_host, per_host)
 
     @property
     def replicas(self) -> "Ranks":
         """The ranks, of all hosts, that keep the same block (HSDP's replicate group)."""
-        return self._part(self.rank * self.hosts // self.size, self.hosts)
+        number = self.rank * self.hosts // self.size
+        return self.parts[1] if self.parts else self._part(number, self.hosts)
 
     def _part(self, rank: int, size: int) -> "Ranks":
+        if self.hosts == 1 and size == self.size:
+            return self
         return ALONE if size == 1 else replace(self, rank=rank, size=size, hosts=1)
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -99,7 +104,7 @@ class Ranks:
 
     def join(self, part: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
         """Join the ranks' parts of an fp32 CPU tensor; `place`: this part in the flat tensor."""
-        return part
+        return part.view(tuple(shape))
 
     def agree(self, make: Callable[[], T]) -> list[T]:
         """Call `make` on every rank; return the results of all ranks.
@@ -216,17 +221,8 @@ class ProcessGroups(Ranks):
     # incoming, outgoing: groups for the device's gathers and sums, which run side by side
     incoming: ProcessGroup | None = None
     outgoing: ProcessGroup | None = None
-    parts: tuple[Ranks, Ranks] | None = None  # `shards` and `replicas`, if there are several hosts
     # group for exchanges within layers, on the compute stream; None: no exchanges
     beneath: ProcessGroup | None = None
-
-    @property
-    def shards(self) -> Ranks:
-        return self if self.parts is None else self.parts[0]
-
-    @property
-    def replicas(self) -> Ranks:
-        return ALONE if self.parts is None else self.parts[1]
 
     def _peer_errors(self) -> AbstractContextManager[None]:
         lost = f"rank {self.rank} of {self.size} has lost the others"
@@ -445,21 +441,16 @@ def open_sequence_ranks(ranks: Ranks, device: torch.device, number: Any) -> Rank
     return ALONE if number == 1 else exchanging(ranks, device)
 
 
+@cache  # like other communicators its own lives as long as torch.distributed
 def exchanging(ranks: Ranks, device: torch.device) -> ProcessGroups:
     """These ranks with a communicator for exchanges; all ranks call this."""
     assert isinstance(ranks, ProcessGroups)
-    return replace(ranks, beneath=_communicator(ranks.host, device))
-
-
-@cache  # like other communicators it lives as long as torch.distributed
-def _communicator(host: ProcessGroup, device: torch.device) -> ProcessGroup:
-    """A communicator for exchanges; on a GPU NCCL's, which allocates its memory now."""
     backend = dist.get_default_backend_for_device(device)
     if backend == "gloo":
-        return host
-    members = dist.get_process_group_ranks(host)
+        return replace(ranks, beneath=ranks.host)
+    members = dist.get_process_group_ranks(ranks.host)
     group: Any = dist.new_group(members, patience(), backend, use_local_synchronization=True)
-    values = torch.ones(len(members), device=device)
+    values = torch.ones(len(members), device=device)  # NCCL allocates its memory now
     dist.all_to_all_single(torch.empty_like(values), values, group=group)
     torch.get_device_module(device).synchronize()
-    return group
+    return replace(ranks, beneath=group)

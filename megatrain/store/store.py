@@ -22,33 +22,14 @@ from megatrain.device import Buffer, Device, disk
 from megatrain.device.base import COMPUTE, DISK_IN, DISK_OUT, DISK_WEIGHTS, UPDATE, Memory, Name
 from megatrain.device.disk import PlaneFile
 from megatrain.errors import InputError
-from megatrain.kernels.reference import UPDATE_BLOCK, join_block
+from megatrain.kernels import reference
 from megatrain.optim import Plane, PlaneKind, Rule, tile_planes
 from megatrain.parallel.distributed import Ranks
 from megatrain.placement import CPU_PLACEMENT, Placement
-from megatrain.tile import Entry, TileKind, TileLayout
+from megatrain.tile import Entry, Span, TileKind, TileLayout
 
 # Planes that are copied between host and device, so their host memory is pinned.
 _PINNED = (PlaneKind.WEIGHTS, PlaneKind.GRADIENT)
-
-
-@dataclass(frozen=True)
-class Span:
-    """`numel` consecutive elements of a tile that one rank keeps.
-
-    Attributes: their first place in the rank's planes (`start`), in the tile (`at`) and in the
-    tile's slot (`slot`). In the layout of one rank they lie `moved` elements earlier than `at`.
-    """
-
-    start: int
-    at: int
-    numel: int
-    slot: int = 0
-    moved: int = 0
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.numel
 
 
 class Tier(Enum):
@@ -115,6 +96,10 @@ class Tile:
         remainder: int16; `fp32 master = (weights << 16) + remainder`. Some rules keep its upper
             byte alone, as int8. None in fp32. Frozen parameters from bf16 sources have none.
         states: the planes of the optimizer's states, in the order of its rule.
+        spans: the blocks of the tile that this rank keeps; sums: their trained parts, as slices of
+            the tile's gradient sums on the device.
+        own_numel: the number of trained elements in this rank's blocks; trained: these elements of
+            the tile, if it has no owned experts.
     """
 
     index: int
@@ -135,28 +120,12 @@ class Tile:
         kinds = {plane.kind: buffer for plane, buffer in self.planes.items()}
         self.weights, self.remainder = kinds[PlaneKind.WEIGHTS], kinds.get(PlaneKind.REMAINDER)
         self.states = {p: b for p, b in self.planes.items() if p.kind is PlaneKind.STATE}
-
-    @property
-    def name(self) -> str:
-        return self.layout.name
-
-    @property
-    def spans(self) -> list[Span]:
-        """The blocks of the tile that this rank keeps."""
-        layout, spans, start = self.layout, list[Span](), 0
-        if layout.ranks == 1:
-            return [Span(0, 0, layout.numel)]
-        blocks = layout.blocks(self.rank), layout.local_blocks(self.rank), layout.moved
-        for (at, numel), (slot, _), moved in zip(*blocks, strict=True):
-            spans.append(Span(start, at, numel, slot, moved))
-            start += numel
-        return spans
-
-    @property
-    def sums(self) -> list[slice]:
-        """The slices of the tile's gradient sums on the device that this rank keeps."""
-        numel = self.layout.local.trainable_numel
-        return [slice(s.slot, min(s.slot + s.numel, numel)) for s in self.spans if s.slot < numel]
+        self.name, self.spans = self.layout.name, self.layout.spans(self.rank)
+        summed = self.layout.local.trainable_numel
+        stops = [(s.slot, min(s.slot + s.numel, summed)) for s in self.spans if s.slot < summed]
+        self.sums = [slice(start, stop) for start, stop in stops]
+        self.own_numel = numel = self.layout.trainable_numel // self.layout.ranks
+        self.trained = slice(self.rank * numel, (self.rank + 1) * numel)
 
     def spans_without(self, stacks: Sequence[Entry]) -> list[Span]:
         """The `spans` without the rows of the parameters `stacks` (with one rank only)."""
@@ -173,25 +142,22 @@ class Tile:
 
     def shards(self, plane: Plane, numel: int) -> Iterator[Span]:
         """Yield this rank's spans of a plane, in values of the plane; `numel`: of the tile."""
-        size = numel * plane.per
-        for span in self.spans:
-            if (length := min(span.numel, size - span.at)) > 0:
-                yield Span(span.start // plane.per, span.at // plane.per, length // plane.per)
+        for span in self.spans_of(0, numel * plane.per):
+            yield Span(span.start // plane.per, span.at // plane.per, span.numel // plane.per)
 
-    @property
-    def trained(self) -> slice:
-        """This rank's block of the tile's trained elements (in tiles without owned experts)."""
-        numel = self.layout.trainable_numel // self.layout.ranks
-        return slice(self.rank * numel, (self.rank + 1) * numel)
+    def spans_of(self, first: int, last: int) -> Iterator[Span]:
+        """Yield this rank's parts of the tile's elements `first` to `last` (excluded)."""
+        for span in self.spans:
+            at = max(first, span.at)
+            numel, skipped = min(last, span.at + span.numel) - at, at - span.at
+            if numel > 0:
+                yield Span(span.start + skipped, at, numel, span.slot + skipped, span.moved)
 
     def place(self, entry: Entry) -> tuple[slice, slice]:
         """The slice of this rank's planes with values of a parameter, and these values' slice."""
-        first, last = entry.offset, entry.offset + entry.stored
-        for span in self.spans:
-            start, stop = max(first, span.at), min(last, span.at + span.numel)
-            if start < stop:
-                moved = span.start - span.at
-                return slice(start + moved, stop + moved), slice(start - first, stop - first)
+        for span in self.spans_of(entry.offset, entry.offset + entry.stored):
+            first = span.at - entry.offset
+            return slice(span.start, span.stop), slice(first, first + span.numel)
         return slice(0, 0), slice(0, 0)
 
     def remainder_of(self, entry: Entry) -> Buffer | None:
@@ -225,59 +191,37 @@ class Tile:
             weights.copy_(high)  # no copy where they are the same CPU tensor
             remainder.copy_(low)
 
-    def read_master(self, entry: Entry) -> Tensor:
-        """A CPU copy of a parameter's fp32 master.
-
-        With several ranks it is this rank's part, flat; the parameter must not be packed then.
-        """
+    def whole_master(self, entry: Entry, ranks: Ranks) -> Tensor:
+        """A CPU copy of a parameter's whole fp32 master; all ranks call this."""
         (place, part), low_bits = self.place(entry), self.remainder_of(entry)
-        shape = entry.shape if self.layout.ranks == 1 else (part.stop - part.start,)
         weights = self.weights.values(place)
         if entry.packed is not None:
-            return entry.packed.unpacked(weights.cpu(), shape)
+            stored = weights.cpu()
+            if self.layout.ranks > 1:
+                pairs = stored.view(torch.int16).float()  # pairs of bytes, exact in fp32
+                stored = ranks.shards.join(pairs, part, (entry.stored,)).to(torch.int16)
+            return entry.packed.unpacked(stored, entry.shape)
         if low_bits is None:
-            return weights.to("cpu", torch.float32, copy=True).view(shape)
-        master = torch.empty(len(weights), dtype=torch.float32)
-        remainder = low_bits.values(place).cpu()
-        kernels.join(weights.cpu(), remainder, master)
-        return master.view(shape)
+            master = weights.to("cpu", torch.float32, copy=True)
+        else:
+            master = torch.empty(len(weights), dtype=torch.float32)
+            kernels.join(weights.cpu(), low_bits.values(place).cpu(), master)
+        return ranks.shards.join(master, part, entry.shape)
 
     def copy_masters(self, threads: int = 1) -> None:
         """After an update, renew the copies of masters that layers compute with in fp32."""
-        remainder, spans = self.remainder, self.spans
-
-        def in_planes(element: int) -> int | None:
-            """The place of a tile's element in this rank's planes, if they have it."""
-            containing = (s for s in spans if s.at <= element < s.at + s.numel)
-            return next((element - s.at + s.start for s in containing), None)
-
+        if self.remainder is None:
+            return
         for start, stop, copy_start in chain.from_iterable(self.layout.copies.values()):
-            source, target = in_planes(start), in_planes(copy_start)
-            if remainder is None or source is None or target is None:
-                continue
-            master = slice(source, source + stop - start)
-            with self.weights.writing(slice(target, target + 2 * (stop - start))) as copy:
-                halves = self.weights.values(master), remainder.values(master)
-                _join(*halves, copy.view(torch.float32), threads)
-
-    def whole_master(self, entry: Entry, ranks: Ranks) -> Tensor:
-        """A CPU copy of a parameter's whole fp32 master; all ranks call this."""
-        if entry.packed is None or self.layout.ranks == 1:
-            return ranks.shards.join(self.read_master(entry), self.place(entry)[1], entry.shape)
-        place, part = self.place(entry)
-        pairs = self.weights.values(place).cpu().view(torch.int16)  # pairs of bytes, exact in fp32
-        stored = ranks.shards.join(pairs.float(), part, (entry.stored,)).to(torch.int16)
-        return entry.packed.unpacked(stored, entry.shape)
-
-
-def _join(weights: Tensor, remainder: Tensor, master: Tensor, threads: int) -> None:
-    """Join the halves of a master on the device of `master`."""
-    if master.is_cpu:
-        kernels.join(weights.cpu(), remainder.cpu(), master, threads=threads)
-        return
-    halves = (half.to(master.device) for half in (weights, remainder))
-    for block in zip(*(t.split(UPDATE_BLOCK) for t in (*halves, master)), strict=True):
-        join_block(*block)
+            copies = self.spans_of(copy_start, copy_start + 2 * (stop - start))
+            for span, span_of_copy in zip(self.spans_of(start, stop), copies, strict=True):
+                place = slice(span.start, span.stop)
+                with self.weights.writing(slice(span_of_copy.start, span_of_copy.stop)) as copy:
+                    master = copy.view(torch.float32)
+                    high = self.weights.values(place).to(master.device)
+                    low = self.remainder.values(place).to(master.device)
+                    join = kernels.join if master.is_cpu else reference.join
+                    join(high, low, master, threads=threads)
 
 
 class Store:
@@ -317,7 +261,8 @@ class Store:
             Tile(index, *parts, rank=rank)
             for index, parts in enumerate(zip(layouts, by_tile, rests, strict=True))
         ]
-        if open_file is not None and any(map(_on_disk, self.tiles)):
+        used = (t.rests.tier(p) for t in self.tiles for p in t.planes if p.numel(t.layout))
+        if open_file is not None and Tier.DISK in used:
             self.disk.file = open_file(max(1, self.disk.num_bytes))
 
     def of(self, kind: TileKind) -> list[Tile]:
@@ -348,10 +293,6 @@ class Store:
 def in_place(device: Device, tile: Tile, plane: Buffer) -> Buffer:
     """A tile's plane as work on COMPUTE reads or writes it in place."""
     return device.in_place(plane) if tile.rests.shared else plane
-
-
-def _on_disk(tile: Tile) -> bool:
-    return any(tile.rests.tier(p) is Tier.DISK and p.numel(tile.layout) for p in tile.planes)
 
 
 def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
@@ -445,11 +386,6 @@ class Lane:
     ready: Any = None  # event after which the buffer is filled
 
 
-def own_numel(tile: Tile) -> int:
-    """The number of a tile's trained elements in this rank's block."""
-    return tile.layout.trainable_numel // tile.layout.ranks
-
-
 class DiskStaging:
     """Moves planes, piece by piece, from a disk to their updates and back."""
 
@@ -459,16 +395,13 @@ class DiskStaging:
             tile.index: [p for p in tile.planes if tile.rests.tier(p) is Tier.DISK]
             for tile in tiles
         }
-        numels = [own_numel(t) for t in tiles if self._on_disk[t.index]]
+        numels = [t.own_numel for t in tiles if self._on_disk[t.index]]
         self._piece = min(disk.PIECE, max(numels, default=1))
         widest = max((sum(map(self._bytes, p)) for p in self._on_disk.values()), default=0)
         names = (Name(Memory.DISK, f"disk lane {i}") for i in range(LANES if numels else 0))
         self._lanes = [Lane(device.host(n, widest, torch.uint8, pinned=False)) for n in names]
         self._next_lane = cycle(self._lanes)
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(lane.buffer.data.nbytes for lane in self._lanes)
+        self.host_bytes = sum(lane.buffer.data.nbytes for lane in self._lanes)
 
     def _bytes(self, plane: Plane) -> int:
         return align(plane.place(0, self._piece).stop * plane.dtype.itemsize, BLOCK)
@@ -480,11 +413,11 @@ class DiskStaging:
         """
         device, planes = self._device, self._on_disk[tile.index]
         if not planes:
-            yield 0, own_numel(tile), tile
+            yield 0, tile.own_numel, tile
             return
         device.wait(DISK_IN, tile.written, "disk version due")
-        for start in range(0, own_numel(tile), self._piece):
-            stop = min(start + self._piece, own_numel(tile))
+        for start in range(0, tile.own_numel, self._piece):
+            stop = min(start + self._piece, tile.own_numel)
             places = {plane: plane.place(start, stop) for plane in tile.planes}
             parts = {p: b.piece(places[p].start, places[p].stop) for p, b in tile.planes.items()}
             lane = next(self._next_lane)
@@ -527,10 +460,7 @@ class DiskReader:
         num_bytes = align(self._piece * max((tensor.itemsize for tensor in data), default=0), BLOCK)
         name = Name(Memory.DISK, "disk lane in the device")
         self._lane = device.host(name, num_bytes, torch.uint8, pinned=True).data
-
-    @property
-    def host_bytes(self) -> int:
-        return self._lane.nbytes
+        self.host_bytes = self._lane.nbytes
 
     def bring(self, tile: Tile, to: Buffer) -> Any:
         """Start copying this rank's blocks of a tile's weights to their places in `to`.

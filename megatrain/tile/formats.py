@@ -108,15 +108,10 @@ class WeightFormat:
         return out.float()
 
 
-def _nf4_sizes(shape: Sequence[int]) -> tuple[int, int, int]:
-    """The numbers of values, of their blocks, and of groups of the blocks' scales."""
-    blocks = prod(shape) // _BLOCK
-    return prod(shape), blocks, -(-blocks // _GROUP)
-
-
 def _nf4_sections(shape: Sequence[int]) -> tuple[int, ...]:
-    values, blocks, groups = _nf4_sizes(shape)
-    return 4 * (1 + groups), values // 2, blocks
+    """Bytes of the scales' mean and largest values, of the codes, and of the scales' codes."""
+    blocks = prod(shape) // _BLOCK
+    return 4 * (1 + -(-blocks // _GROUP)), prod(shape) // 2, blocks
 
 
 def _nf4_codes(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,13 +129,12 @@ def _nf4_piece(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pack_nf4(values: Tensor) -> Tensor:
-    _, blocks, groups = _nf4_sizes(values.shape)
     codes, scales = _nf4_codes(values)
+    blocks = len(scales)
     mean = scales.expand(2, blocks).mean(1)[0]  # so torch sums a row on one thread: same bits
-    padded = torch.zeros(groups * _GROUP)
-    padded[:blocks] = scales - mean
-    largest = padded.view(groups, _GROUP).abs().amax(1)
-    shares = padded.view(groups, _GROUP) * (1.0 / largest.clamp(min=_TINY))[:, None]
+    groups = nn.functional.pad(scales - mean, (0, -blocks % _GROUP)).view(-1, _GROUP)
+    largest = groups.abs().amax(1)
+    shares = groups * (1.0 / largest.clamp(min=_TINY))[:, None]
     dynamic = _dynamic_values(values.device)
     bounds = (dynamic[:-1] + dynamic[1:]) / 2
     scale_codes = torch.bucketize(shares.clamp(-1, 1), bounds, out_int32=True).to(torch.uint8)
@@ -151,11 +145,6 @@ def _pack_nf4(values: Tensor) -> Tensor:
 def _pack_nf4_wide(values: Tensor) -> Tensor:
     codes, scales = _nf4_codes(values)
     return torch.cat((scales.view(torch.uint8), codes))
-
-
-def _nf4_wide_sections(shape: Sequence[int]) -> tuple[int, ...]:
-    values, blocks, _ = _nf4_sizes(shape)
-    return 0, 4 * blocks, values // 2
 
 
 def is_nf4(codes: Tensor, scale_codes: Tensor | None) -> bool:
@@ -297,8 +286,12 @@ def _fp4_values(device: torch.device) -> Tensor:
 
 
 NF4 = WeightFormat("nf4", _nf4_sections, _pack_nf4, _nf4_parts, _expand_nf4, _nf4_values)
-NF4_WIDE = WeightFormat(
-    "nf4_wide", _nf4_wide_sections, _pack_nf4_wide, _with_fp32, _expand_nf4, _nf4_values
+NF4_WIDE = replace(
+    NF4,
+    name="nf4_wide",
+    sections=lambda shape: (0, 4 * (prod(shape) // _BLOCK), prod(shape) // 2),
+    pack=_pack_nf4_wide,
+    parts=_with_fp32,
 )
 FP8 = WeightFormat("fp8", _fp8_sections, _pack_fp8, _with_fp32, _expand_fp8)
 OPERANDS = replace(

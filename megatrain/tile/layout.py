@@ -22,22 +22,6 @@ from torch import Tensor
 from megatrain.base.units import align
 from megatrain.tile.formats import FP8, FP32, OPERANDS, WeightFormat, operands, write_operands
 
-
-def _factors(
-    entry: "Entry", stored: Tensor, fast: Callable[[Any], Any]
-) -> tuple[Tensor, Tensor | None]:
-    """A parameter's values, or its codes and scales if it rests in `FP8`."""
-    shape = entry.shape
-    if entry.packed is FP8:
-        codes, scales = FP8.codes_and_scales(stored, shape)
-        return codes.view(torch.float8_e4m3fn).view(shape), scales
-    if entry.packed is None:
-        return stored.view(shape), None
-    values = stored.new_empty(shape)
-    entry.packed.unpack(stored, values, fast)
-    return values, None
-
-
 Group = TypeVar("Group")
 
 # Elements: 128 bf16 values are 256 bytes, so every parameter starts on a boundary that suits the
@@ -129,6 +113,25 @@ class Entry:
         return values[: self.numel].view(self.shape)
 
 
+@dataclass(frozen=True)
+class Span:
+    """`numel` consecutive elements of a tile that one rank keeps.
+
+    Attributes: their first place in the rank's planes (`start`), in the tile (`at`) and in the
+    tile's slot (`slot`). In the layout of one rank they lie `moved` elements earlier than `at`.
+    """
+
+    start: int
+    at: int
+    numel: int
+    slot: int = 0
+    moved: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
 def _order(entry: Entry) -> tuple[bool, bool, bool, int]:
     """The key by which a tile's parameters are sorted."""
     is_packed = entry.multiplied or entry.packed not in (None, FP32)
@@ -141,16 +144,17 @@ class TileLayout:
     Attributes:
         name: such as `layer 3`, `embedding` or `head`, for messages, traces and files.
         kind: the unit whose parameters the tile, or the tile that this is cut from, holds.
-        entries: the parameters in storage order.
+        entries: the parameters in storage order; trainable: those that have a gradient.
         numel: length of the weights plane, in elements.
         trainable_numel: length of the gradient and state planes; a prefix of `numel`.
         parts: `(start, stop)` of the trained parameters, of their copies in fp32, and of the frozen
             ones with and without bits that bf16 does not hold. Each `owned` parameter is a part.
         owned: stacks of experts of which each rank keeps whole experts, and its device no others.
-        moved: for each trained part, by how much it starts later than in the layout of one rank.
+        moved: for each part, by how much it starts later than in the layout of one rank.
         copies: for each trained parameter that layers compute with in fp32, and each rank's block
             of it, `(start, stop, at)`: its elements, and where their copies, twice as long, start.
         ranks: the number of equal blocks into which each part is cut.
+        needs_unpacking: True if some rest in a format that layers cannot compute with.
     """
 
     def __init__(
@@ -194,6 +198,9 @@ class TileLayout:
             offset = self._place_copies(entries, offset, cut)
         self.entries, self.numel = tuple(entries), offset
         self.by_name = {entry.name: entry for entry in entries}
+        self.trainable = tuple(entry for entry in entries if entry.group is not None)
+        self.num_parameters = sum(entry.numel for entry in entries)  # padding not counted
+        self.needs_unpacking = any(entry.needs_unpacking for entry in entries)
 
     def _part(self, entry: Entry) -> tuple[bool, bool, str]:
         """A key that all parameters of a part of the tile share."""
@@ -252,11 +259,6 @@ class TileLayout:
         return [self.unpacked.by_name[entry.name] for entry in self.entries if entry.multiplied]
 
     @cached_property
-    def needs_unpacking(self) -> bool:
-        """True if some parameters rest in a format that layers cannot compute with."""
-        return any(entry.needs_unpacking for entry in self.entries)
-
-    @cached_property
     def unpacked(self) -> "TileLayout":
         """The layout of the unpacked parameters, in which plain ones have the same places."""
         if not self.needs_unpacking:
@@ -287,10 +289,17 @@ class TileLayout:
         owned_starts = {entry.offset for entry in self.local.entries if entry.name in self.owned}
         return [part for part in self.local.parts if part[0] not in owned_starts]
 
-    def local_blocks(self, rank: int) -> Iterator[tuple[int, int]]:
-        """Yield `(start on the device, size)` of a rank's block of each part."""
-        for (_, size), part in zip(self.blocks(rank), self.local.parts, strict=True):
-            yield part[0] + (rank * size if part in self.gathered else 0), size
+    def spans(self, rank: int) -> list[Span]:
+        """A rank's block of each part; of a single rank, one span of all parts."""
+        if self.ranks == 1:
+            return [Span(0, 0, self.numel)]
+        spans, start = list[Span](), 0
+        parts = zip(self.blocks(rank), self.local.parts, self.moved, strict=True)
+        for (at, numel), part, moved in parts:
+            slot = part[0] + (rank * numel if part in self.gathered else 0)
+            spans.append(Span(start, at, numel, slot, moved))
+            start += numel
+        return spans
 
     def unpack(
         self,
@@ -319,8 +328,15 @@ class TileLayout:
             memory = entry.memory(stored)
             to = self.unpacked.by_name[entry.name]
             if entry.multiplied:
-                written = operands(to.memory(out), to.shape)
-                fast(write_operands)(*_factors(entry, memory, fast), *written.values())
+                values, scales = memory, None
+                if entry.packed is FP8:
+                    codes, scales = FP8.codes_and_scales(memory, entry.shape)
+                    values = codes.view(torch.float8_e4m3fn)
+                elif entry.packed is not None:
+                    values = memory.new_empty(entry.shape)
+                    entry.packed.unpack(memory, values, fast)
+                written = operands(to.memory(out), to.shape).values()
+                fast(write_operands)(values.view(entry.shape), scales, *written)
             elif entry.packed is None:
                 for row in (slice(None),) if chosen is None else chosen:
                     to.view(out)[row].copy_(entry.view(stored)[row])
@@ -343,20 +359,6 @@ class TileLayout:
                 start = runs.pop()[1]
             runs.append((group, start, stop))
         return runs
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters, padding not counted."""
-        return sum(entry.numel for entry in self.entries)
-
-    @property
-    def num_trained(self) -> int:
-        """Parameters that have a gradient."""
-        return sum(entry.numel for entry in self.trainable)
-
-    @cached_property
-    def trainable(self) -> tuple[Entry, ...]:
-        return tuple(entry for entry in self.entries if entry.group is not None)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Each parameter's values in the weights of all ranks; of one kept in fp32, its fp32 copy.

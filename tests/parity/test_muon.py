@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatrain import Engine, InputError, Muon, Placement
 from megatrain.optim.muon import is_matrix
-from megatrain.tile import Entry
 from megatrain.tile.layout import MOST_ELEMENTS
 from tests.families.plain import accumulate
 from tests.inside import store_of
@@ -143,12 +142,11 @@ def test_fused_experts_are_matrices_of_their_own():
     rule, proceed = Muon(), torch.tensor(True)
     together, momentum = randn(4 * 6 * 10, 0).view(4, 6, 10), torch.zeros(4, 6, 10)
     alone = [each.clone() for each in together]
-    entry = Entry("experts.0.w", (4, 6, 10), 0, 0)
     rule.average(together, momentum, vars(rule), proceed)
-    rule.direct(entry, together)
+    rule.direct(together)
     for found, each in zip(together, alone, strict=True):
         rule.average(each, torch.zeros(6, 10), vars(rule), proceed)
-        rule.direct(entry, each)
+        rule.direct(each)
         torch.testing.assert_close(found, each, rtol=0, atol=0.02)  # of bf16 products
         singular = torch.linalg.svdvals(found)
         assert singular.min() > 0.5 and singular.max() < 1.5
