@@ -13,7 +13,7 @@ from megatrain.engine.layer import Layer
 from megatrain.engine.modules import Media, Prologue
 from megatrain.engine.saved_tensors import DeviceBoundaries, HostBoundaries, HostOffload
 from megatrain.engine.shared import Shared
-from megatrain.engine.sink import ScratchArena, Sink, summed_in_place
+from megatrain.engine.sink import Sink
 from megatrain.engine.step import Parts, TrainingParts, Unit
 from megatrain.engine.stream import Stream, Unpack
 from megatrain.engine.update import Update
@@ -68,29 +68,20 @@ class Assembly(Shared):
         return lambda layout, *memory, **only: layout.unpack(*memory, fast, **only)
 
     def inference(self) -> Parts:
-        return self._parts(None, ScratchArena(self.device, 0, 0, self.dtype))
+        return self._parts(None)
 
     def training(self, optimizer: StreamedOptimizer, max_grad_norm: float | None) -> TrainingParts:
         device, placement, tiles = self.device, self.placement, self.tiles
-        visited = self.visited
         update = Update(self, optimizer, max_grad_norm, self.staging(device, tiles))
         passes, spec = placement.passes, self.program.spec
         on_device = {tile for tile in tiles if tile.rests.gradient is Tier.DEVICE}
         waiting = {*on_device, *(tile for tile in tiles if update.waits(tile))}
         if passes > 1 and not optimizer.rule.needs_matrices:  # their kept sums are gradients too
-            waiting -= {t for t in on_device.intersection(visited) if not t.layout.owned}
+            waiting -= {t for t in on_device.intersection(self.visited) if not t.layout.owned}
         if any(name in spec.epilogue for name in spec.gathered):  # tied: rows add to its gradient
             waiting.add(self.head)
-        with_own_sums = visited if passes > 1 else summed_in_place(waiting, self.dtype)
-        sums_numel = {
-            tile: 0 if tile in with_own_sums else tile.layout.local.trainable_numel
-            for tile in visited
-        }
-        of_prologue = max(sums_numel[tile] for tile in (self.prologue, *self.media))
-        work = ScratchArena(device, max(sums_numel.values()), of_prologue, self.dtype)
-        in_order = sorted(waiting, key=lambda tile: tile.index)
-        sink = self.sinks(self, in_order, update, work)
-        parts = self._parts(sink, work)
+        sink = self.sinks(self, sorted(waiting, key=lambda tile: tile.index), update)
+        parts = self._parts(sink)
         saved: DeviceBoundaries | HostBoundaries = DeviceBoundaries(device)
         if placement.layer_inputs == "host":
             saved = HostBoundaries(device, placement.layer_input_lanes)
@@ -98,8 +89,8 @@ class Assembly(Shared):
             **vars(parts), saved=saved, kept=self._offload, sink=sink, update=update, passes=passes
         )
 
-    def _parts(self, sink: Sink | None, work: ScratchArena) -> Parts:
-        embedding = Embedding(self, sink, work)
+    def _parts(self, sink: Sink | None) -> Parts:
+        embedding = Embedding(self, sink)
         trunk: list[Unit] = [Prologue(self, self.prologue, embedding)]
         for visit, policy in enumerate(self.policies()):
             trunk.append(Layer(self, visit, policy, self._offload))

@@ -9,7 +9,6 @@ a range of a table's rows.
 Legend: U distinct tokens of the step, V rows of a table, D width of a table.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -21,50 +20,38 @@ from megatrain import kernels
 from megatrain.device import Buffer
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS, Memory, Name
 from megatrain.engine.shared import Shared
-from megatrain.engine.sink import ScratchArena, Sink, TableSize
+from megatrain.engine.sink import NOWHERE, ScratchArena, Sink, TableRows
 from megatrain.errors import InputError
 from megatrain.model.micro_batch import Batch
-from megatrain.store.store import Lane, Tile, in_place, own_numel
+from megatrain.store.store import Lane, Tile, in_place
 from megatrain.tile import Entry
 
-_NOWHERE = Buffer("nowhere", torch.empty(0))
 
-
-@dataclass(eq=False)
-class _Table:
+class _Table(TableRows):
     """An embedding table, of which this rank keeps some or all rows, and buffers for a step's rows.
 
     Attributes:
-        rows, sums: a step's rows on the device, and the sums of their gradients.
+        tied: True if the head streams the table as well.
+        rows_each: rows that each rank keeps (the last ranks may have fewer).
         staging: pinned host memory for rows on their way; `free`: event after which it may be
             written again.
     """
 
-    tile: Tile
-    entry: Entry
-    tied: bool  # True if the head streams the table as well
-    rows: Buffer = _NOWHERE
-    sums: Buffer = _NOWHERE
-    staging: Buffer = _NOWHERE
-    free: Any = None
-
-    @property
-    def width(self) -> int:
-        return prod(self.entry.shape[1:])
-
-    @property
-    def rows_each(self) -> int:
-        """Rows that each rank keeps (the last ranks may have fewer)."""
-        ranks = self.tile.layout.ranks
+    def __init__(self, tile: Tile, entry: Entry, *, tied: bool) -> None:
+        super().__init__(entry.name, trained=entry.group is not None)
+        self.tile, self.entry, self.tied = tile, entry, tied
+        self.staging, self.free = NOWHERE, None
+        self.width = prod(entry.shape[1:])
+        ranks, self.rows_each = tile.layout.ranks, entry.shape[0]
         if ranks == 1:
-            return self.entry.shape[0]
-        stops = dict(self.tile.layout.parts)  # a part is cut between rows if a table begins it
-        if self.entry.offset not in stops:
+            return
+        stops = dict(tile.layout.parts)  # a part is cut between rows if a table begins it
+        if entry.offset not in stops:
             raise InputError(
-                f"several ranks cannot share the rows of {self.entry.name!r}, which is not first "
-                "in its tile; put it into the optimizer's first group with weight decay"
+                f"several ranks cannot share the rows of {entry.name!r}, which is not first in its "
+                "tile; put it into the optimizer's first group with weight decay"
             )
-        return (stops[self.entry.offset] - self.entry.offset) // ranks // self.width
+        self.rows_each = (stops[entry.offset] - entry.offset) // ranks // self.width
 
     def rows_of(self, plane: Buffer) -> Tensor:
         """The table's rows in this rank's part of a plane, `[rows, D]`."""
@@ -91,10 +78,13 @@ class _Table:
 class Embedding:
     """Gathers rows for the prologue and takes their gradients back."""
 
-    def __init__(self, shared: Shared, sink: Sink | None, work: ScratchArena) -> None:
+    def __init__(self, shared: Shared, sink: Sink | None) -> None:
         self._device, self._threads, self._dtype = shared.device, shared.threads, shared.dtype
         self.sink: Any = sink  # None where nothing is trained
-        self._work, self._keep_rows = work, shared.placement.keep_rows
+        self._keep_rows = shared.placement.keep_rows
+        self._arena = (
+            ScratchArena(shared.device, 0, 0, shared.dtype) if sink is None else sink.arena
+        )
         self._collectives = shared.collectives
         self._tables = [
             _Table(tile, tile.layout.by_name[name], tied=tile is shared.head)
@@ -102,14 +92,13 @@ class Embedding:
             for tile in shared.tiles
             if name in tile.layout.by_name
         ]
+        # With several ranks there is only one table.
+        self.rows_each = max((table.rows_each for table in self._tables), default=1)
+        # names of the tables whose rows have gradients
+        self.trained = [table.name for table in self._tables if table.trained]
         self._capacity = 0  # the most rows of a step for which the buffers have room
         if sink is not None:
-            sink.with_rows = {t.tile.index for t in self._tables if t.entry.group is not None}
-
-    @property
-    def rows_each(self) -> int:
-        """Rows of the tables that each rank keeps; with several ranks there is only one table."""
-        return max((table.rows_each for table in self._tables), default=1)
+            sink.with_rows = {table.tile.index for table in self._tables if table.trained}
 
     @property
     def host_bytes(self) -> int:
@@ -123,7 +112,7 @@ class Embedding:
             token = int(batch.unique_U.max())
             if token >= rows:
                 raise InputError(
-                    f"{table.entry.name} has {rows} rows, and the batch has token {token}: the "
+                    f"{table.name} has {rows} rows, and the batch has token {token}: the "
                     "model's forward looks rows up by other numbers than its tokens, which is not "
                     "supported"
                 )
@@ -132,7 +121,7 @@ class Embedding:
             self._bring(table, batch)
             rows_UD = table.as_rows(table.rows, batch.unique_U)
             for micro in batch.micro:
-                micro.rows.tables[table.entry.name] = rows_UD
+                micro.rows.tables[table.name] = rows_UD
 
     def reserve(self, num_tokens: int) -> None:
         """Allocate buffers for the most rows that a step of `num_tokens` tokens can need."""
@@ -144,21 +133,16 @@ class Embedding:
         grows = num_rows > capacity
         if grows:
             capacity = max(num_rows, capacity * 3 // 2)
-        sizes: list[TableSize] = []
         for table in self._tables:
-            table.rows = table.sums = _NOWHERE  # let go of memory that the arena may replace
-            rows = min(capacity, table.rows_each * table.tile.layout.ranks)
-            is_trained = table.entry.group is not None
-            sizes.append(TableSize(table.entry.name, rows * table.width, is_trained))
-        buffers = self._work.tables(sizes, kept=self._keep_rows)
-        for table, of_table, size in zip(self._tables, buffers, sizes, strict=True):
-            table.rows, table.sums = of_table
+            table.numel = min(capacity, table.rows_each * table.tile.layout.ranks) * table.width
+        self._arena.lay_out(self._tables, kept=self._keep_rows)
+        for table in self._tables:
             if grows and not table.tile.rests.local:
-                staging, table.staging = table.staging, _NOWHERE
-                if staging is not _NOWHERE:
+                staging, table.staging = table.staging, NOWHERE
+                if staging is not NOWHERE:
                     self._device.free(staging)
-                name = Name(Memory.ROWS, f"{table.entry.name} staged rows")
-                table.staging = self._device.host(name, size.numel, self._dtype, pinned=True)
+                name = Name(Memory.ROWS, f"{table.name} staged rows")
+                table.staging = self._device.host(name, table.numel, self._dtype, pinned=True)
                 table.free = None
         self._capacity = capacity  # set last: if memory ran out, the next step allocates again
 
@@ -173,7 +157,7 @@ class Embedding:
         else:
             self._copy_staged(table, batch)
         arrived = table.rows.piece(0, len(batch.unique_U) * table.width)
-        ready = self._collectives.all_gather([arrived], table.entry.name, stream)
+        ready = self._collectives.all_gather([arrived], table.name, stream)
         self._device.wait(COMPUTE, ready, "rows arrived")
 
     def _take(self, table: _Table, plane: Buffer, batch: Batch) -> None:
@@ -187,11 +171,6 @@ class Embedding:
             torch.index_select(table.rows_of(plane), 0, ids_U, out=rows_UD)
 
         self._device.run(COMPUTE, "gather", gather, [plane], [table.rows])
-
-    @property
-    def trained(self) -> list[str]:
-        """Names of the tables whose rows have gradients."""
-        return [table.entry.name for table in self._tables if table.entry.group is not None]
 
     @property
     def rows(self) -> list[Buffer]:
@@ -208,7 +187,7 @@ class Embedding:
         for table in self._tables:
             if not self._keep_rows:
                 self._bring(table, batch)
-            if table.entry.group is None:
+            if not table.trained:
                 continue
 
             def clear(sums: Tensor = table.sums.data) -> None:
@@ -220,19 +199,19 @@ class Embedding:
     def add(self, gradients: dict[str, Tensor]) -> None:
         """Add one micro-batch's row gradients `[U, D]`, by table name (inside compute work)."""
         for table in self._tables:
-            if table.entry.name in gradients:
-                gradient = gradients[table.entry.name].reshape(-1)
+            if table.name in gradients:
+                gradient = gradients[table.name].reshape(-1)
                 table.sums.data[: gradient.numel()].add_(gradient)
 
     def send_gradients(self, batch: Batch) -> None:
         """Add the row gradients to their tiles' gradients, on the host or the device."""
         host_grads: dict[int, tuple[Tile, Lane]] = {}  # by the tile's index
         for table in self._tables:
-            if table.entry.group is None:
+            if not table.trained:
                 continue
             tile = table.tile
             sums = table.sums.piece(0, len(batch.unique_U) * table.width)
-            self._collectives.reduce_scatter(sums, table.entry.name)
+            self._collectives.reduce_scatter(sums, table.name)
             if table.tied:
                 host_grad = self.sink.landed[tile.index]
                 if tile.rests.local:
@@ -260,7 +239,7 @@ class Embedding:
         )
         self._device.wait(ROWS, event, "rows due")
         self._device.wait(ROWS, table.free, "staging free")
-        self._device.run(ROWS, f"gather {table.entry.name}", work, [plane], [table.staging])
+        self._device.run(ROWS, f"gather {table.name}", work, [plane], [table.staging])
 
     def _copy_staged(self, table: _Table, batch: Batch) -> None:
         device, rows = self._device, table.own_rows(table.rows, batch)
@@ -277,7 +256,7 @@ class Embedding:
         plane = in_place(self._device, tile, host_grad.buffer)
 
         def clear() -> None:
-            values = plane.data[: own_numel(tile)]
+            values = plane.data[: tile.own_numel]
             if values.is_cpu:
                 kernels.fill_zero(values, threads=self._threads)
             else:
@@ -310,7 +289,7 @@ class Embedding:
     def _scatter(self, table: _Table, host_grad: Lane, batch: Batch) -> None:
         """Write `table.rows`, now rounded gradients, into `host_grad`; then that is `ready`."""
         device = self._device
-        name = f"scatter {table.entry.name}"
+        name = f"scatter {table.name}"
         ids_U = table.local_ids(batch)
         gradients = table.own_rows(table.rows, batch)
         if table.tile.rests.local:

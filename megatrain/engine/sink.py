@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Kind, Memory, Name
 from megatrain.engine.shared import Shared
 from megatrain.optim import gradient_plane
-from megatrain.store.store import Lane, Tier, Tile, in_place, own_numel, planes
+from megatrain.store.store import Lane, Tier, Tile, in_place, planes
 from megatrain.tile import TileKind
 
 _ALIGNMENT = 128  # fp32 elements: every piece starts on a boundary that the widest loads like
@@ -25,19 +25,21 @@ _ALIGNMENT = 128  # fp32 elements: every piece starts on a boundary that the wid
 PIECE = 1 << 24
 
 
-class TableSize(NamedTuple):
-    """The elements of a table's rows in a step; `trained`: the rows have gradients."""
+NOWHERE = Buffer("nowhere", torch.empty(0))
+
+
+@dataclass(eq=False)
+class TableRows:
+    """An embedding table's rows of a step on the device, and the fp32 sums of their gradients.
+
+    `trained`: the rows have gradients; `numel`: the elements of the rows.
+    """
 
     name: str
-    numel: int
     trained: bool
-
-
-class TableBuffers(NamedTuple):
-    """A table's rows in a step, and the fp32 sums of their gradients."""
-
-    rows: Buffer
-    sums: Buffer
+    numel: int = 0
+    rows: Buffer = NOWHERE
+    sums: Buffer = NOWHERE
 
 
 class ScratchArena:
@@ -70,30 +72,30 @@ class ScratchArena:
         """Room for `numel` fp32 sums, not cleared."""
         return Buffer("gradient sums", self._memory[:numel], self._overlapping)
 
-    def tables(self, sizes: Sequence[TableSize], *, kept: bool) -> list[TableBuffers]:
-        """Buffers of each table; they are valid until the next call. The arena grows if it has to.
+    def lay_out(self, tables: Sequence[TableRows], *, kept: bool) -> None:
+        """Set the tables' `rows` and `sums`, valid until the next call; the arena grows if it must.
 
         Args: `kept`: True if the tiles' `sums` must not overlap the rows.
         """
         self._overlapping = ()
-        sum_starts, stop = _in_a_row([s.numel * s.trained for s in sizes], self._prologue)
-        in_fp32 = [-(-size.numel * self._dtype.itemsize // 4) for size in sizes]  # rounded up
+        for table in tables:  # let go of memory that may be replaced
+            table.rows = table.sums = NOWHERE
+        sum_starts, stop = _in_a_row([t.numel * t.trained for t in tables], self._prologue)
+        in_fp32 = [-(-t.numel * self._dtype.itemsize // 4) for t in tables]  # rounded up
         row_starts, stop = _in_a_row(in_fp32, max(stop, self._numel) if kept else stop)
         if stop > len(self._memory):
             self._memory = torch.empty(0)  # frees the old range before the new one is allocated
             self._allocate(max(stop, self._numel))
-        buffers: list[TableBuffers] = []
-        for (name, numel, trained), sums, rows in zip(sizes, sum_starts, row_starts, strict=True):
-            row_memory = self._memory[rows:].view(self._dtype)[:numel]
-            sum_memory = self._memory[sums : sums + numel * trained]
-            of_sums = Buffer(f"{name} row gradients", sum_memory)
-            buffers.append(TableBuffers(Buffer(f"{name} rows", row_memory), of_sums))
-        all_buffers = [buffer for of_table in buffers for buffer in of_table]
-        self._overlapping = tuple(b.sums for b in buffers) if kept else tuple(all_buffers)
+        for table, sums, rows in zip(tables, sum_starts, row_starts, strict=True):
+            row_memory = self._memory[rows:].view(self._dtype)[: table.numel]
+            sum_memory = self._memory[sums : sums + table.numel * table.trained]
+            table.rows = Buffer(f"{table.name} rows", row_memory)
+            table.sums = Buffer(f"{table.name} row gradients", sum_memory)
+        all_buffers = [buffer for table in tables for buffer in (table.rows, table.sums)]
+        self._overlapping = tuple(t.sums for t in tables) if kept else tuple(all_buffers)
         # Earlier sums in this memory were used in the order of COMPUTE; earlier rows have left,
         # since a step ends when all its copies out have ended.
         self._device.run(COMPUTE, "lay out rows", lambda: None, writes=all_buffers)
-        return buffers
 
 
 def _in_a_row(lengths: Sequence[int], offset: int) -> tuple[list[int], int]:
@@ -127,22 +129,23 @@ class GradAccumulator:
                 self.reached.add(name)
 
 
-def summed_in_place(waiting: Iterable[Tile], dtype: torch.dtype) -> list[Tile]:
-    """The tiles whose fp32 gradient is summed in its own plane, which the device reads in place."""
-    return [tile for tile in waiting if tile.rests.shared and dtype == torch.float32]
-
-
 class Sink:
     """Takes each tile's gradient once per step."""
 
-    def __init__(
-        self, shared: Shared, waiting: Sequence[Tile], updates: Any, work: ScratchArena
-    ) -> None:
+    def __init__(self, shared: Shared, waiting: Sequence[Tile], updates: Any) -> None:
         """Each tile in `waiting` has a host gradient of its own; the others share a few."""
         device, placement, dtype = shared.device, shared.placement, shared.dtype
         tiles, visited = shared.tiles, shared.visited
         self._device = device
-        self._arena = work
+        # Tiles whose fp32 gradient is summed in its own plane, which the device reads in place.
+        summed = [tile for tile in waiting if tile.rests.shared and dtype == torch.float32]
+        with_own_sums = visited if placement.passes > 1 else summed
+        in_arena = {
+            tile: 0 if tile in with_own_sums else tile.layout.local.trainable_numel
+            for tile in visited
+        }
+        of_prologue = max(in_arena[tile] for tile in (shared.prologue, *shared.media))
+        self.arena = ScratchArena(device, max(in_arena.values()), of_prologue, dtype)
         self._collectives = shared.collectives
         self.updates = updates  # the `Update` (engine/update.py) that gets each gradient
         self._is_first_pass, self._is_last_pass = True, True
@@ -163,7 +166,6 @@ class Sink:
             for i in range(num_lanes)
         ]
         self._next_lane = cycle(self._lanes)
-        summed = summed_in_place(waiting, dtype)
         # fp32 sums that stay on the device from one pass to the next.
         self._sums: dict[int, Buffer] = {}  # by the tile's id
         for tile in visited if placement.passes > 1 else ():
@@ -185,11 +187,11 @@ class Sink:
             self._sums[id(tile)] = gradient.piece(0, tile.layout.local.trainable_numel)
         sharing = [tile for tile in tiles if tile.index not in self._own]
         any_on_host = any(tile.rests.gradient is Tier.HOST for tile in sharing)
-        numel = max(map(own_numel, tiles))
+        numel = max(tile.own_numel for tile in tiles)
         num_shared = placement.host_grad_buffers if any_on_host else 0
         names = [Name(Memory.GRADIENTS, f"host gradient {i}") for i in range(num_shared)]
         self._shared = [Lane(device.host(name, numel, dtype, pinned=True)) for name in names]
-        self._num_claimed = 0  # of the shared host gradients
+        self._next_shared = cycle(self._shared)
         on_host = [self._own[t.index] for t in waiting if t.rests.gradient is Tier.HOST]
         self.host_bytes = sum(lane.buffer.data.nbytes for lane in (*on_host, *self._shared))
 
@@ -209,7 +211,7 @@ class Sink:
     def accumulator(self, tile: Tile) -> GradAccumulator:
         """The fp32 sums of a tile's gradient, which the step's first pass begins with zeros."""
         numel = tile.layout.local.trainable_numel
-        sums = self._sums.get(id(tile)) or self._arena.sums(numel)
+        sums = self._sums.get(id(tile)) or self.arena.sums(numel)
         if not numel:  # all of it is frozen
             return GradAccumulator(tile, sums)
         if self._is_first_pass:
@@ -278,7 +280,7 @@ class Sink:
         """Copy a gradient from `host_grad` back into fp32 sums on the device."""
         device, trained = self._device, tile.trained
         numel = trained.stop - trained.start
-        sums = self._sums.get(id(tile)) or self._arena.sums(tile.layout.trainable_numel)
+        sums = self._sums.get(id(tile)) or self.arena.sums(tile.layout.trainable_numel)
         gradient = in_place(device, tile, host_grad.buffer)
         if gradient.name == sums.name:  # the same memory
             return GradAccumulator(tile, sums)
@@ -312,7 +314,6 @@ class Sink:
             return self._own[tile.index]
         if tile.rests.gradient is Tier.DEVICE:  # the sums of all passes, kept until the update
             return Lane(self._sums[id(tile)].piece(tile.trained.start, tile.trained.stop))
-        host_grad = self._shared[self._num_claimed % len(self._shared)]
-        self._num_claimed += 1
+        host_grad = next(self._next_shared)
         self._device.wait(stream, host_grad.free, "host gradient free")
         return host_grad
