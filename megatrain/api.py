@@ -100,6 +100,10 @@ class Engine(PlacedEngine):
         num_parameters: distinct parameters, frozen ones included.
         num_trained: of them, those that have a gradient.
         label_shift: tokens from a label's logits to the label: 1, or 0 if the model says so.
+        vocab_size: token ids must be below this.
+        batch_ranks: the ranks that each take other micro-batches; one if all share every row.
+        balances_experts, counts_experts: True if a step's loss includes the routers' loss, or a
+            step counts the choices of its routers; over all tokens except padding.
         placement: where state rests and how it is streamed; it never changes.
         micro_batch: rows that micro-batches should have; None: nobody has chosen a number.
     """

@@ -81,17 +81,6 @@ def kind_of(name: str, default: Enum = Kind.OTHER) -> Enum:
     return name.kind if isinstance(name, Name) else default
 
 
-MEMORY_KEYS = (
-    "device_bytes",
-    "device_peak_bytes",
-    "device_used_bytes",
-    "device_used_peak_bytes",
-    "device_total_bytes",
-    "device_free_bytes",
-    "device_context_bytes",
-)
-
-
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Buffer:
     """A named range of memory as a flat tensor (on the meta device if the device computes nothing).
@@ -219,15 +208,16 @@ class Device:
         """
 
     def memory(self) -> dict[str, int]:
-        """Bytes of device memory.
-
-        `device_bytes`, `device_peak_bytes`: what torch has from the driver, now and at most;
-        `device_used_bytes`, `device_used_peak_bytes`: what tensors use of that, now and at most;
-        `device_total_bytes`: what the device has, or what `limit` allows;
-        `device_free_bytes`: what no process has taken of the total;
-        `device_context_bytes`: what the driver takes for this process.
-        """
-        return dict.fromkeys(MEMORY_KEYS, 0)
+        """Bytes of device memory, by use."""
+        return {
+            "device_bytes": 0,  # what torch has from the driver
+            "device_peak_bytes": 0,  # the most that it had
+            "device_used_bytes": 0,  # what tensors use of that
+            "device_used_peak_bytes": 0,  # the most that they used
+            "device_total_bytes": 0,  # what the device has, or what `limit` allows
+            "device_free_bytes": 0,  # what no process has taken of the total
+            "device_context_bytes": 0,  # what the driver takes for this process
+        }
 
     def close(self) -> None:
         """Finish all streams and free the memory."""

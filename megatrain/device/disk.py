@@ -162,9 +162,8 @@ class DiskBuffer(Buffer):
         return tuple(f"{self.name} {piece}" for piece in range(first, stop))
 
     def piece(self, start: int, stop: int) -> "DiskBuffer":
-        byte, first = self.at + start * self.data.itemsize, self.start + start
-        data = self.data[start:stop]
-        return DiskBuffer(self.name, data, self.parts, self.room, byte, self.moved, first)
+        byte = self.at + start * self.data.itemsize
+        return replace(self, data=self.data[start:stop], at=byte, start=self.start + start)
 
     def read(self, to: Tensor) -> None:
         """Read whole blocks from the first byte on into `to`. Raises RunFailed."""
@@ -187,14 +186,11 @@ class DiskBuffer(Buffer):
         yield memory[inside].view(self.data.dtype)
         with self.room.lock:
             # Other ranges' elements in the first and the last block keep their values.
-            for edge, outside in (inside.start, slice(0, inside.start)), (
-                inside.stop, slice(inside.stop % BLOCK, BLOCK)
-            ):  # fmt: skip
-                if edge % BLOCK:
-                    first = edge // BLOCK * BLOCK
-                    block = _memory(BLOCK)
+            for start, stop in ((0, inside.start), (inside.stop, len(memory))):
+                if start < stop:
+                    first, block = start // BLOCK * BLOCK, _memory(BLOCK)
                     replace(blocks, at=blocks.at + first).read(block)
-                    memory[first : first + BLOCK][outside] = block[outside]
+                    memory[start:stop] = block[start - first : stop - first]
             blocks.write(memory)
 
     def _blocks(self, place: slice) -> tuple["DiskBuffer", Tensor, slice]:

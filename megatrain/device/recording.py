@@ -25,7 +25,6 @@ class Recording(_Passing):
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.kind, self.torch_device, self.can = device.kind, device.torch_device, device.can
         self._on = self._closed = False
         self._marks: list[tuple[str, str, Any, Any, tuple[str, ...], int]] = []  # as in Span
         self._host: list[Span] = []

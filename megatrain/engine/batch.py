@@ -1,6 +1,7 @@
 """The micro-batches of one optimizer step, checked and brought to the device."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from math import inf, isfinite
 from typing import Any, NamedTuple
@@ -79,14 +80,7 @@ class Intake:
         that has a target.
         """
         setup, ranks = self._setup, self._setup.ranks
-        shares: list[Mapping[str, Tensor]] = []  # this rank's rows, which stay here
-
-        def check_own_part() -> _Part:
-            part, rows = self._checked_part(micro_batches, loss, share)
-            shares.extend(rows)
-            return part
-
-        parts = ranks.agree(check_own_part)
+        parts = ranks.agree(partial(self._checked_part, micro_batches, loss, share))
         require_same([{"checksum of the step's rows": str(part.checksum)} for part in parts])
         all_inputs = [inputs for part in parts for inputs in part.loss_inputs]
         normaliser = 0.0 if loss is None else loss.normaliser(*zip(*all_inputs, strict=True))
@@ -96,7 +90,7 @@ class Intake:
             )
         ids_by_rank = [part.unique for part in parts]
         unique_U, own_slice = _by_owner(ids_by_rank, ranks.shards, self._rows_each)
-        own_part = parts[ranks.rank]
+        own_part, shares = parts[ranks.rank], [*map(share.micro, micro_batches)]
         if share.cuts_rows:  # parts of rows are padded, whole rows are not
             all_tokens = sum(micro["input_ids"].numel() for micro in micro_batches)
         else:
@@ -127,8 +121,8 @@ class Intake:
 
     def _checked_part(
         self, micro_batches: MicroBatches, loss: Loss | None, share: SequenceShare
-    ) -> tuple["_Part", list[Mapping[str, Tensor]]]:
-        """Check this rank's micro-batches; what other ranks need of them, and its share of rows."""
+    ) -> "_Part":
+        """Check this rank's micro-batches; return what other ranks need of them."""
         if not isinstance(micro_batches, list | tuple) or not micro_batches:
             got = "none" if micro_batches == [] else f"a {type(micro_batches).__name__}"
             raise InputError(f"a step needs a list of at least one micro-batch; it got {got}")
@@ -141,13 +135,13 @@ class Intake:
         shift = spec.label_shift
         inputs = [] if loss is None else [_loss_inputs(m, loss, shift) for m in micro_batches]
         checksum = share.check(micro_batches, inputs, loss, self._max_tokens)
-        shares = [share.micro(micro) for micro in micro_batches]
+        shares = map(share.micro, micro_batches)
         ids = torch.cat([micro["input_ids"].reshape(-1) for micro in shares])
         # Some forwards embed token 0 where features then overwrite the embedding.
         constants = [*spec.constants, 0] if has_media else spec.constants
         unique = torch.unique(torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)]))
-        judged = share.judged(inputs)
-        return _Part(judged, unique, len(shares), len(ids), checksum, has_media), shares
+        judged, num = share.judged(inputs), len(micro_batches)
+        return _Part(judged, unique, num, len(ids), checksum, has_media)
 
     def _moved(
         self, micro: Mapping[str, Tensor], unique_U: Tensor, on_device_U: Tensor
@@ -235,7 +229,18 @@ class Intake:
                 )
             for name in loss.choices[:1]:
                 _check_ids(f"{where}: {name}", micro[name], self._num_labels)
-        _check_positions(where, micro, self._max_tokens)
+        tokens, most = shape[1], self._max_tokens
+        if most is not None and tokens > most:
+            raise InputError(
+                f"{where} has rows of {tokens} tokens, but the model has {most} positions "
+                "(max_position_embeddings); cut the rows"
+            )
+        for position in map(int, micro.get("position_ids", torch.zeros(1)).aminmax()):
+            if position < 0 or position >= (most or inf):
+                raise InputError(
+                    f"{where}: position_ids holds {position}; positions start at 0, and the model "
+                    f"has {most or 'any number'} (max_position_embeddings)"
+                )
 
     def _check_masks(self, micro_batches: MicroBatches) -> None:
         device = self._setup.device
@@ -379,21 +384,6 @@ def _without_media(where: str, micro: Any, is_media: Callable[[str], bool]) -> A
                 f"{where}: {key} must be a tensor of finite numbers on the cpu, and not empty"
             )
     return {key: micro[key] for key in micro if key not in media} if media else micro
-
-
-def _check_positions(where: str, micro: Mapping[str, Tensor], max_tokens: int | None) -> None:
-    tokens = micro["input_ids"].shape[1]
-    if max_tokens is not None and tokens > max_tokens:
-        raise InputError(
-            f"{where} has rows of {tokens} tokens, but the model has {max_tokens} positions "
-            "(max_position_embeddings); cut the rows"
-        )
-    for position in map(int, micro.get("position_ids", torch.zeros(1)).aminmax()):
-        if position < 0 or position >= (max_tokens or inf):
-            raise InputError(
-                f"{where}: position_ids holds {position}; positions start at 0, and the model has "
-                f"{max_tokens or 'any number'} (max_position_embeddings)"
-            )
 
 
 def _check_ids(where: str, ids: Tensor, vocab_size: int) -> None:

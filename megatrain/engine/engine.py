@@ -93,6 +93,10 @@ class PlacedEngine:
         self._lean = False  # True once a step ran out of memory: half micro-batches, nothing saved
         self._planned, self._warned = planned, False
         self.ranks = opened.ranks
+        self.batch_ranks: Ranks = ALONE if opened.sequence_ranks.size > 1 else opened.ranks
+        self.vocab_size = int(self.config.get_text_config(decoder=True).vocab_size)
+        self.balances_experts = self._spec.balances
+        self.counts_experts = bool(self._spec.routed)
         try:
             check_shared(opened, placement)
             self._build(opened, placement)
@@ -115,7 +119,7 @@ class PlacedEngine:
             rank=self.ranks.shards.rank,
         )
         self.num_parameters = sum(layout.num_parameters for layout in layouts)
-        self.num_trained = sum(layout.num_trained for layout in layouts)
+        self.num_trained = sum(entry.numel for layout in layouts for entry in layout.trainable)
         self.computing = opened.model.computing
         # Without clipping, updates follow the backward: the last tile is the first.
         self._saver = Saver(
@@ -182,11 +186,6 @@ class PlacedEngine:
             )
         self._opened = replace(self._opened, max_grad_norm=norm)
         self._parts.update.max_grad_norm = norm
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids must be below this."""
-        return int(self.config.get_text_config(decoder=True).vocab_size)
 
     def step(
         self,
@@ -378,21 +377,6 @@ class PlacedEngine:
         """
         self._require_texts()
         return self._opened.source.model.generation_config
-
-    @property
-    def batch_ranks(self) -> Ranks:
-        """The ranks that each take different micro-batches; one if all ranks share every row."""
-        return ALONE if self._opened.sequence_ranks.size > 1 else self.ranks
-
-    @property
-    def balances_experts(self) -> bool:
-        """True if a step's loss includes the routers' loss, over all tokens except padding."""
-        return self._spec.balances
-
-    @property
-    def counts_experts(self) -> bool:
-        """True if a step counts the choices of its routers, over all tokens except padding."""
-        return bool(self._spec.routed)
 
     def _forward_only(self, batch: Batch, finish: Finish[Result]) -> Result:
         with self._undisturbed():

@@ -36,8 +36,18 @@ class ExpertLoads:
         share_LE = loads_LE / loads_LE.mean(1, keepdim=True)
         self._window.append(share_LE)
         if len(self._window) == WINDOW:
-            self._warn(torch.stack(self._window).mean(0))
-            self._window = []
+            mean_LE, self._window = torch.stack(self._window).mean(0), []
+            starved_L = (mean_LE < STARVED).sum(1)
+            if starved_L.any():
+                worst = int(starved_L.argmax())
+                layer = self._spec.layers[self._spec.routed[worst].visit]
+                _log.warning(
+                    "%d of %d experts starve: less than %.0f %% of an even share of the choices of "
+                    "the last %d steps (most in %s: %d of %d); see router_bias_update, "
+                    "router_aux_loss_coef",
+                    starved_L.sum(), mean_LE.numel(), 100 * STARVED, WINDOW, layer.name,
+                    starved_L[worst], mean_LE.shape[1],
+                )  # fmt: skip
         starved = (share_LE < STARVED).double().mean()
         return {"expert_load_max": float(share_LE.max()), "experts_starved": float(starved)}
 
@@ -54,16 +64,3 @@ class ExpertLoads:
             bias_E += loss.bias_rate * direction_E
             self._buffers[name] = bias_E.cpu().clone()
         return loads_LE.cpu()
-
-    def _warn(self, share_LE: Tensor) -> None:
-        starved_L = (share_LE < STARVED).sum(1)
-        if not starved_L.any():
-            return
-        worst = int(starved_L.argmax())
-        layer = self._spec.layers[self._spec.routed[worst].visit]
-        _log.warning(
-            "%d of %d experts starve: less than %.0f %% of an even share of the choices of the "
-            "last %d steps (most in %s: %d of %d); see router_bias_update, router_aux_loss_coef",
-            starved_L.sum(), share_LE.numel(), 100 * STARVED, WINDOW, layer.name,
-            starved_L[worst], share_LE.shape[1],
-        )  # fmt: skip

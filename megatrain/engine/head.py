@@ -3,7 +3,7 @@
 Legend: N tokens of a micro-batch, C tokens of a chunk, D width, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -92,7 +92,7 @@ class Head(StreamedModule):
         graph = self.graph(weights, inputs, {hidden: hidden_ND})
         parameters = graph.parameters.values()
         summed = self._summed(micro.loss)
-        extras = _flat(micro.extras)
+        extras = [extra.flatten(0, 1) for extra in micro.extras]
         loss = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
         gradient_ND = torch.empty_like(hidden_ND)
         for start in range(0, len(hidden_ND), self._tokens):
@@ -219,7 +219,7 @@ class Head(StreamedModule):
     ) -> Iterator[Tensor]:
         """Yield `results(logits, targets, *inputs of the loss)` of each chunk of `tokens`."""
         logits_of, hidden_ND, targets_N = self._chunks(self.weights(slot), micro, values)
-        extras = _flat(micro.extras)
+        extras = [extra.flatten(0, 1) for extra in micro.extras]
         for start in range(0, len(hidden_ND), tokens):
             rows = slice(start, start + tokens)
             logits = logits_of(hidden_ND[None, rows])
@@ -237,7 +237,3 @@ class Head(StreamedModule):
             hidden.reshape(-1, hidden.shape[-1]),
             micro.targets.reshape(-1),
         )
-
-
-def _flat(extras: Sequence[Tensor]) -> list[Tensor]:
-    return [extra.flatten(0, 1) for extra in extras]

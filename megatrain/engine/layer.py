@@ -1,11 +1,10 @@
 """One layer's forward and backward, and the tensors that wait from the one to the other."""
 
-import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,16 +71,6 @@ class Layer(StreamedModule):
         self.inputs, self.new_inputs = [*self.inputs, added], [*self.new_inputs, added]
         self.live_out = self.live_out | {Ref(ADDED, visit) for visit in layers[self.visit + 1 :]}
 
-    def with_policies(self, policies: Sequence[ActivationPolicy]) -> Self:
-        """A copy of the layer with its policy of `policies`.
-
-        Both share one `waiting`, so that a step of either drops the graphs that an aborted step of
-        the other has left there.
-        """
-        layer = copy.copy(self)
-        layer.policy = policies[self.visit]
-        return layer
-
     def begin(self) -> None:
         """Drop the graphs that an aborted step has left, which also frees their memory."""
         self.waiting.clear()
@@ -114,7 +103,8 @@ class Layer(StreamedModule):
             with saved.saving():
                 graph, produced = self._graph(turn, saves)
             saved.release()
-            graph.free_inputs()
+            for value in graph.inputs.values():  # autograd needs only the tensors' identity
+                value.data = value.data.new_empty(0)
             graph.saved, self.waiting[turn.index] = saved, graph
         elif train and self.policy.saves == "attention":
             with KeepAttention() as attention:

@@ -7,7 +7,7 @@ the forward or the backward of all micro-batches in turn on the device's compute
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from megatrain.engine.sink import GradAccumulator
 from megatrain.model.capture import FEATURES, MEDIA, PROLOGUE, Ref
 from megatrain.model.media import FrozenParts
 from megatrain.model.micro_batch import Activations, Batch, MicroBatch
-from megatrain.placement import ActivationPolicy
 from megatrain.store.store import Tile
 
 if TYPE_CHECKING:
@@ -43,11 +42,6 @@ class Graph:
     # the SavedTensors of a graph that waits. They must not refer to the graph, whose hooks refer to
     # them: Python cannot free such a cycle, half of which is in torch.
     saved: Any = None
-
-    def free_inputs(self) -> None:
-        """Free the inputs' memory: autograd needs only the tensors' identity."""
-        for value in self.inputs.values():
-            value.data = value.data.new_empty(0)
 
     def backward(self, dh: Activations, accumulator: GradAccumulator) -> dict[Any, Tensor]:
         """Sum the parameters' gradients; return `dh` with the inputs' in place of the outputs'."""
@@ -81,6 +75,7 @@ class StreamedModule:
         prefix: cut from the tile's parameter names, to get the names that the program uses.
         visit: number of the layer, from 0; the other units have numbers of their own.
         inputs: the activations that it reads; `new_inputs`: those that no unit before it reads.
+        trained: True if any weights of the unit are trained.
         needs_backward: True if the unit or one before it is trained.
     """
 
@@ -93,18 +88,10 @@ class StreamedModule:
     ) -> None:
         self.device, self.program, self.tile, self.prefix = device, program, tile, prefix
         self.inputs, self.new_inputs = list[Ref](), list[Ref]()
+        self.trained = bool(tile.layout.trainable_numel)
 
     def begin(self) -> None:
         """Begin a step: drop what an aborted step has left."""
-
-    @property
-    def trained(self) -> bool:
-        """True if any weights of the unit are trained."""
-        return bool(self.tile.layout.trainable_numel)
-
-    def with_policies(self, policies: Sequence[ActivationPolicy]) -> Self:
-        """A copy of this unit with its policy of `policies`; units but layers have none."""
-        return self
 
     def weights(self, slot: Buffer) -> dict[str, Tensor]:
         """The tile's parameters in `slot`, by the program's names."""
@@ -199,10 +186,7 @@ class Prologue(StreamedModule):
     def __init__(self, shared: Shared, tile: Tile, embedding: Embedding) -> None:
         super().__init__(shared.device, shared.program, tile)
         self.embedding = embedding
-
-    @property
-    def trained(self) -> bool:
-        return super().trained or bool(self.embedding.trained)
+        self.trained |= bool(embedding.trained)
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The first activations of every micro-batch; `h` has the features of media, if any."""

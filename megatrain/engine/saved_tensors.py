@@ -41,12 +41,6 @@ class _View:
     size: torch.Size
     stride: tuple[int, ...]
 
-    @property
-    def stop(self) -> int:
-        """The byte after the view's last one."""
-        last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
-        return self.start + (last + 1) * self.dtype.itemsize
-
     def of(self, memories: Mapping[Any, Tensor]) -> Tensor:
         """This view of its source, one of `memories`."""
         leaves = isinstance(self.source, _Leaving)
@@ -133,7 +127,8 @@ class SavedTensors:
             source = self._sources[memory]
             base = self._memory[source]
             view = _view(tensor, source, int(base.storage_offset()) * base.itemsize)
-            if view.start >= 0 and view.stop <= base.nbytes:
+            last = sum((n - 1) * step for n, step in zip(view.size, view.stride, strict=True))
+            if view.start >= 0 and view.start + (last + 1) * tensor.itemsize <= base.nbytes:
                 return view  # else the tensor lies beside the input in a larger allocation
         if self._leaving is None or memory in self._outside:
             return tensor.detach()

@@ -8,6 +8,7 @@ which work waits for which event.
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
@@ -63,8 +64,16 @@ class TrainingParts(Parts):
     passes: int = 1
 
     def with_policies(self, policies: Sequence[ActivationPolicy]) -> Self:
-        """These parts with other activation policies, one for each layer."""
-        return replace(self, trunk=[unit.with_policies(policies) for unit in self.trunk])
+        """These parts with other activation policies, one for each layer.
+
+        The new layers share `waiting` with the old: a step of either drops the graphs that an
+        aborted step of the other has left there.
+        """
+        trunk = [*map(copy, self.trunk)]
+        for unit in trunk:
+            if isinstance(unit, Layer):
+                unit.policy = policies[unit.visit]
+        return replace(self, trunk=trunk)
 
 
 def train_step(parts: TrainingParts, batch: Batch) -> tuple[float, float]:

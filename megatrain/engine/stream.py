@@ -146,15 +146,10 @@ class Stream:
                 slot.free = done
             self._visited += is_loaded_now
 
-    @staticmethod
-    def reads_rows(tile: Tile) -> bool:
-        """True if single rows of the tile's parameters can be copied to the device."""
-        on_host = tile.rests.streamed and tile.rests.weights is Tier.HOST
-        return on_host and tile.layout.ranks == 1
-
     def bring(self, tile: Tile, stack: Sequence[Entry], chosen: torch.Tensor) -> None:
         """Copy chosen rows of the parameters `stack`, which `begin` left out, into the slot.
 
+        The tile is streamed from host memory, which has all of it: it is not cut for ranks.
         Waits until the device has computed `chosen`: numbers of rows, in any order, with
         repetitions; numbers beyond the last row are ignored.
         """

@@ -23,13 +23,12 @@ from megatrain.device import Buffer, free_bytes
 from megatrain.device.base import COPY_IN
 from megatrain.engine.modules import StreamedModule
 from megatrain.engine.step import Parts
-from megatrain.engine.stream import Stream
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.media import calls_of, replaced
 from megatrain.model.sizes import experts_of_a_token
 from megatrain.parallel.distributed import Ranks
 from megatrain.source.source import EngineSetup
-from megatrain.store.store import Store, Tile
+from megatrain.store.store import Store, Tier, Tile
 from megatrain.tile import Entry, TileKind
 
 # Without cuDNN, which plans attention anew for each length, so for each new token.
@@ -65,16 +64,21 @@ def whole_model(
         encode = _encoding(opened, store, places)
         stack.enter_context(replaced(calls_of(model, spec.media), encode))
         gathered = [(tile, e) for tile, e in store.entries() if e.name in spec.gathered]
-        fits = False
+        fits, units = False, [*parts.trunk, parts.head]
         if spare is not None and ranks.size == 1:
-            units = [*parts.trunk, parts.head]
             to_copy = {unit.tile for unit in units if not parts.stream.keeps(unit.tile)}
             numel = sum(tile.layout.unpacked.numel for tile in to_copy)
             numel += sum(entry.numel for _, entry in gathered)
             fits = spare + numel * dtype.itemsize <= _USABLE * free_bytes(device, opened.host_limit)
         tables = {entry.name: _table(opened, tile, entry) for tile, entry in gathered}
-        if fits:
-            _copy_all(parts, places, tables)
+        if fits:  # copies of all weights come through the slots
+            for name, table in tables.items():
+                places.put(name, table)
+            parts.stream.begin(units)
+            for unit, slot in parts.stream.visit(units):
+                data = slot.data if parts.stream.keeps(unit.tile) else slot.data.clone()
+                for name, values in unit.tile.layout.values(data).items():
+                    places.put(name, values)
         else:  # stream the weights in each forward
             feed = _Feed(parts, places, tables)
             for hook in feed.hooks(model, [layer.module for layer in spec.layers]):
@@ -103,18 +107,6 @@ def _encoding(opened: EngineSetup, store: Store, places: "_Places") -> Callable[
         return encoder(*args, **kwargs)
 
     return encode
-
-
-def _copy_all(parts: Parts, places: "_Places", tables: Mapping[str, Tensor]) -> None:
-    """Put tables and copies of all other weights in place; they come through the slots."""
-    units = [*parts.trunk, parts.head]
-    for name, table in tables.items():
-        places.put(name, table)
-    parts.stream.begin(units)
-    for unit, slot in parts.stream.visit(units):
-        data = slot.data if parts.stream.keeps(unit.tile) else slot.data.clone()
-        for name, values in unit.tile.layout.values(data).items():
-            places.put(name, values)
 
 
 def _take_logits_of_first(ranks: Ranks, module: nn.Module, args: Any, output: Any) -> None:
@@ -176,8 +168,11 @@ class _Experts(NamedTuple):
 
 def _experts(model: PreTrainedModel, units: Iterable[StreamedModule]) -> Iterator[_Experts]:
     """Yield the layers' experts whose matrices can be copied to the device one by one."""
-    tiles = [unit.tile for unit in units if Stream.reads_rows(unit.tile)]
-    by_name = {entry.name: (tile, entry) for tile in tiles for entry in tile.layout.entries}
+    by_name: dict[str, tuple[Tile, Entry]] = {}
+    for tile in (unit.tile for unit in units):
+        on_host = tile.rests.streamed and tile.rests.weights is Tier.HOST
+        if on_host and tile.layout.ranks == 1:
+            by_name |= {entry.name: (tile, entry) for entry in tile.layout.entries}
     for path, part in model.named_modules():
         if not takes_grouped_products(part, []):
             continue

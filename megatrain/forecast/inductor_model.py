@@ -8,7 +8,7 @@ products from which elementwise work can compute everything else again.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any, NamedTuple
 
 import networkx as nx
@@ -90,16 +90,17 @@ class _Recorder(TorchDispatchMode):
         self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []  # all storages: no address is used twice
 
-    def _number(self, tensor: Tensor) -> int:
-        storage, key = tensor.untyped_storage(), memory_of(tensor)
-        if key not in self._numbers:
-            self._numbers[key] = len(self.sizes)
-            self.sizes.append(storage.nbytes())
-            self._alive.append(storage)
-        return self._numbers[key]
-
     def numbers(self, values: Any) -> set[int]:
-        return {self._number(tensor) for tensor in tensors(values)}
+        """The numbers of the tensors' storages; a new storage gets the next one."""
+        keys = set[int]()
+        for tensor in tensors(values):
+            storage, key = tensor.untyped_storage(), memory_of(tensor)
+            if key not in self._numbers:
+                self._numbers[key] = len(self.sizes)
+                self.sizes.append(storage.nbytes())
+                self._alive.append(storage)
+            keys.add(key)
+        return {self._numbers[key] for key in keys}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -222,9 +223,9 @@ def compiled_work(trace: Trace) -> LayerWork:
     share = None if random else KEPT_SHARE  # as model/layer_template.py compiles kept graphs
     return LayerWork(
         layer.forward(),
-        layer.forward_keeping(),
+        layer.forward(layer.held()),
         layer.backward(),
-        layer.forward_keeping(share),
+        layer.forward(layer.held(share)),
         layer.backward(share),
         None if random else layer.backward(0.0),
         trace.outputs,
@@ -239,26 +240,25 @@ class Compiled:
         self._forward, self._backward = trace.ops[: trace.split], trace.ops[trace.split :]
         self._producer = {n: op for op in trace.ops for n in op.writes}
         self._maker = {n: i for i, op in enumerate(self._forward) for n in op.writes}
-        self._bases: dict[int, frozenset[int]] = {}
-        for storage in self._maker:  # in order: from a recurrence's end `_base` recurses too deep
-            self._base(storage)
+        # The storages from which elementwise work alone computes each one.
+        bases: dict[int, set[int]] = {}
+        for op in self._forward:
+            of_reads = {base for n in op.reads for base in bases.get(n, (n,))}
+            for n in op.writes:
+                is_heavy = (op.extern and not op.light) or self._small(n, op)
+                bases[n] = {n} if is_heavy or n in trace.inputs else of_reads
         made_inside = self._maker.keys() - trace.inputs
         read = {n for op in self._backward for n in op.reads} & made_inside
         by_library = {n for op in self._backward if op.extern for n in op.reads} & made_inside
         # Results that only a product or attention could compute again for the backward.
-        self._heavy = {base for n in read for base in self._base(n)} & made_inside
+        self._heavy = {base for n in read for base in bases[n]} & made_inside
         recomputable = self._least_cut(read - by_library, by_library | trace.inputs)
         self._saved = by_library - trace.inputs | recomputable
         self._fewest = self._least_cut(read, trace.inputs, light=True)
 
-    def forward(self) -> Work:
-        """A forward that keeps nothing."""
-        return self._phase(self._forward, set(), self._t.results)
-
-    def forward_keeping(self, share: float | None = None) -> Work:
-        """A forward that keeps a graph for its backward; `share` as in `backward`."""
-        saved = self._held(share)
-        work = self._phase(self._forward, set(), self._t.results | saved)
+    def forward(self, saved: Set[int] = frozenset()) -> Work:
+        """A forward that keeps storages for its backward, beside inputs."""
+        work = self._phase(self._forward, set(), self._t.results.union(saved))
         return work._replace(kept_bytes=self._size(saved - self._t.results))
 
     def backward(self, share: float | None = None) -> Work:
@@ -269,7 +269,7 @@ class Compiled:
                 activation_memory_budget): products that do not fit are computed again. At 0 nothing
                 is kept, and the backward begins with most of a forward. None: the default.
         """
-        saved = self._held(share)
+        saved = self.held(share)
         ops = self._with_again(saved)
         if share != 0:
             ops = [op._replace(scratch_bytes=op.scratch_bytes + op.product_bytes) for op in ops]
@@ -278,7 +278,7 @@ class Compiled:
         fused = _BACKWARD_TOUCHES * (work.touched_bytes - by_library)
         return work._replace(touched_bytes=int(fused) + by_library)
 
-    def _held(self, share: float | None) -> set[int]:
+    def held(self, share: float | None = None) -> set[int]:
         """Storages, beside inputs, that the graph keeps: the choice of torch's partitioner."""
         if share is None:
             return self._saved
@@ -324,17 +324,6 @@ class Compiled:
 
     def _size(self, storages: Iterable[int]) -> int:
         return sum(self._t.sizes[n] for n in storages)
-
-    def _base(self, storage: int) -> frozenset[int]:
-        """The storages from which elementwise work alone computes this one."""
-        if storage not in self._bases:
-            op = self._producer.get(storage)
-            heavy = op is not None and op.extern and not op.light
-            if op is None or heavy or storage in self._t.inputs or self._small(storage, op):
-                self._bases[storage] = frozenset({storage})
-            else:
-                self._bases[storage] = frozenset(b for n in op.reads for b in self._base(n))
-        return self._bases[storage]
 
     def _least_cut(self, wanted: set[int], available: set[int], *, light: bool = False) -> set[int]:
         """The storages of fewest bytes from which elementwise work computes the `wanted` ones.
@@ -476,9 +465,5 @@ class Compiled:
 
 def _waits_by_a_third(waits: nx.DiGraph, pair: set[int]) -> bool:
     """True if one of two kernels waits for the other by way of a third."""
-    reached = {other for kernel in pair for other in waits.successors(kernel)} - pair
-    new = reached
-    while new:
-        new = {other for kernel in new for other in waits.successors(kernel)} - reached
-        reached = reached | new
-    return not pair.isdisjoint(reached)
+    thirds = {other for kernel in pair for other in waits.successors(kernel)} - pair
+    return any(not pair.isdisjoint(reached) for reached in nx.bfs_layers(waits, thirds))

@@ -80,21 +80,20 @@ class _MeasuredTiles(ChunkedOverTokens):
     def _over_tiles(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
         key = x.shape[-1], x.dtype
         count = -(-x.shape[:-1].numel() // self._tokens)
-        if key not in self._works:
-            self._works[key] = self._work_of_one(bound, x)
-        return _AllTiles.apply(self._works[key], count, x, *bound.values())
-
-    def _work_of_one(self, bound: dict[str, Tensor], like: Tensor) -> LayerWork:
+        if key in self._works:
+            return _AllTiles.apply(self._works[key], count, x, *bound.values())
         trained = {name for name, _ in self._alone.named_parameters()}
         with fakes(), torch.enable_grad():
-            x = torch.empty(1, self._tokens, like.shape[-1], dtype=like.dtype).requires_grad_()
+            tile = torch.empty(1, self._tokens, x.shape[-1], dtype=x.dtype).requires_grad_()
             weights = {n: _anew(v).requires_grad_(n in trained) for n, v in bound.items()}
 
             def run() -> Activations:
-                return {Ref(0, 0): functional_call(self._alone, weights, (x,))}
+                return {Ref(0, 0): functional_call(self._alone, weights, (tile,))}
 
-            inputs = [x, *weights.values()]
-            return compiled_work(traced(run, inputs)) if self._compiled else eager_work(run, inputs)
+            inputs = [tile, *weights.values()]
+            work = compiled_work(traced(run, inputs)) if self._compiled else eager_work(run, inputs)
+        self._works[key] = work
+        return _AllTiles.apply(work, count, x, *bound.values())
 
 
 def acts_alone(part: nn.Module, bound: dict[str, Tensor], width: int) -> bool:
@@ -276,6 +275,7 @@ class Measurer:
         self._compiled, self._chunk_tokens = workload.compile, chunk_tokens
         self.program = ModelProgram(spec, _CPU, workload.dtype)
         self.program.train(True)
+        self.parameters = dict(spec.capture.model.named_parameters())
         self._calls: dict[int, list[Call]] = {}  # of the layers, by rows
         self._parts = Once()  # `_MeasuredTiles` of parts
         parts = nn.ModuleList([spec.capture.model, *(kind.module for kind in self.program.kinds)])
@@ -285,47 +285,38 @@ class Measurer:
         self._num_owners = owners
         self._owners = ExpertOwners(Ranks(0, owners)) if owners > 1 else None
 
-    @cached_property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.spec.capture.model.named_parameters())
-
     def media(self, rows: int) -> MediaWork:
         """The work of images and sounds in `rows` rows; for one, with the encoders' backward."""
         assert self._media is not None
         with foreseeing("an encoder"), self._fakes(ENCODER_LAYERS), KeepingData(), in_one_call():
             micro = self.micro_batch(rows)
             give_media(micro, self._media.of(rows, self.tokens), self.program)
-            work = self._media_work(micro, trains=rows == 1)
-        self._calls[rows] = micro.calls
-        return work
-
-    def _media_work(self, micro: MicroBatch, *, trains: bool) -> MediaWork:
-        """The work of a micro-batch's media; `trains`: with the encoders' own backward."""
-        encoders = self._weights(self.spec.media)
-        prologue = self._weights(self.spec.prologue, all_trained=True)
-        trained = [weight for weight in encoders.values() if weight.requires_grad and trains]
-        frozen = {name for name, weight in encoders.items() if not weight.requires_grad}
-        parts = FrozenParts(self.program.capture.model, frozen) if trained and frozen else None
-        encode = partial(self.program.encode, encoders, micro, parts)
-        arguments = encoders, prologue, micro.inputs, micro.media, micro.rows.tables
-        if parts is not None:  # a first forward with gradients finds the parts to keep results of
+            encoders = self._weights(self.spec.media)
+            prologue = self._weights(self.spec.prologue, all_trained=True)
+            trained = [w for w in encoders.values() if w.requires_grad and rows == 1]
+            frozen = {name for name, weight in encoders.items() if not weight.requires_grad}
+            parts = FrozenParts(self.program.capture.model, frozen) if trained and frozen else None
+            encode = partial(self.program.encode, encoders, micro, parts)
+            arguments = encoders, prologue, micro.inputs, micro.media, micro.rows.tables
+            if parts is not None:  # a first forward with gradients finds the parts to keep
+                with torch.enable_grad():
+                    encode()
+            with torch.no_grad():
+                encoding, features_N = counted(encode, arguments, real=True)
+            kept_bytes = sum(row.nbytes for _, row in micro.kept)
+            again = Work()
+            if trained:
+                backward = partial(_with_gradients, encode, trained)
+                again, _ = counted(backward, (*arguments, micro.kept), real=True)
+            self.program.follow_media(micro)
+            leaf_N = torch.empty_like(features_N).requires_grad_()
+            enter = partial(self.program.prologue, prologue, micro, leaf_N)
             with torch.enable_grad():
-                encode()
-        with torch.no_grad():
-            encoding, features_N = counted(encode, arguments, real=True)
-        kept_bytes = sum(row.nbytes for _, row in micro.kept)
-        again = Work()
-        if trained:
-            backward = partial(_with_gradients, encode, trained)
-            again, _ = counted(backward, (*arguments, micro.kept), real=True)
-        self.program.follow_media(micro)
-        leaf_N = torch.empty_like(features_N).requires_grad_()
-        enter = partial(self.program.prologue, prologue, micro, leaf_N)
-        with torch.enable_grad():
-            entering, values = counted(enter, (arguments, leaf_N), real=True)
-        sources = [*micro.rows.tables.values(), *prologue.values(), leaf_N]
-        leave = partial(_with_gradients, enter, sources)
-        leaving, _ = counted(leave, (arguments, leaf_N), real=True)
+                entering, values = counted(enter, (arguments, leaf_N), real=True)
+            sources = [*micro.rows.tables.values(), *prologue.values(), leaf_N]
+            leave = partial(_with_gradients, enter, sources)
+            leaving, _ = counted(leave, (arguments, leaf_N), real=True)
+        self._calls[rows] = micro.calls
         return MediaWork(
             encoding, again, entering, leaving, kept_bytes,
             feature_bytes=features_N.nbytes, prologue=Prologue.of(micro.calls, values),
@@ -458,7 +449,11 @@ class Measurer:
         self, visit: int, rows: int, entering: Shapes
     ) -> tuple[Callable[[], Activations], list[Any]]:
         """A function that runs a layer, and all its inputs; call this within `fakes()`."""
-        layer, calls = self.spec.layers[visit], _calls_anew(self._layer_calls(rows))
+        layer, old = self.spec.layers[visit], self._layer_calls(rows)
+        # New leaves without data; a leaf of several calls stays one tensor.
+        leaves = {id(leaf): leaf for call in old for leaf in call.leaves}
+        leaves |= {n: _anew(leaf) for n, leaf in leaves.items() if torch.is_tensor(leaf)}
+        calls = [Call([leaves[id(leaf)] for leaf in call.leaves], call.spec) for call in old]
         micro = replace(self.micro_batch(rows), calls=calls)
         refs = sorted({*layer.inputs, *calls[visit].entering})  # with features of images
         values = {ref: entering[ref].empty() for ref in refs}
@@ -496,14 +491,6 @@ class Measurer:
         if not self._compiled:
             return loss.summed
         return lambda logits_NV, targets_N, *given: cross_entropy(logits_NV, targets_N)
-
-
-def _calls_anew(calls: Sequence[Call]) -> list[Call]:
-    """The same calls with new leaves without data; a leaf of several calls stays one tensor."""
-    anew: dict[int, Any] = {}  # by the id of a leaf
-    for leaf in (leaf for call in calls for leaf in call.leaves):
-        anew[id(leaf)] = _anew(leaf) if torch.is_tensor(leaf) else leaf
-    return [Call([anew[id(leaf)] for leaf in call.leaves], call.spec) for call in calls]
 
 
 def _anew(tensor: Tensor) -> Tensor:

@@ -206,18 +206,15 @@ class LayerWork:
 class Held:
     """A stand-in for a tensor, without data: a ledger counts its bytes until it is deleted."""
 
-    __slots__ = ("_counted", "_ledger", "_place", "nbytes")
+    __slots__ = ("_counted", "_ledger", "_place", "nbytes", "shape")
     dtype = torch.uint8
 
     def __init__(self, ledger: "Ledger", place: str, num_bytes: int, counted: int) -> None:
         self._ledger, self._place, self.nbytes, self._counted = ledger, place, num_bytes, counted
+        self.shape = (num_bytes,)
 
     def __del__(self) -> None:
         self._ledger.add_bytes(self._place, -self._counted)
-
-    @property
-    def shape(self) -> tuple[int]:
-        return (self.nbytes,)
 
     def contiguous(self) -> "Held":
         return self
