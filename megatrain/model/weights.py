@@ -18,7 +18,7 @@ from functools import cache, partial
 from itertools import starmap
 from operator import methodcaller
 from pathlib import Path
-from threading import Condition
+from threading import Condition, Event
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -187,7 +187,7 @@ def read_weights(
         text = "%s: unpacked from %s to %s; exports are unpacked, but for --like"
         log.info(text, folder, packing, str(source_dtype(folder)).removeprefix("torch."))
     unread = Counter(file for recipe in recipes for file in recipe.files)  # recipes still to read
-    room, free_bytes = Condition(), IN_FLIGHT_BYTES
+    room, free_bytes, failed = Condition(), IN_FLIGHT_BYTES, Event()
 
     def read_and_write(recipe: Recipe) -> Recipe:
         nonlocal free_bytes
@@ -198,10 +198,11 @@ def read_weights(
             room.wait_for(lambda: free_bytes >= num_bytes)
             free_bytes -= num_bytes
         try:
-            # No variable keeps a tensor when its bytes are given back.
-            list(starmap(write, plan.build(recipe, packed).items()))
+            if not failed.is_set():
+                # No variable keeps a tensor when its bytes are given back.
+                list(starmap(write, plan.build(recipe, packed).items()))
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            failed.set()
             raise
         finally:
             with room:
