@@ -94,9 +94,8 @@ def check_arguments(args: Any) -> None:
         return
     listed = frozenset[str]().union(*NAMES["arguments"].values())
     for field in fields(library):
-        default = field.default
-        if field.default_factory is not MISSING:
-            default = field.default_factory()
+        make = field.default_factory
+        default = field.default if make is MISSING else make()
         value: Any = getattr(args, field.name, default)
         is_empty = value is None or value is False or (hasattr(value, "__len__") and not len(value))
         is_unset = value == default or (is_empty and not default)
