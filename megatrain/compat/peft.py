@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.compat import transformers as models
-from megatrain.errors import InputError, explained
+from megatrain.errors import InputError, explained, in_one_line
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -124,7 +124,11 @@ def check(config: Any) -> None:
     defaults, settings = lora().to_dict(), config.to_dict()
     for name in sorted(settings.keys() - KEYS - _OF_FILES):
         if (settings[name] or None) != (defaults.get(name) or None):  # PEFT adds empty values
-            raise InputError(f"the adapter has {name} = {settings[name]!r}, which is not supported")
+            value = in_one_line(repr(settings[name]), 60)
+            instead = "; modules_to_save trains whole embeddings" if "token" in name else ""
+            raise InputError(
+                f"the adapter has {name} = {value}, which is not supported; leave it out{instead}"
+            )
 
 
 def of_scores(config: Any) -> bool:

@@ -400,6 +400,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "is merged": (merged_model, {}),
     r"has other beside its active adapter default.*delete_adapter": (several, {}),
     "is_trainable=True": (lambda: adapted(target_modules=["q_proj"], inference_mode=True), {}),
+    r"trainable_token_indices = .*\.\.\., .* leave it out; modules_to_save trains whole emb": (
+        lambda: adapted(target_modules=["q_proj"], trainable_token_indices=[*range(30)]), {},
+    ),
     "has an adapter already": (
         lambda: adapted(target_modules=["q_proj"]), {"adapter": {"r": 4}},
     ),
