@@ -6,15 +6,14 @@ tiles, weights that stay, kept graphs, or passes: `Spending` estimates the secon
 the candidate's forecast.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import sub
 from typing import Any, Literal, NamedTuple
 
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, DISK_WEIGHTS, UPDATE
 from megatrain.engine.assemble import LANES
 from megatrain.forecast.cache import ForecastCache
+from megatrain.forecast.notes import Once
 from megatrain.forecast.op_counter import Place
 from megatrain.forecast.prices import CostModel
 from megatrain.forecast.simulate import Forecast
@@ -22,7 +21,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.optim import gradient_plane, tile_planes
 from megatrain.placement import Placement
-from megatrain.store.store import Tier, on_disk, resting
+from megatrain.store.store import DISK_KINDS, Tier, chosen_for_disk, resting
 from megatrain.tile import TileKind, TileLayout
 
 # A plan uses this share of a budget; the rest is for errors of forecasts (3 %) and fragmentation.
@@ -94,20 +93,20 @@ def families(workload: Workload, spilled: Mapping[str, Any], rows: int) -> list[
     return [whole, *tiled]
 
 
-class FirstTiles:
+class FirstTiles(Once):
     """A model's tiles in the order in which they come to rest on the device.
 
-    `device_bytes[n]` are the bytes of the first `n` tiles there, `host_bytes[n]` those that the
-    host no longer needs.
+    `device_bytes[n]` are the bytes of the first `n` tiles there.
     """
 
     def __init__(
         self, layouts: Sequence[TileLayout], workload: Workload, placement: Placement
     ) -> None:
         """Args: `placement` says what rests on a disk, and how many passes a step has."""
+        super().__init__()
         self.tiles = [tile for tile in layouts if tile.kind.in_every_step]
         rule, dtype = workload.rule, workload.dtype
-        self.device_bytes, self.host_bytes = [0], [0]
+        self.device_bytes, self._host_bytes = [0], [0]
         for tile in self.tiles:
             on_device = on_host = sum(p.num_bytes(tile) for p in tile_planes(rule, dtype))
             gradient = gradient_plane(dtype).num_bytes(tile)
@@ -119,14 +118,23 @@ class FirstTiles:
             if workload.clip and not rule.directs(tile):  # else the host has few gradients at once
                 on_host += gradient
             self.device_bytes.append(self.device_bytes[-1] + on_device)
-            self.host_bytes.append(self.host_bytes[-1] + on_host)
-        # Planes that leave the disk for the device spare the host nothing.
-        if placement.disk_moments or placement.disk_weights:
-            counts = range(len(self.tiles) + 1)
-            moved = [replace(placement, resident=self.names(count)) for count in counts]
-            disk = [*disk_bytes(layouts, workload, moved)]  # by the number of moved tiles
-            off_disk = [disk[0] - num_bytes for num_bytes in disk]
-            self.host_bytes = [*map(sub, self.host_bytes, off_disk)]
+            self._host_bytes.append(self._host_bytes[-1] + on_host)
+        self._layouts, self._workload, self._placement = layouts, workload, placement
+
+    def spared(self, count: int) -> int:
+        """Host bytes, none on a disk, that are free once the first `count` tiles are resident."""
+        return self._host_bytes[count] + self.disk_bytes(count) - self.disk_bytes(0)
+
+    def disk_bytes(self, count: int) -> int:
+        """Bytes on the disk while the first `count` tiles rest on the device."""
+
+        def added_up() -> int:
+            resident = set(self.names(count))
+            others = [tile for tile in self._layouts if tile.name not in resident]
+            counts = {kind: getattr(self._placement, f"disk_{kind}") for kind in DISK_KINDS}
+            return sum(disk_bytes(others, self._workload, *choice) for choice in counts.items())
+
+        return self.once(count, added_up)
 
     @property
     def sums_bytes(self) -> int:
@@ -150,7 +158,10 @@ class FirstTiles:
 
     def fewest(self, lacking: int) -> int:
         """The fewest first tiles that spare the host `lacking` bytes; one too many: none do."""
-        return sum(num_bytes < lacking for num_bytes in self.host_bytes)
+        most = len(self.tiles)
+        if self.spared(most) < lacking:
+            return most + 1
+        return next(count for count in range(most + 1) if self.spared(count) >= lacking)
 
     def read_numel(self, placement: Placement) -> int:
         """Elements of weights that a step reads from a disk; slots keep some for the next sweep."""
@@ -174,18 +185,11 @@ def first_tiles(forecasts: ForecastCache, workload: Workload, placement: Placeme
     return forecasts.once(key, lambda: FirstTiles(layouts, workload, choices))
 
 
-def disk_bytes(
-    layouts: Sequence[TileLayout], workload: Workload, placements: Iterable[Placement]
-) -> Iterator[int]:
-    """The bytes that each placement puts on a disk, for one rank."""
-    sizes: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for plane in tile_planes(workload.rule, workload.dtype):
-        sizes[plane.kind.value].update({t.name: plane.num_bytes(t) for t in layouts})
-    for placement in placements:
-        resident = set(placement.resident)
-        not_resident = [t for t in layouts if t.name not in resident]
-        planes = on_disk(placement, not_resident).items()
-        yield sum(sum(map(sizes[kind].__getitem__, names)) for kind, names in planes)
+def disk_bytes(layouts: Sequence[TileLayout], workload: Workload, kind: str, count: int) -> int:
+    """The bytes of `count` tiles' planes of a kind on a disk, for one rank."""
+    names = chosen_for_disk(kind, count, layouts) if count else ()
+    planes = [p for p in tile_planes(workload.rule, workload.dtype) if p.kind.value == kind]
+    return sum(p.num_bytes(tile) for tile in layouts if tile.name in names for p in planes)
 
 
 def streamed_numel(layouts: Sequence[TileLayout]) -> int:
@@ -228,9 +232,6 @@ class Graphs(NamedTuple):
     kept: int
     whole: int
     offloaded: int
-
-
-_NONE = Graphs(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -311,7 +312,7 @@ class Spending:
             for staying in sorted({0, min(1, len(streamed)), all_stay}):
                 weights = self._workload.dtype.itemsize * streamed_numel(streamed[:staying])
                 spare = self._spare - first.device_bytes[count] - weights
-                for graphs in self._graphs(spare, host_spare + first.host_bytes[count]):
+                for graphs in self._graphs(spare, host_spare + first.spared(count)):
                     yield Way(count, staying, graphs, *self._seconds(count, staying, graphs))
 
     def _graphs(self, spare: int, host_spare: int) -> set[Graphs]:
@@ -371,7 +372,8 @@ class Spending:
                 if not rule.directing or rule.directed(entry)  # the others are AdamW's
             )
         )
-        read = copy(DISK_WEIGHTS, itemsize * first.read_numel(self._placement(count, staying)))
+        placement = self._placement(count, staying, graphs)
+        read = copy(DISK_WEIGHTS, itemsize * first.read_numel(placement))
         least = max(
             compute + alone,
             bounds[UPDATE] * on_host,
@@ -396,7 +398,7 @@ class Spending:
         spared = (graphs.kept + graphs.offloaded) * max(0.0, saved - halves) * micro_batches
         return self._frame.bounds[COMPUTE] - spared - graphs.whole * max(0.0, gain) * micro_batches
 
-    def _placement(self, count: int, staying: int, graphs: Graphs = _NONE) -> Placement:
+    def _placement(self, count: int, staying: int, graphs: Graphs) -> Placement:
         return replace(
             self._frame.placement,
             resident=self._first.names(count),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain, product
+from itertools import chain, islice, product
 from operator import le
 from typing import Any, NamedTuple
 
@@ -19,11 +19,13 @@ from megatrain.base.units import size
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import UNSUMMED, ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
+from megatrain.forecast.prices import CostModel
 from megatrain.forecast.simulate import STEADY, Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.loss import JointLoss
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.placement import Placement
+from megatrain.store.store import DISK_KINDS
 from megatrain.telemetry.gpu import most_memory
 from megatrain.tile import TileKind
 
@@ -35,7 +37,7 @@ _TRIED = 3  # ways to spend that are forecast in full
 # are forecast in full.
 _PASSES, _TRIED_IN_PASSES = (2, 3, 4, 6, 8, 12, 16), 2
 _FEW = 16384  # tokens of a micro-batch in passes: enough to keep a large GPU busy
-_DISK: dict[str, Any] = {"disk_moments": 0, "disk_remainder": 0, "disk_weights": 0}
+_NO_DISK: dict[str, Any] = {f"disk_{kind}": 0 for kind in DISK_KINDS}
 _SPILLS_TRIED = 3  # choices of planes on a disk that likely fit, from the fewest planes on
 _DEVICE_WORTH = 8  # host bytes that are as hard to come by as one of the device
 # Candidates whose needs differ by no more than this share are alike: the fastest of them is taken.
@@ -81,6 +83,13 @@ def fastest(
     if not thorough or workload.ranks > 1:
         return best
     without_slots = replace(best.placement, slots=0, prefetch=None)  # takes no more memory
+    first = candidates.first_tiles(forecasts, workload, best.placement)
+    in_memory = [] if best.placement.disk_weights else first.rest(len(best.placement.resident))
+    numel = candidates.streamed_numel([t for t in in_memory if not t.needs_unpacking])
+    num_bytes = numel * workload.dtype.itemsize * (workload.rows // best.micro_batch)
+    tokens = best.micro_batch * workload.sequence_length
+    if CostModel(best.machine).reading_in_place(num_bytes, tokens) > best.seconds:
+        return best  # forwards alone take longer
     in_place = forecasts.of(best.machine, without_slots, workload, best.micro_batch)
     return in_place if in_place.seconds < _IN_PLACE * best.seconds else best
 
@@ -151,18 +160,18 @@ def _spills(forecasts: ForecastCache, machine: Machine, workload: Workload) -> l
         return [{}]
     layouts = forecasts.model(workload).layouts
 
-    def with_bytes() -> list[tuple[dict[str, Any], int]]:
+    def with_bytes() -> list[tuple[dict[str, int], int]]:
         """Each choice has one tile more: moments first, then remainders, then weights."""
         num_trained = sum(t.trainable_numel > 0 for t in layouts)
         num_layers = sum(t.kind is TileKind.LAYER for t in layouts)
-        largest: dict[str, Any] = {}
-        choices = []
-        for name in _DISK:
-            num_tiles = num_layers if name == "disk_weights" else num_trained
-            choices += [largest | {name: number} for number in range(1, num_tiles + 1)]
-            largest |= {name: num_tiles}
-        placements = (Placement(**choice) for choice in choices)
-        return [*zip(choices, candidates.disk_bytes(layouts, workload, placements), strict=True)]
+        choices, largest, of_largest = list[tuple[dict[str, int], int]](), dict[str, int](), 0
+        for kind in DISK_KINDS:
+            most = num_layers if kind == "weights" else num_trained
+            sizes = [candidates.disk_bytes(layouts, workload, kind, n) for n in range(most + 1)]
+            for number, num_bytes in enumerate(sizes[1:], 1):
+                choices.append((largest | {f"disk_{kind}": number}, of_largest + num_bytes))
+            largest, of_largest = largest | {f"disk_{kind}": most}, of_largest + sizes[-1]
+        return choices
 
     spills = forecasts.once(("spills", workload.rule, workload.ranks, workload.dtype), with_bytes)
     return [{}, *(choice for choice, num_bytes in spills if num_bytes <= space)]
@@ -248,10 +257,8 @@ class Search:
 
     def lacks_host(self) -> bool:
         """True if every candidate's memory that lives as long as an engine exceeds the host's."""
-        for candidate in chain.from_iterable(self._sparing_families(self._sizes[-1])):
-            if not self._lacks(self._with_tiles(candidate).peaks).host:
-                return False
-        return True
+        sparing = chain.from_iterable(self._sparing_families(self._sizes[-1]))
+        return all(self._lacks(self._with_tiles(candidate).peaks).host for candidate in sparing)
 
     def least(self) -> Forecast:
         """The forecast that lacks least memory, on a machine enlarged to hold it.
@@ -340,12 +347,9 @@ class Search:
     def _may_fit(self, family: list[Placement], rows: int) -> bool:
         """True if one of a family's most sparing candidates fits."""
         for placement in self._most_sparing(family):
-            if any(self._lacks(self._with_tiles(placement).peaks)):
-                continue
-            with_a_layer = self._with_tiles(placement, rows, 0).peaks
-            if any(self._lacks(with_a_layer)):
-                continue
-            if self._holds(*self._peaks(placement, rows, 1)):
+            counted = (self._with_tiles(placement, *more).peaks for more in ((), (rows, 0)))
+            lacks = any(any(self._lacks(peaks)) for peaks in counted)
+            if not lacks and self._holds(*self._peaks(placement, rows, 1)):
                 return True
         return False
 
@@ -369,7 +373,7 @@ class Search:
         """The peaks of a forecast; a single step is forecast with all tiles on the host."""
         followed = placement
         if steps < STEADY:
-            followed = replace(placement, resident=(), **_DISK)
+            followed = replace(placement, resident=(), **_NO_DISK)
         try:
             frame = self._of(followed, rows, steps)
         except NotForeseeable:
@@ -402,7 +406,7 @@ class Search:
             if not device_suffices:
                 limit = max(0, count - 1)
             # Without moved tiles the host's peak would be higher, and the device's lower.
-            needed = tiles.fewest(peaks.host + tiles.host_bytes[count] - budget.host)
+            needed = tiles.fewest(peaks.host + tiles.spared(count) - budget.host)
             with_room = tiles.most(budget.device - (peaks.device - tiles.device_bytes[count]))
             next_count = max(0, min(needed, with_room, limit))
             if next_count == count or (device_suffices and next_count < count):
@@ -424,21 +428,18 @@ class Search:
             places = (place for place, candidate in enumerate(family) if candidate in fitting)
             first = min(places, default=len(family))
             sparing = [self._of(family[place], rows) for place in _SPARING if place > first]
-            frames += filter(self._fits_moved, sparing)
+            frames += [f for f in sparing if self._holds(f.device_peak_bytes, f.host_peak_bytes)]
         return frames
 
     def _first_fitting(self, sizes: list[int]) -> list[Forecast]:
         """The first candidate of each family that fits, for the two largest sizes with any."""
-        frames: list[Forecast] = []
-        sizes_left = 2 if self._thorough else 1
-        for rows in sizes:
+
+        def of_size(rows: int) -> list[Forecast]:
             firsts = (self._first_of(family, rows) for family in self._families(rows))
-            fitting = [*filter(None, firsts)]
-            frames += fitting
-            sizes_left -= 1 if fitting else 0
-            if sizes_left == 0:
-                break
-        return frames
+            return [*filter(None, firsts)]
+
+        with_any = filter(None, map(of_size, sizes))
+        return [*chain.from_iterable(islice(with_any, 2 if self._thorough else 1))]
 
     def _first_of(self, family: list[Placement], rows: int) -> Forecast | None:
         """The forecast of a family's first candidate that fits; None: none does."""
@@ -448,12 +449,9 @@ class Search:
             least_fits = self._holds(*self._least_bytes(candidate, rows))
             if least_fits and self._holds(*self._peaks(candidate, rows, steps=1)):
                 frame = self._of(candidate, rows)
-                if self._fits_moved(frame):
+                if self._holds(frame.device_peak_bytes, frame.host_peak_bytes):
                     return frame
         return None
-
-    def _fits_moved(self, frame: Forecast) -> bool:
-        return self._holds(frame.device_peak_bytes, frame.host_peak_bytes)
 
     def _holds(self, device: int, host: int) -> bool:
         """True if both memories suffice once tiles that the host cannot hold are resident."""

@@ -7,7 +7,7 @@ file. A file that is damaged, or of other versions, is replaced.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
@@ -84,7 +84,10 @@ class Outline:
         return cls(
             parameters=[(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()],
             norms=[name for name, m in model.named_modules() if isinstance(m, nn.LayerNorm)],
-            examples=[_shapes(kind.example) for kind in kinds.values()],
+            examples=[
+                [Shape.of(value) if torch.is_tensor(value) else None for value in kind.example]
+                for kind in kinds.values()
+            ],
             routed=[kind.routes for kind in kinds.values()],
             layers=layers,
             packed={name: packing.name for name, packing in spec.packed.items()},
@@ -118,10 +121,6 @@ class Outline:
             packed={name: PACKINGS[packing] for name, packing in self.packed.items()},
             **vars(self.structure),
         )
-
-
-def _shapes(outputs: Sequence[Any]) -> list[Shape | None]:
-    return [Shape.of(output) if torch.is_tensor(output) else None for output in outputs]
 
 
 def _holding(parameters: Mapping[str, nn.Parameter]) -> nn.Module:

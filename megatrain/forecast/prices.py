@@ -201,12 +201,16 @@ class CostModel:
         if kind in (Kind.LAYER, Kind.LAYER_BACKWARD, Kind.HEAD):
             has_graph = kind is Kind.LAYER_BACKWARD and work.func.__self__.policy.saves in _GRAPHS
             products = 1 if kind is Kind.LAYER or has_graph else 2
-            read *= products * max(1, self.tokens // _TILE_TOKENS)
-        elif writes and not written:
+            return self.reading_in_place(products * read, self.tokens, written)
+        if writes and not written:
             read = min(read, sum(buffer.data.nbytes for buffer in writes))
+        return self.reading_in_place(read, written=written)
+
+    def reading_in_place(self, num_bytes: int, tokens: int = 1, written: int = 0) -> float:
+        """Seconds in which a product of so many tokens reads weights where the host keeps them."""
         machine = self._machine
         gbps = machine.device_gbps if machine.one_memory else machine.to_device_gbps
-        return (read + written) / (gbps * 1e9)
+        return (num_bytes * max(1, tokens // _TILE_TOKENS) + written) / (gbps * 1e9)
 
     def _counted(self, work: Callable[[], Any], buffers: Sequence[Buffer]) -> Work:
         """The work of a function, which is the same for buffers of the same sizes: run once."""

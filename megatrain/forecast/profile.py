@@ -40,12 +40,6 @@ class TwoVisits(JointLoss):
 TWO_VISITS = TwoVisits()
 
 
-def visited_twice(batch: Batch, loss: Loss) -> Batch:
-    """A step of a loss of all tokens together."""
-    visits = loss if loss.embeds else TWO_VISITS
-    return replace(batch, micro=[replace(micro, loss=visits) for micro in batch.micro])
-
-
 @dataclass
 class Group(MicroBatch):
     """Micro-batches of the same work that a forecast follows as one, each layer after the other.
@@ -252,7 +246,9 @@ class Profile(Once):
             return run(tokens)
         half = chunk // 2
         lacking = chunks * chunk - tokens  # in the last chunk
-        numbers = zip(run(2 * chunk), run(3 * chunk), run(2 * chunk + half), strict=True)
+        of_two, of_three = run(2 * chunk), run(3 * chunk)
+        of_part = run(2 * chunk + half) if lacking else of_three
+        numbers = zip(of_two, of_three, of_part, strict=True)
         # A token that the last chunk lacks counts as those that half of the third chunk lacked.
         work = Work(
             *(

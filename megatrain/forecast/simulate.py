@@ -21,7 +21,7 @@ from megatrain.engine.step import train_step
 from megatrain.forecast.declared import Declared
 from megatrain.forecast.op_counter import Ledger, Place
 from megatrain.forecast.prices import Cost, CostModel
-from megatrain.forecast.profile import Profile, grouped, visited_twice
+from megatrain.forecast.profile import TWO_VISITS, Profile, grouped
 from megatrain.forecast.workload import Workload
 from megatrain.loss import JointLoss
 from megatrain.machine import Machine, mapping_bytes
@@ -105,7 +105,7 @@ class ClockDevice(MetaDevice):
         name = f"{source.name} -> {to.name}"
         capacity = to.data.numel()  # slicing would be slow for a large model's many pieces
         num_bytes = to.data.itemsize * (capacity if numel is None else min(numel, capacity))
-        self._pass(stream, name, Cost(self._costs.copy(stream, num_bytes), num_bytes=num_bytes))
+        self._pass(stream, name, Cost(self._costs.copy(stream, num_bytes), 0.0, False, num_bytes))
 
     def _pass(self, stream: str, name: str, cost: Cost) -> None:
         """Let the time of a piece of work pass on its stream and for the calling thread."""
@@ -136,17 +136,8 @@ class ClockDevice(MetaDevice):
 class _TimelessDevice(ClockDevice):
     """Counts the memory of a step alone: no time passes."""
 
-    def run(
-        self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
-    ) -> Any:
-        on_device = stream == base.COMPUTE
-        return self._costs.run(stream, name, work, reads, writes).result if on_device else None
-
-    def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
+    def _pass(self, stream: str, name: str, cost: Cost) -> None:
         pass
-
-    def record(self, stream: str) -> Any:
-        return 0.0
 
     def wait(self, stream: str, event: Any | None, why: str) -> None:
         pass
@@ -271,7 +262,8 @@ def forecast(
     if (ranks := model.ranks * model.hosts) > 1:
         batch = measured.with_all_rows(batch, rows * ranks, model.ranks)
     if joint:
-        batch = visited_twice(batch, loss)
+        visits = loss if loss.embeds else TWO_VISITS
+        batch = replace(batch, micro=[replace(micro, loss=visits) for micro in batch.micro])
     costs.group = max(map(grouped, batch.micro))
     costs.tokens = micro_batch * measured.tokens
     costs.puts = 3 if placement.layer_inputs == "host" else 2

@@ -295,6 +295,9 @@ def in_place(device: Device, tile: Tile, plane: Buffer) -> Buffer:
     return device.in_place(plane) if tile.rests.shared else plane
 
 
+DISK_KINDS = ("moments", "remainder", "weights")  # of planes, in the order in which they leave
+
+
 def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
     """The tiers of each tile's planes."""
     resident = set(placement.resident)
@@ -306,30 +309,30 @@ def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
         )
     others = [t for t in layouts if t.name not in resident]
     layers = [t for t in others if t.kind is TileKind.LAYER]
-    disk_names = on_disk(placement, others)
+    counts = {kind: getattr(placement, f"disk_{kind}") for kind in DISK_KINDS}
+    disk_names = {kind: chosen_for_disk(kind, count, others) for kind, count in counts.items()}
     # The head stays first: while it takes the slots of layers, no layer can be loaded.
     heads = [t.name for t in others if t.kind is TileKind.HEAD][: placement.keep_weights]
     staying = {*heads, *_spread(layers, placement.keep_weights - len(heads))}
     unvisited = TileKind.EMBEDDING, TileKind.UNUSED
     shared = {t.name for t in others if not placement.slots and t.ranks == 1}
     shared -= disk_names["weights"]
+    staying -= shared
 
     def tiers_of(layout: TileLayout) -> Rests:
         if layout.name in resident:  # several ranks gather its weights once an update
             return replace(_RESIDENT, stays=layout.ranks > 1 and layout.kind not in unvisited)
         tiers = {plane: Tier.DISK for plane, names in disk_names.items() if layout.name in names}
-        stays, is_shared = layout.name in staying - shared, layout.name in shared
-        return Rests(**tiers, stays=stays, shared=is_shared)
+        return Rests(**tiers, stays=layout.name in staying, shared=layout.name in shared)
 
     return [tiers_of(layout) for layout in layouts]
 
 
-def on_disk(placement: Placement, layouts: Sequence[TileLayout]) -> dict[str, set[str]]:
-    """The names of the tiles with a plane on the disk, by kind of plane."""
-    counts = {"remainder": placement.disk_remainder, "moments": placement.disk_moments}
-    names = {n: _spread([t for t in layouts if t.trainable_numel], counts[n]) for n in counts}
-    layers = [t for t in layouts if t.kind is TileKind.LAYER]
-    return names | {"weights": _spread(layers, placement.disk_weights)}
+def chosen_for_disk(kind: str, count: int, layouts: Sequence[TileLayout]) -> set[str]:
+    """The names of `count` of these tiles, whose planes of a kind rest on a disk."""
+    if kind == "weights":
+        return _spread([t for t in layouts if t.kind is TileKind.LAYER], count)
+    return _spread([t for t in layouts if t.trainable_numel], count)
 
 
 def _spread(layouts: Sequence[TileLayout], count: int) -> set[str]:

@@ -327,7 +327,7 @@ def test_what_tiles_spare_the_host_is_what_a_forecast_says(spilled):
         return sum(parts[part] for part in ("weights", "remainder", "moments", "gradients"))
 
     for count in (1, 7):
-        assert on_host(0) - on_host(count) == tiles.host_bytes[count]
+        assert on_host(0) - on_host(count) == tiles.spared(count)
 
 
 # What a plan costs: counted in layers that are recorded and steps that are followed.
