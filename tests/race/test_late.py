@@ -14,7 +14,7 @@ from megatrain.engine import sink
 from tests.inside import sized
 from tests.parity.cases import llama, make_batches, make_engine, masters
 from tests.race.late import LateDevice
-from tests.sweeps import placements
+from tests.sweeps import few, placements
 
 # Each step has more tokens and longer rows than the one before: every room is replaced.
 SHAPES = [[(1, 3), (1, 2)], [(2, 12), (1, 7), (3, 5)], [(4, 30), (2, 20)]]
@@ -110,8 +110,9 @@ class ApartDevice(LateDevice):
         return any(first <= buffer.data.data_ptr() < last for first, last in self._host)
 
 
+# What AdamW and Lion do on the device is the same, and the others evaluate and share a table, too.
 @pytest.mark.parametrize("name", [name for name in PLACEMENTS if name.startswith("shared")])
-@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("case", few(range(len(CASES)), 0, 1, 4, 5))
 def test_work_of_a_device_has_host_memory_only_in_place(case, name):
     numbers, state = train(ApartDevice(), PLACEMENTS[name], *CASES[case])
     assert numbers == wanted(case)[0]
