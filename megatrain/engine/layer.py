@@ -1,10 +1,11 @@
 """One layer's forward and backward, and the tensors that wait from the one to the other."""
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -70,6 +71,16 @@ class Layer(StreamedModule):
         added = Ref(ADDED, self.visit)
         self.inputs, self.new_inputs = [*self.inputs, added], [*self.new_inputs, added]
         self.live_out = self.live_out | {Ref(ADDED, visit) for visit in layers[self.visit + 1 :]}
+
+    def with_policies(self, policies: Sequence[ActivationPolicy]) -> Self:
+        """A copy of the layer with its policy of `policies`.
+
+        Both share one `waiting`, so that a step of either drops the graphs that an aborted step of
+        the other has left there.
+        """
+        layer = copy.copy(self)
+        layer.policy = policies[self.visit]
+        return layer
 
     def begin(self) -> None:
         """Drop the graphs that an aborted step has left, which also frees their memory."""

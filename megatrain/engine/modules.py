@@ -7,7 +7,7 @@ the forward or the backward of all micro-batches in turn on the device's compute
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from megatrain.engine.sink import GradAccumulator
 from megatrain.model.capture import FEATURES, MEDIA, PROLOGUE, Ref
 from megatrain.model.media import FrozenParts
 from megatrain.model.micro_batch import Activations, Batch, MicroBatch
+from megatrain.placement import ActivationPolicy
 from megatrain.store.store import Tile
 
 if TYPE_CHECKING:
@@ -92,6 +93,10 @@ class StreamedModule:
 
     def begin(self) -> None:
         """Begin a step: drop what an aborted step has left."""
+
+    def with_policies(self, policies: Sequence[ActivationPolicy]) -> Self:
+        """A copy of this unit with its policy of `policies`; units but layers have none."""
+        return self
 
     def weights(self, slot: Buffer) -> dict[str, Tensor]:
         """The tile's parameters in `slot`, by the program's names."""

@@ -8,7 +8,6 @@ which work waits for which event.
 """
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
@@ -64,16 +63,8 @@ class TrainingParts(Parts):
     passes: int = 1
 
     def with_policies(self, policies: Sequence[ActivationPolicy]) -> Self:
-        """These parts with other activation policies, one for each layer.
-
-        The new layers share `waiting` with the old: a step of either drops the graphs that an
-        aborted step of the other has left there.
-        """
-        trunk = [*map(copy, self.trunk)]
-        for unit in trunk:
-            if isinstance(unit, Layer):
-                unit.policy = policies[unit.visit]
-        return replace(self, trunk=trunk)
+        """These parts with other activation policies, one for each layer."""
+        return replace(self, trunk=[unit.with_policies(policies) for unit in self.trunk])
 
 
 def train_step(parts: TrainingParts, batch: Batch) -> tuple[float, float]:
