@@ -144,13 +144,14 @@ def _fastest(opened: EngineSetup, workload: Workload) -> Forecast | None:
         return None
     machine = machine.shared(ranks.on_host, ranks.shards.link_gbps, ranks.replicas.link_gbps)
     # Available bytes exclude the driver's context, which the process has and forecasts count.
-    memory = available_bytes(device) + machine.device_context_bytes
-    host = machine.host_memory_bytes
-    memory -= host * machine.one_memory
+    device_bytes = available_bytes(device) + machine.device_context_bytes
+    host_bytes = machine.host_memory_bytes
+    if machine.one_memory:
+        device_bytes -= host_bytes
     machine = replace(
         machine,
-        device_memory_bytes=min(memory, device.memory()["device_total_bytes"]),
-        host_memory_bytes=min(host, opened.host_limit or host),
+        device_memory_bytes=min(device_bytes, device.memory()["device_total_bytes"]),
+        host_memory_bytes=min(host_bytes, opened.host_limit or host_bytes),
         disk_space_bytes=opened.disk_bytes,
     )
     _log.log(PASSING, "looking for the fastest way that fits...")

@@ -336,12 +336,16 @@ class Search:
         return [[c for c in family if c.slots < MOST_SLOTS] for family in self._families(rows)]
 
     def _most_sparing(self, family: list[Placement]) -> list[Placement]:
-        """The candidates of a family that may need least: two for layer inputs on each side."""
+        """The candidates of a family that may need least memory: at most four.
+
+        With layer inputs on the host, and with them on the device, these are the family's last
+        one, and the one with the smallest lower bound of device memory.
+        """
         sparing = []
         for layer_inputs in ("host", "device"):
-            of_side = [placement for placement in family if placement.layer_inputs == layer_inputs]
-            by_bytes = sorted(of_side, key=lambda candidate: self._least_bytes(candidate).device)
-            sparing += of_side[-1:] + by_bytes[:1]
+            alike = [placement for placement in family if placement.layer_inputs == layer_inputs]
+            by_bytes = sorted(alike, key=lambda candidate: self._least_bytes(candidate).device)
+            sparing += alike[-1:] + by_bytes[:1]
         return [*dict.fromkeys(sparing)]
 
     def _may_fit(self, family: list[Placement], rows: int) -> bool:

@@ -13,7 +13,7 @@ from megatrain.errors import InputError, explained
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk; flush a file before its new name."""
+    """Flush a file to the disk, or a folder's list of names, to call after that of its files."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -56,12 +56,13 @@ def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> N
 
 
 def _mismatches(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[str]:
-    """Yield a message for each parameter or plane that differs from those of `tiles`."""
-    lacks_base = checkpoint.settings.left_out is not None
+    """Yield each reason why the checkpoint cannot be loaded into `tiles`."""
+    leaves_out_base = checkpoint.settings.left_out is not None
     saved = {p.name: (record, p) for record in checkpoint.manifest.tiles for p in record.parameters}
-    for tile, entry in [(t, entry) for t in tiles for entry in t.layout.entries]:
+    for tile, entry in [(each, entry) for each in tiles for entry in each.layout.entries]:
         if entry.name not in saved:
-            if not lacks_base or entry.group is not None:
+            is_frozen = entry.group is None
+            if not (leaves_out_base and is_frozen):
                 yield f"it has no parameter {entry.name!r}"
             continue
         record, parameter = saved.pop(entry.name)
@@ -70,14 +71,14 @@ def _mismatches(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[str]:
         if parameter.entry.packed != entry.packed:
             yield f"{entry.name!r} is kept as {parameter.packed or 'its values'} there"
         end = parameter.offset + parameter.entry.stored
-        for name, expected in planes_of(tile).items():
-            if not expected.has(entry):
+        for plane_name, plane in planes_of(tile).items():
+            if not plane.has(entry):
                 continue
-            plane, dtype = record.planes.get(name), DTYPE_NAMES[expected.dtype]
-            if plane is None or plane.numel < expected.place(parameter.offset, end).stop:
-                yield f"it has no {name} of {entry.name!r}"
-            elif plane.dtype != dtype:
-                yield f"{name} of {entry.name!r} is {plane.dtype}, not {dtype}"
+            saved_plane, dtype = record.planes.get(plane_name), DTYPE_NAMES[plane.dtype]
+            if saved_plane is None or saved_plane.numel < plane.place(parameter.offset, end).stop:
+                yield f"it has no {plane_name} of {entry.name!r}"
+            elif saved_plane.dtype != dtype:
+                yield f"{plane_name} of {entry.name!r} is {saved_plane.dtype}, not {dtype}"
     if saved:
         yield f"its parameter {min(saved)!r} is unknown to the model"
 

@@ -126,7 +126,7 @@ class StagingBlocks:
     def __init__(self, device: Device, most_bytes: int | None, host_limit: int | None) -> None:
         """Args: `most_bytes`: None: half of the memory free when a first background save begins."""
         self._device, self._most_bytes, self._host_limit = device, most_bytes, host_limit
-        self._complete = False
+        self._has_background_blocks = False
         self.num_bytes = self.reserved = 0
         self.free: list[Tensor] = []
 
@@ -138,21 +138,22 @@ class StagingBlocks:
         if leaving and not self.reserved:
             self._add(TO_LEAVE, pinned=True)
             self.reserved = TO_LEAVE
-        if background and not self._complete:
-            self._complete = True
+        if background and not self._has_background_blocks:
+            self._has_background_blocks = True
             limit = self._most_bytes
             if limit is None:
                 # Half, because later steps and the process may need more memory.
                 limit = host_available_bytes(self._host_limit) // 2
-            # Each piece takes a block, but small ones are written so soon that not all need one.
-            useful = min(len(pieces), 2 * -(-sum(pieces) // files.PIECE_BYTES))
-            blocks = min(limit // files.PIECE_BYTES, useful)
-            while blocks > 0:
+            # A block holds one piece. Small pieces are written so soon that their blocks are used
+            # again: twice the blocks that full pieces of as many bytes take are enough.
+            full_pieces = -(-sum(pieces) // files.PIECE_BYTES)
+            num_blocks = min(limit // files.PIECE_BYTES, len(pieces), 2 * full_pieces)
+            while num_blocks > 0:
                 try:
-                    self._add(blocks, pinned=leaving)
+                    self._add(num_blocks, pinned=leaving)
                     break
                 except DoesNotFit as error:
-                    blocks //= 2
+                    num_blocks //= 2
                     _log.warning("saves will hold up updates more than need be: %s", error)
 
     def _add(self, blocks: int, *, pinned: bool) -> None:

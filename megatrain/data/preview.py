@@ -116,8 +116,8 @@ def shown(data: PackedDataset, row: int, tokenizer: Any) -> list[ShownDocument]:
 
     documents: list[ShownDocument] = []
     for place, tokens in zip(data.places(row), data.pieces(row), strict=True):
-        line = len(documents)
-        images = data.images(row, slice(line, line + 1), whole=False)
+        number = len(documents)
+        images = data.images(row, slice(number, number + 1), whole=False)
         runs = _runs(tokens, tokenizer)
         name = place.removeprefix(folder)
         documents.append(ShownDocument(name, len(tokens.ids), runs, [*map(described, images)]))

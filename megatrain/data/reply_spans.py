@@ -30,10 +30,10 @@ class ReplySpans:
     def __init__(
         self, template: Template, tokens: Sequence[str], talk: Conversation, where: str
     ) -> None:
-        self._template, self._names = template, tokens
+        self._template, self._added_tokens = template, tokens
         longest_first = sorted(filter(None, tokens), key=len, reverse=True)
         token = "|".join(map(re.escape, longest_first)) or r"(?!)"
-        self._token, self._tokens = re.compile(token), re.compile(f"(?:{token})+")
+        self._one_token, self._token_run = re.compile(token), re.compile(f"(?:{token})+")
         self._borders = re.compile(f"{token}|\\s")
         self._talk = talk
         self._where = where
@@ -43,9 +43,11 @@ class ReplySpans:
         )
         used = {*self.text, *template.source(talk)}
         signs = (chr(code) for code in _PRIVATE if chr(code) not in used)
+        # each message with the sign of its content, and that of its calls
         self._signs = list(zip(talk.messages, signs, signs, strict=False))
-        self._sign = re.compile(f"[{''.join(sign for _, *pair in self._signs for sign in pair)}]")
-        self._texts: dict[tuple[int, bool], str] = {}
+        all_signs = "".join(sign for _, *pair in self._signs for sign in pair)
+        self._any_sign = re.compile(f"[{all_signs}]")
+        self._rendered: dict[tuple[int, bool], str] = {}
         self._refuse_left_out()
         if tool_names(talk):
             self._refuse_tools_left_out()
@@ -74,15 +76,15 @@ class ReplySpans:
         begin, end = span
         words = words_of_calls(self._talk.messages[turn])
         if any(word not in self.text[begin:end] for word in words):
-            raise self._left_out(turn)
+            raise self._left_out_error(turn)
         return begin, self._with_end_tokens(turn, begin, self._closed(turn, begin, end))
 
     def _closed(self, turn: int, begin: int, end: int) -> int:
         """The end of the first added tokens after a reply's content; text may follow them."""
-        content = self._said(turn, begin, end)
+        content = self._content_range(turn, begin, end)
         if content is None or "tool_calls" in self._talk.messages[turn]:
             return end
-        tokens = self._tokens.search(self.text, content[1], end)
+        tokens = self._token_run.search(self.text, content[1], end)
         return end if tokens is None else tokens.end()
 
     def _with_end_tokens(self, turn: int, begin: int, end: int) -> int:
@@ -94,30 +96,30 @@ class ReplySpans:
         """
         later = self._talk.messages[turn + 1 :]
         next_role = later[0]["role"] if later else None
-        num_header_tokens, headers_end = self._template.header(self._talk, self._token)
+        num_header_tokens, headers_end = self._template.header(self._talk, self._one_token)
         if headers_end and next_role not in (None, "assistant"):
-            header = self._token.match(self.text, self._past_space(end))
+            header = self._one_token.match(self.text, self._past_space(end))
             return end if header is None else header.end()
         stop = begin + len(self.text[begin:end].rstrip())
-        has_end = any(t.end() == stop for t in self._token.finditer(self.text, begin, stop))
-        question = None if has_end or next_role != "user" else self._start(turn + 1)
+        has_end = any(t.end() == stop for t in self._one_token.finditer(self.text, begin, stop))
+        question = None if has_end or next_role != "user" else self._content_start(turn + 1)
         if question is None:
             return end
-        tokens = self._token.findall(self.text, end, question)
-        return self._past(tokens[: len(tokens) - num_header_tokens], end)
+        tokens = self._one_token.findall(self.text, end, question)
+        return self._past_tokens(tokens[: len(tokens) - num_header_tokens], end)
 
-    def _start(self, turn: int) -> int | None:
+    def _content_start(self, turn: int) -> int | None:
         """The place where a message's content begins in the text, if it can be found."""
         content = self._talk.messages[turn].get("content", "").strip()
-        start = self._places.get(turn, -1) - len(content)
+        start = self._message_ends.get(turn, -1) - len(content)
         return start if start >= 0 and self.text.startswith(content, start) else None
 
-    def _said(self, turn: int, begin: int, end: int) -> TextRange | None:
+    def _content_range(self, turn: int, begin: int, end: int) -> TextRange | None:
         """The place of a message's content in text[begin:end], unless it is part of a token."""
         content = self._talk.messages[turn].get("content", "").strip()
-        start = self._start(turn)
+        start = self._content_start(turn)
         if content and (start is None or not begin <= start <= end - len(content)):
-            tokens = [token.span() for token in self._token.finditer(self.text, begin, end)]
+            tokens = [token.span() for token in self._one_token.finditer(self.text, begin, end)]
             start = self.text.rfind(content, begin, end)
             while any(first <= start and start + len(content) <= last for first, last in tokens):
                 start = self.text.rfind(content, begin, start + len(content) - 1)
@@ -128,11 +130,11 @@ class ReplySpans:
     def _render(self, num_messages: int, *, asking: bool = False) -> str:
         """The text of the first messages; `asking`: with the template's request for a reply."""
         key = (num_messages, asking)
-        if key not in self._texts:
+        if key not in self._rendered:
             talk = self._talk.upto(num_messages)
             text = self._template.render(talk, self._where, add_generation_prompt=asking).text
-            self._texts[key] = text
-        return self._texts[key]
+            self._rendered[key] = text
+        return self._rendered[key]
 
     def _by_headers(self, turn: int, request: str) -> TextRange | None:
         """The reply's place, found by a family's known header and end."""
@@ -145,8 +147,9 @@ class ReplySpans:
         if len(spans) != roles.count("assistant"):
             return None
         begin, end = spans[roles[:turn].count("assistant")]
-        begin += self._common(request.rpartition(header)[2], begin)  # the request may be longer
-        follows = begin >= self._places.get(turn - 1, 0)  # not a header quoted in a message
+        after_header = request.rpartition(header)[2]  # the request may be longer
+        begin += self._num_equal_to_border(after_header, begin)
+        follows = begin >= self._message_ends.get(turn - 1, 0)  # not a header quoted in a message
         return (begin, end) if follows and self._says_alone(turn, begin, end) else None
 
     def _by_prefixes(self, turn: int, request: str) -> TextRange | None:
@@ -165,16 +168,16 @@ class ReplySpans:
         message = self._talk.messages[turn]
         if any(message.get(name) for name in ("tool_calls", *REASONING)):
             return False
-        content = self._said(turn, begin, end) if message["content"].strip() else None
+        content = self._content_range(turn, begin, end) if message["content"].strip() else None
         start, stop = content or (begin, begin)
         earlier, later = self.text[begin:start], self.text[stop:end]
-        tokens_after = self._token.findall(later)
-        if len(tokens_after) < 2 and not self._token.search(earlier):
+        tokens_after = self._one_token.findall(later)
+        if len(tokens_after) < 2 and not self._one_token.search(earlier):
             return False
-        header_tokens = self._token.findall(self._header(turn, request))
+        header_tokens = self._one_token.findall(self._header(turn, request))
         if header_tokens:
             return header_tokens[0] in earlier + later
-        return len(tokens_after) > 1 and tokens_after[-1:] == self._token.findall(request)[-1:]
+        return len(tokens_after) > 1 and tokens_after[-1:] == self._one_token.findall(request)[-1:]
 
     def _unheaded(self, turn: int, request: str, begin: int, end: int) -> int:
         """The beginning of text[begin:end] after a header that is not written as in the request."""
@@ -183,8 +186,8 @@ class ReplySpans:
         asks = header.strip() in self._header(turn, request)
         if asks and self.text.startswith(request):
             return begin
-        content = self._start(turn)
-        previous_end = self._places.get(turn - 1, begin)
+        content = self._content_start(turn)
+        previous_end = self._message_ends.get(turn - 1, begin)
         start, stop = self._find_header(header, previous_end, end if content is None else content)
         return begin if asks and self.text[begin:start].strip() else max(begin, stop)
 
@@ -194,28 +197,30 @@ class ReplySpans:
         match = re.compile(words).search(self.text, begin, end)
         if match is None:
             return -1, -1
-        return match.start(), match.end() + self._same(header[len(header.rstrip()) :], match.end())
+        space_after = header[len(header.rstrip()) :]
+        return match.start(), match.end() + self._num_equal(space_after, match.end())
 
     def _header(self, turn: int, request: str) -> str:
         """The header of a reply: the text that `request` adds, or puts in place of an end token."""
         before = self._render(turn)
-        if not request.startswith(before) and self._talk.messages[turn - 1]["role"] != "assistant":
+        follows_a_reply = self._talk.messages[turn - 1]["role"] == "assistant"
+        if not request.startswith(before) and not follows_a_reply:
             before = before.rstrip()
-            ends = (token for token in self._names if token and before.endswith(token))
+            ends = (token for token in self._added_tokens if token and before.endswith(token))
             before = before.removesuffix(max(ends, key=len, default=""))
         return request[len(before) :] if request.startswith(before) else ""
 
     def _by_signs(self, turn: int, request: str) -> TextRange | None:
         """The reply's place, found by the text around it when it is the last message."""
-        places = self._places
-        start_sign = self._find(turn, request, asking=True).get(turn - 1)
+        places = self._message_ends
+        start_sign = self._find_ends(turn, request, asking=True).get(turn - 1)
         with_reply = self._render(turn + 1)
-        end_sign = self._find(turn + 1, with_reply).get(turn)
+        end_sign = self._find_ends(turn + 1, with_reply).get(turn)
         if start_sign is None or end_sign is None or not {turn - 1, turn} <= places.keys():
             return None
         header = self._header(turn, request)
         begin = self._begin(request[start_sign:], header, places[turn - 1], places[turn])
-        closings = self._token.findall(request[start_sign : len(request) - len(header)])
+        closings = self._one_token.findall(request[start_sign : len(request) - len(header)])
         end = self._end(with_reply[end_sign:], closings, places[turn], turn)
         messages = self._talk.messages
         if begin is None and messages[turn - 1]["role"] == "tool":  # the reply continues its turn
@@ -229,34 +234,35 @@ class ReplySpans:
 
     def _begin(self, query: str, header: str, place: int, end: int) -> int | None:
         """The beginning of the reply in text[place:end], after `query` that ends with `header`."""
-        common = self._common(query, place)
+        common = self._num_equal_to_border(query, place)
         if header:
             is_found = common > len(query) - len(header)
         else:
-            is_found = self._token.search(query, common) is None
+            is_found = self._one_token.search(query, common) is None
         if is_found:
             return place + common
-        opening = self._token.match(header.lstrip())
+        opening = self._one_token.match(header.lstrip())
         start = -1 if opening is None else self.text.find(opening.group(), place, end)
         if start >= 0:
-            return start + self._common(header.lstrip(), start)
+            return start + self._num_equal_to_border(header.lstrip(), start)
         start, stop = self._find_header(header, place, end)
         return None if start < 0 or self.text[place:start].strip() else stop
 
     def _end(self, closing: str, closings: list[str], place: int, turn: int) -> int:
         """The end of the tokens that end the turn; `closing` follows a last reply's content."""
-        length = self._same(closing, place)
-        first = self._tokens.search(closing)
+        length = self._num_equal(closing, place)
+        first = self._token_run.search(closing)
         if "tool_calls" not in self._talk.messages[turn] and first and first.end() <= length:
             return place + first.end()
-        for token in self._tokens.finditer(closing):
+        for token in self._token_run.finditer(closing):
             if token.start() <= length < token.end():
-                place = self._past(self._token.findall(token.group()), place + token.start())
+                tokens = self._one_token.findall(token.group())
+                place = self._past_tokens(tokens, place + token.start())
                 other_closing = next((t for t in closings if self.text.startswith(t, place)), "")
                 return place + len(other_closing)
-        return place + self._common(closing, place)
+        return place + self._num_equal_to_border(closing, place)
 
-    def _past(self, tokens: list[str], place: int) -> int:
+    def _past_tokens(self, tokens: list[str], place: int) -> int:
         """The end of the tokens that follow `place` one by one, with white space between them."""
         for token in tokens:
             start = self._past_space(place)
@@ -268,41 +274,45 @@ class ReplySpans:
     def _past_space(self, place: int) -> int:
         return len(self.text) - len(self.text[place:].lstrip())
 
-    def _same(self, expected: str, place: int) -> int:
-        """The number of characters at `place` that are those of `expected`."""
+    def _num_equal(self, expected: str, place: int) -> int:
+        """The number of characters from `place` on that equal the first ones of `expected`."""
         actual = self.text[place : place + len(expected)]
         pairs = enumerate(zip(expected, actual, strict=False))
         return next((i for i, (a, b) in pairs if a != b), len(actual))
 
-    def _common(self, expected: str, place: int) -> int:
-        """The same, if all are equal; else only up to the end of a token or a space."""
-        length = self._same(expected, place)
+    def _num_equal_to_border(self, expected: str, place: int) -> int:
+        """The same number; if not all are equal, only to the last end of a token or a space."""
+        length = self._num_equal(expected, place)
         if length == len(expected):
             return length
         return max((m.end() for m in self._borders.finditer(expected, 0, length)), default=0)
 
     def _says_alone(self, turn: int, begin: int, end: int) -> bool:
-        """True if text[begin:end] has all of this message, and the end of no other one."""
+        """True if text[begin:end] has all of this message, and no other message ends inside it."""
         message = self._talk.messages[turn]
-        parts = [*words_of_calls(message), message.get("content", "").split("</think>")[-1].strip()]
-        alone = not any(begin < place < end for t, place in self._places.items() if t != turn)
-        return alone and all(part in self.text[begin:end] for part in parts)
+        answer = message.get("content", "").split("</think>")[-1].strip()
+        for other, place in self._message_ends.items():
+            if other != turn and begin < place < end:
+                return False
+        return all(part in self.text[begin:end] for part in (*words_of_calls(message), answer))
 
     @cached_property
-    def _places(self) -> Mapping[int, int]:
-        return self._find(len(self._talk.messages), self.text)
+    def _message_ends(self) -> Mapping[int, int]:
+        return self._find_ends(len(self._talk.messages), self.text)
 
-    def _find(self, num_messages: int, text: str, *, asking: bool = False) -> Mapping[int, int]:
+    def _find_ends(
+        self, num_messages: int, text: str, *, asking: bool = False
+    ) -> Mapping[int, int]:
         """The ends of messages in `text`, without those whose sign the template does not write."""
         for empty in (True, False):  # a sign in an empty content may change how it is written
             shown = self._shown(num_messages, asking=asking, empty=empty)
-            if self._sign.sub("", shown) == text:
+            if self._any_sign.sub("", shown) == text:
                 break
         else:
             return {}
         ends: dict[int, int] = {}
         places: dict[str, list[int]] = {}
-        for number, sign in enumerate(self._sign.finditer(shown)):
+        for number, sign in enumerate(self._any_sign.finditer(shown)):
             places.setdefault(sign.group(), []).append(sign.start() - number)
         for turn, (message, of_content, of_calls) in enumerate(self._signs[:num_messages]):
             calls = "tool_calls" in message  # templates repeat the calls' names with their results
@@ -350,9 +360,9 @@ class ReplySpans:
             if any(word not in self.text for word in words) or (
                 content not in self.text and sign not in shown
             ):
-                raise self._left_out(turn)
+                raise self._left_out_error(turn)
 
-    def _left_out(self, turn: int) -> InputError:
+    def _left_out_error(self, turn: int) -> InputError:
         return InputError(
             f"{self._where}: the chat template leaves out message {turn + 1}, or a part of it: use "
             "a template that writes the whole message, or drop the message"

@@ -182,6 +182,7 @@ class DiskBuffer(Buffer):
 
     @contextmanager
     def writing(self, place: slice) -> Iterator[Tensor]:
+        """Yield memory for the elements of `place`; write its blocks when the context ends."""
         blocks, memory, inside = self._blocks(place)
         yield memory[inside].view(self.data.dtype)
         with self.room.lock:

@@ -373,13 +373,14 @@ def _loss_inputs(micro: Mapping[str, Tensor], loss: Loss, shift: int) -> Judged:
 
 
 def _without_media(where: str, micro: Any, is_media: Callable[[str], bool]) -> Any:
-    """Check tensors of images and sounds; return the others (`micro` itself if there are none)."""
+    """Return a micro-batch without its tensors of images and sounds, each of which is checked."""
     media = [key for key in micro if is_media(key)] if isinstance(micro, Mapping) else []
     for key in media:
         value = micro[key]
-        fits = isinstance(value, Tensor) and value.device.type == "cpu" and value.numel()
+        is_on_cpu = isinstance(value, Tensor) and value.device.type == "cpu"
         # `aminmax` makes no copy of gigabytes of pixels, and returns NaN if there is a NaN.
-        if not fits or not all(map(isfinite, map(float, value.aminmax()))):
+        has_values = is_on_cpu and value.numel() > 0
+        if not has_values or not all(map(isfinite, map(float, value.aminmax()))):
             raise InputError(
                 f"{where}: {key} must be a tensor of finite numbers on the cpu, and not empty"
             )

@@ -325,8 +325,8 @@ class BitChecks:
             _compare(f"{tile.name}: the gradient (host)", landed, sums.gradient)
 
     @contextmanager
-    def averaging(self, tile: Tile, state: Buffer, start: int) -> Iterator[None]:
-        """Around work on the device that changes `state`: compare it before, take its sum after.
+    def checking_change(self, tile: Tile, state: Buffer, start: int) -> Iterator[None]:
+        """Compare the checksum of `state` before the device changes it, and keep the new one after.
 
         Args: `start`: the place of the state's first value in its plane.
         """

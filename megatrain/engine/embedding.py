@@ -45,13 +45,15 @@ class _Table(TableRows):
         ranks, self.rows_each = tile.layout.ranks, entry.shape[0]
         if ranks == 1:
             return
-        stops = dict(tile.layout.parts)  # a part is cut between rows if a table begins it
-        if entry.offset not in stops:
+        # Ranks get equal blocks of a part: whole rows of the table only if it begins the part.
+        stop_of_part = dict(tile.layout.parts)  # by the part's start
+        if entry.offset not in stop_of_part:
             raise InputError(
                 f"several ranks cannot share the rows of {entry.name!r}, which is not first in its "
                 "tile; put it into the optimizer's first group with weight decay"
             )
-        self.rows_each = (stops[entry.offset] - entry.offset) // ranks // self.width
+        part_numel = stop_of_part[entry.offset] - entry.offset
+        self.rows_each = part_numel // ranks // self.width
 
     def rows_of(self, plane: Buffer) -> Tensor:
         """The table's rows in this rank's part of a plane, `[rows, D]`."""

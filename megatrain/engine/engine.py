@@ -294,10 +294,10 @@ class PlacedEngine:
 
     def _can_be_leaner(self, parts: TrainingParts, batch: Batch) -> bool:
         """True if a step that ran out of memory can be tried again with less (one rank only)."""
-        is_final = self._lean or parts.update.torn or self.ranks.size > 1
-        rows = max(len(micro.inputs["input_ids"]) for micro in batch.micro)
+        can_repeat = not (self._lean or parts.update.torn or self.ranks.size > 1)
+        most_rows = max(len(micro.inputs["input_ids"]) for micro in batch.micro)
         has_graphs = any(policy != RECOMPUTE for policy in self._policies())
-        return not is_final and (rows > 1 or has_graphs)
+        return can_repeat and (most_rows > 1 or has_graphs)
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits `[B, T, V]`, fp32 on the CPU, of one micro-batch without labels."""

@@ -112,14 +112,14 @@ class Layer(StreamedModule):
             outside = [*turn.micro.calls[self.visit].leaves, *self.program.buffers_of(self.visit)]
             saved = SavedTensors(turn.slot.data, inputs, outside, leaving)
             with saved.saving():
-                graph, produced = self._graph(turn, saves)
+                graph, produced = self._run_with_graph(turn, saves)
             saved.release()
             for value in graph.inputs.values():  # autograd needs only the tensors' identity
                 value.data = value.data.new_empty(0)
             graph.saved, self.waiting[turn.index] = saved, graph
         elif train and self.policy.saves == "attention":
             with KeepAttention() as attention:
-                _, produced = self._graph(turn)
+                _, produced = self._run_with_graph(turn)
             results = attention.results
             if leaving is not None:
                 results = pytree.tree_map_only(Tensor, leaving.view, results)
@@ -167,7 +167,7 @@ class Layer(StreamedModule):
             waiting.saved.restore(turn.slot.data, turn.values, returned)
             return waiting.backward(dh, accumulator)
         with nullcontext() if waiting is None else ReplayAttention(waiting, returned):
-            graph = self._graph(turn)[0]  # the outputs are freed before the backward
+            graph = self._run_with_graph(turn)[0]  # the outputs are freed before the backward
         return graph.backward(dh, accumulator)
 
     def _returned(self) -> Iterator[tuple[list[Tensor], list[Buffer]]]:
@@ -179,9 +179,12 @@ class Layer(StreamedModule):
         self.offload.fetch_ahead()  # for the next layer whose tensors are on the host
         yield [], []
 
-    def _graph(self, turn: Turn, saves: Saves | None = None) -> tuple[Graph, Activations]:
+    def _run_with_graph(self, turn: Turn, saves: Saves | None = None) -> tuple[Graph, Activations]:
+        """Run the layer's forward; return its graph, and the outputs detached from it."""
         weights = self.leaves(turn.slot)
-        inputs = differentiable({r: value for r, value in turn.values.items() if r in self.inputs})
+        inputs = differentiable(
+            {ref: value for ref, value in turn.values.items() if ref in self.inputs}
+        )
         with torch.enable_grad():
             values = {**turn.values, **inputs}
             produced = self.program.layer(self.visit, weights, turn.micro, values, saves)

@@ -95,12 +95,12 @@ class Stream:
             if tile.rests.streamed or loaded.get(tile.index, tile.version) != tile.version:
                 self._itinerary.append(unit)
                 loaded[tile.index] = tile.version
-        self._places = list(self._plan())
+        self._places = list(self._assigned_places())
         self._loaded = self._visited = 0
         self._load_until(self._distance)
 
-    def _plan(self) -> Iterator[_Place]:
-        """Assign slots to visits in turn; a tile too large for the last slots takes the first."""
+    def _assigned_places(self) -> Iterator[_Place]:
+        """Each visit's place: slots in turn; a tile too large for the last ones takes the first."""
         start = 0
         for unit in self._itinerary:
             if (place := self._staying.get(unit.tile.index)) is not None:

@@ -143,7 +143,7 @@ class Directions:
 
         def work() -> None:
             proceed = self._proceed.data[0].isfinite()
-            with checks.averaging(tile, state, start) if here else nullcontext():
+            with checks.checking_change(tile, state, start) if here else nullcontext():
                 for entry, span in here:
                     gradient = sums.data[span.at : span.at + span.numel].mul_(scale)
                     momentum = state.data[span.start - start : span.stop - start]

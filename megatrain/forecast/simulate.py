@@ -98,16 +98,18 @@ class ClockDevice(MetaDevice):
         self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
     ) -> Any:
         cost = self._costs.run(stream, name, work, reads, writes)
-        self._pass(stream, name, cost)
+        self._pass_time(stream, name, cost)
         return cost.result
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         name = f"{source.name} -> {to.name}"
         capacity = to.data.numel()  # slicing would be slow for a large model's many pieces
         num_bytes = to.data.itemsize * (capacity if numel is None else min(numel, capacity))
-        self._pass(stream, name, Cost(self._costs.copy(stream, num_bytes), 0.0, False, num_bytes))
+        self._pass_time(
+            stream, name, Cost(self._costs.copy(stream, num_bytes), 0.0, False, num_bytes)
+        )
 
-    def _pass(self, stream: str, name: str, cost: Cost) -> None:
+    def _pass_time(self, stream: str, name: str, cost: Cost) -> None:
         """Let the time of a piece of work pass on its stream and for the calling thread."""
         at = self._at
         start = now = at[CALLER]

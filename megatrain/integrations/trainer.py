@@ -259,7 +259,7 @@ class StreamedTrainer(_Trainer):
         model.train()
         items = None if num_items_in_batch is None else float(num_items_in_batch)
         count = self.current_gradient_accumulation_steps
-        self._waiting.append(objectives.Waiting(_on_host(inputs), items, count))
+        self._waiting.append(objectives.Waiting(_for_engine(inputs), items, count))
         return torch.zeros((), device=self.args.device)
 
     def _update(self) -> None:
@@ -323,7 +323,7 @@ class StreamedTrainer(_Trainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The loss of a batch, and unless `prediction_loss_only` its logits and labels."""
-        rows, plain = _on_host(inputs), type(self._objective) is objectives.Objective
+        rows, plain = _for_engine(inputs), type(self._objective) is objectives.Objective
         if prediction_loss_only:
             return None if plain and "labels" not in rows else self._evaluated(rows), None, None
         if not plain:
@@ -438,8 +438,8 @@ def _settings(args: Any) -> dict[str, Any]:
     }
 
 
-def _on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A micro-batch on the CPU, without options of a forward that are the engine's own."""
+def _for_engine(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A micro-batch on the CPU, without the options of a forward that the engine sets itself."""
     left_out = _LENGTHS if "position_ids" in inputs else ()
     return {
         name: value.cpu() if isinstance(value, Tensor) else value

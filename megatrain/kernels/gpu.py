@@ -36,11 +36,12 @@ def _stochastic_round(value, random):
 
 @triton.jit
 def _scale(values):
-    """Scales [G, 1] of groups of values [G, GROUP], and whether they have codes."""
+    """Scales [G, 1] of groups of values [G, GROUP], and True [G, 1] for groups that have codes."""
     bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1, keep_dims=True)
-    proper = (bits >= 0x08800000) & (bits < 0x7F800000)  # from 2**-110 on
-    other = tl.where(bits < 0x08800000, 0.0, float("nan"))
-    return tl.where(proper, bits.to(tl.float32, bitcast=True), other), proper
+    # A group's largest value is from 2**-110 on and finite; smaller ones count as 0.
+    has_codes = (bits >= 0x08800000) & (bits < 0x7F800000)
+    otherwise = tl.where(bits < 0x08800000, 0.0, float("nan"))
+    return tl.where(has_codes, bits.to(tl.float32, bitcast=True), otherwise), has_codes
 
 
 @triton.jit
@@ -62,18 +63,18 @@ def _store(
 ):  # fmt: skip
     if STATES == "int8":
         # A sum with 1.5 * 2**23 is a rounded integer in the lowest bits.
-        largest, proper = _scale(m)
+        largest, has_codes = _scale(m)
         inverse = tl.div_rn(tl.full(largest.shape, 32767.0, tl.float32), largest)
         share = m * inverse + 12582912.0 - 12582912.0
         code = tl.div_rn(share * 254.0, tl.abs(share) + 32767.0)
         bits = (code + 12582912.0).to(tl.int32, bitcast=True)
-        tl.store(exp_avg + at, tl.where(proper, bits, 0).to(tl.int8), inside)
+        tl.store(exp_avg + at, tl.where(has_codes, bits, 0).to(tl.int8), inside)
         tl.store(scale1 + group, largest, exists)
-        largest, proper = _scale(root)
+        largest, has_codes = _scale(root)
         inverse = tl.div_rn(tl.full(largest.shape, 255.0, tl.float32), largest)
         bits = (root * inverse + 12582912.0).to(tl.int32, bitcast=True) & 255
         bits = tl.maximum(bits, (root > 0).to(tl.int32))
-        tl.store(exp_avg_sq + at, tl.where(proper, bits, 0).to(tl.uint8), inside)
+        tl.store(exp_avg_sq + at, tl.where(has_codes, bits, 0).to(tl.uint8), inside)
         tl.store(scale2 + group, largest, exists)
     elif STATES == "bf16":
         number = number + at

@@ -82,11 +82,21 @@ def adamw_scalars(kind: torch.dtype, step: int, group: Mapping[str, Any]) -> Sca
     if step < 1:
         raise ValueError(f"step is {step}, the first update is 1")
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-    root = math.sqrt(1 - beta2**step)
-    step_size, eps, decay = lr / (1 - beta1**step), group["eps"], 1 - lr * group["weight_decay"]
-    if kind != torch.float32:
-        step_size, eps, root = step_size * root, eps * root, 1.0
-    return Scalars(-step_size, decay, beta1, 1 - beta1, beta2, 1 - beta2, root, eps)
+    root_correction2 = math.sqrt(1 - beta2**step)
+    step_size, eps = lr / (1 - beta1**step), group["eps"]
+    if kind != torch.float32:  # as the docstring of Scalars says
+        step_size, eps = step_size * root_correction2, eps * root_correction2
+        root_correction2 = 1.0
+    return Scalars(
+        negative_step_size=-step_size,
+        decay=1 - lr * group["weight_decay"],
+        beta1=beta1,
+        weight1=1 - beta1,
+        beta2=beta2,
+        weight2=1 - beta2,
+        root_correction2=root_correction2,
+        eps=eps,
+    )
 
 
 def load_moments(states: Sequence[Tensor]) -> list[Tensor]:

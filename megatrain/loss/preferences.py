@@ -49,14 +49,18 @@ def labels_of(name: int, targets: Sequence[Tensor], extras: Sequence[Sequence[Te
 
 
 def check_rows(name: str, numbers: Tensor, targets: Tensors, kinds: Tensor | int = 0) -> None:
-    """Raise InputError if labels of one reply (a number and a kind) are in several rows."""
-    count = sum(len(target) for target in targets)
-    rows = torch.arange(count).split([len(target) for target in targets])
-    spread = [row[:, None].expand(target.shape) for row, target in zip(rows, targets, strict=True)]
-    row_of_label = labels_of(0, targets, [[numbers_BT] for numbers_BT in spread])
+    """Raise InputError if a reply has labels in several rows.
+
+    Labels of one reply have the same of `numbers`, and the same of `kinds` (0 or 1).
+    """
+    num_rows = sum(len(target) for target in targets)
+    rows = torch.arange(num_rows).split([len(target) for target in targets])
+    rows_BT = [row[:, None].expand(target.shape) for row, target in zip(rows, targets, strict=True)]
+    row_of_label = labels_of(0, targets, [[row_BT] for row_BT in rows_BT])
     reply = 2 * numbers.long() + kinds
-    by_row = (reply * count + row_of_label).unique() // count  # a reply once for each of its rows
-    if len(twice := by_row[1:][by_row[1:] == by_row[:-1]]):
+    # ascending, each reply once for each of its rows
+    replies = (reply * num_rows + row_of_label).unique() // num_rows
+    if len(twice := replies[1:][replies[1:] == replies[:-1]]):
         raise InputError(
             f"{name} {int(twice[0]) // 2} has a reply in several rows of this step; replies need "
             "numbers of their own, in other micro-batches, too"
@@ -91,9 +95,9 @@ class PairLoss(JointLoss):
         numbers, pair = values["pair"].unique(return_inverse=True)
         reply = pair + len(numbers) * (chosen != 1)  # numbers the chosen replies first
         zeros = torch.zeros(2 * len(numbers), dtype=torch.float64, device=reply.device)
-        of_labels = log_prob, reference, torch.ones_like(chosen)
-        sums = torch.stack([zeros.index_add(0, reply, of_one.double()) for of_one in of_labels])
-        return [Replies(*half) for half in sums.chunk(2, 1)]
+        summands = log_prob, reference, torch.ones_like(chosen)
+        sums = torch.stack([zeros.index_add(0, reply, summand.double()) for summand in summands])
+        return [Replies(*of_kind) for of_kind in sums.chunk(2, 1)]
 
     def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         return self.pairs(*self.replies(log_prob_N, targets_N, *extras)).sum()

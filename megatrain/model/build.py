@@ -108,7 +108,7 @@ def empty_model(
                     f"{name} is above {MAX_COUNT:,} in the model's configuration, and so many "
                     "are not built; correct it"
                 )
-    _refuse_code_of_others(config, chosen=attn_implementation is not None)
+    _refuse_code_of_others(config, attention_is_chosen=attn_implementation is not None)
     chosen: dict[str, Any] = {"dtype": torch.float32}
     if attn_implementation is not None:
         chosen["attn_implementation"] = attn_implementation
@@ -229,17 +229,21 @@ def build(
     return model.train()
 
 
-def _refuse_code_of_others(config: PreTrainedConfig, *, chosen: bool) -> None:
-    """Raises InputError: a configuration makes transformers download code, and run it."""
-    # The package `kernels`, if installed, downloads these from the hub, unless they are there.
+def _refuse_code_of_others(config: PreTrainedConfig, *, attention_is_chosen: bool) -> None:
+    """Raises InputError: the configuration names implementations that are code from a hub.
+
+    Args: `attention_is_chosen`: the caller names the attention, and trusts it.
+    """
+    # If the package `kernels` is installed, transformers downloads these through it, and flash
+    # attention if flash_attn is not installed.
     downloaded = {"deepgemm", "sonicmoe"} if importlib.util.find_spec("kernels") else set()
-    flash = bool(downloaded) and importlib.util.find_spec("flash_attn") is None
-    attention = () if chosen else ("attn_implementation",)
+    fetches_flash = bool(downloaded) and importlib.util.find_spec("flash_attn") is None
+    attention = () if attention_is_chosen else ("attn_implementation",)
     for _, part in hf.configs(config):
         for name in (*attention, "experts_implementation"):
             value = getattr(part, f"_{name}", None)
             is_fetched = "/" in str(value) or str(value) in downloaded
-            if is_fetched or (flash and str(value).startswith("flash_attention")):
+            if is_fetched or (fetches_flash and str(value).startswith("flash_attention")):
                 trust = f"give {name}={value!r} yourself if you trust it, or "
                 hint = trust if name in attention else ""
                 raise InputError(

@@ -185,8 +185,10 @@ class Lookups(TorchFunctionMode):
             row = first if type(first) is int else None
         if func is F.embedding:
             result = self._embedding(*args, **kwargs)
+        elif row is not None:
+            result = self._row(args[0], row, args[1])
         else:
-            result = func(*args, **kwargs) if row is None else self._row(args[0], row, args[1])
+            result = func(*args, **kwargs)
         if self.uses is not None:
             of_rows = func is F.embedding or row is not None
             self.uses.note(func, (*args, *kwargs.values()), result, of_rows=of_rows)
@@ -211,13 +213,12 @@ class Lookups(TorchFunctionMode):
         return result
 
     def _row(self, weight: Tensor, row: int, index: Any) -> Tensor:
+        """`weight[index]` for an index that begins with `row`."""
         if self.uses is not None:
             self.uses.constants.add((id(weight), row))
         name = self.names.get(id(weight))
-        position = None if name is None or self.rows is None else self.rows.position(row)
-        if position is None:
+        if name is None or self.rows is None or (position := self.rows.position(row)) is None:
             return weight[index]
-        assert name is not None and self.rows is not None
         columns = index[1:] if isinstance(index, tuple) else ()
         return self.rows.tables[name][(position, *columns)]
 

@@ -33,7 +33,7 @@ def initialise(
     only: Iterable[str] | None = None,
     *,
     threads: int,
-    kept: Callable[[str, Tensor], Tensor] = lambda _, values: values,
+    convert: Callable[[str, Tensor], Tensor] = lambda _, values: values,
     alike: bool = False,
 ) -> None:
     """Initialise every parameter by the class's own `_init_weights`, and pass it to `write`.
@@ -44,7 +44,7 @@ def initialise(
     Args:
         write: takes each parameter's name and its values, once.
         only: names to write; None: all.
-        kept: `write` gets `kept(name, values)` in place of the values.
+        convert: `write` gets `convert(name, values)` in place of the values.
         alike: a layer with the modules and shapes of the one before gets that layer's values: for
             measurements, where values do not matter.
 
@@ -53,7 +53,8 @@ def initialise(
     model = spec.capture.model
     paths = {id(module): path for path, module in model.named_modules()}
     names = {name for name, _ in model.named_parameters()}
-    names &= names if only is None else set(only)
+    if only is not None:
+        names &= set(only)
     owners = _owners(model)
     drawn_kinds: list[Any] = []  # classes, names and shapes of the parameters of `values`
     values: list[Tensor | None] = []
@@ -74,7 +75,7 @@ def initialise(
             first_seed = derived_seed(seed) + index * _PART_SEEDS
             with ThreadPoolExecutor(threads) as pool, _InPieces(pool, first_seed):
                 _draw(part, owners)
-            values += (shell.put_back(kept) for shell in shells)
+            values += (shell.put_back(convert) for shell in shells)
         for shell, drawn in zip(shells, values, strict=True):
             if shell.full_name not in names:
                 continue
@@ -95,15 +96,18 @@ class _Shell(NamedTuple):
     parameter: nn.Parameter
     full_name: str
 
-    def put_back(self, kept: Callable[[str, Tensor], Tensor]) -> Tensor | None:
-        """Put the parameter in place of drawn values; `kept` of these; None: the class set none."""
+    def put_back(self, convert: Callable[[str, Tensor], Tensor]) -> Tensor | None:
+        """Put the parameter back in place of its drawn values.
+
+        Returns `convert(full_name, values)`; None: `_init_weights` has not set all values.
+        """
         parameters = parameters_of(self.module)
         values = parameters[self.name]
         parameters[self.name] = self.parameter
         assert values is not None
         # The minimum is NaN if any value is; `isnan` would take a byte for each value.
         unset = values.numel() and values.amin().isnan()
-        return None if unset else kept(self.full_name, values.detach())
+        return None if unset else convert(self.full_name, values.detach())
 
 
 def most_drawn_at_once(spec: ModelSpec) -> int:

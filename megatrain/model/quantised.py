@@ -315,29 +315,30 @@ def _compressed(module: str, stored: Mapping[str, Stored], settings: Settings) -
     scales, zeros = stored[f"{name}_scale"], stored.get(f"{name}_zero_point")
     packed = stored.get(f"{name}_packed")
     codes = packed or stored.get(name)
-    of_dtype = [s for s in _schemes(settings) if codes and _CODES[s["format"]] == codes.dtype]
-    if codes is None or not of_dtype or len(codes.shape) != 2:
+    schemes = [s for s in _schemes(settings) if codes and _CODES[s["format"]] == codes.dtype]
+    if codes is None or not schemes or len(codes.shape) != 2:
         raise _refused(scales, f"has no matrix {name!r} of the dtype of its format to scale")
-    fitting = [scheme for scheme in of_dtype if _shape(codes, scales, _block(scheme))]
+    fitting = [scheme for scheme in schemes if _shape(codes, scales, _block(scheme))]
     if not fitting:
         keys = ("strategy", "group_size", "block_structure")
-        scheme_text = ", ".join(f"{key} {of_dtype[0][key]}" for key in keys if of_dtype[0].get(key))
+        scheme_text = ", ".join(f"{key} {schemes[0][key]}" for key in keys if schemes[0].get(key))
         raise _unlike(codes, scales, scheme_text)
+    is_symmetric = zeros is None
     symmetric = [scheme.get("symmetric", True) for scheme in fitting]
-    if (zeros is None) not in symmetric:
-        kind = "no zero points" if zeros is None else "zero points"
+    if is_symmetric not in symmetric:
+        kind = "no zero points" if is_symmetric else "zero points"
         raise _refused(codes, f"has {kind}, but symmetric is {symmetric[0]}")
-    block = _block(fitting[symmetric.index(zeros is None)])
+    block = _block(fitting[symmetric.index(is_symmetric)])
     shape = _shape(codes, scales, block)
-    of_zeros = (ceil(scales.shape[0] / 8), *scales.shape[1:]) if packed else scales.shape
-    if zeros and zeros.shape != of_zeros:
+    zeros_shape = (ceil(scales.shape[0] / 8), *scales.shape[1:]) if packed else scales.shape
+    if zeros and zeros.shape != zeros_shape:
         raise _unlike(zeros, scales, "its zero points")
     unpack: Callable[..., Tensor] = partial(_scaled, block, scales.dtype)
     parts = [scales, codes, zeros]
     if packed:
-        stored_shape = stored.get(f"{name}_shape")
-        parts.append(stored_shape)
-        unpack = partial(_of_int4, unpack, shape, stored_shape)
+        shape_tensor = stored.get(f"{name}_shape")
+        parts.append(shape_tensor)
+        unpack = partial(_of_int4, unpack, shape, shape_tensor)
     pack = partial(_to_float8, block, scales.dtype) if codes.dtype.is_floating_point else None
     return _weight(name, scales.dtype, shape, unpack, *filter(None, parts), pack=pack)
 
@@ -369,16 +370,16 @@ def _schemes(settings: Settings) -> list[dict[str, Any]]:
 def _of_int4(
     unpack: Callable[..., Tensor],
     shape: tuple[int, ...],
-    of_values: Stored | None,
+    shape_tensor: Stored | None,
     scales: Tensor,
     packed: Tensor,
     *zeros: Tensor,
 ) -> Tensor:
     """The values of `packed`: an int32 has eight of a row; one of `zeros` has eight of a column."""
-    if of_values:
+    if shape_tensor:
         zeros, stored_shape = zeros[:-1], zeros[-1]
         if stored_shape.tolist() != [*shape]:
-            raise _refused(of_values, f"is not {[*shape]}, the shape of the packed values")
+            raise _refused(shape_tensor, f"is not {[*shape]}, the shape of the packed values")
     columns = (_fields(zero.T.contiguous().view(torch.int8), 4).T - 8 for zero in zeros)
     values = _fields(packed.view(torch.int8), 4)[:, : shape[1]] - 8
     return unpack(scales, values, *(column[: len(packed)] for column in columns))

@@ -38,7 +38,7 @@ from megatrain.parallel.distributed import ALONE, ProcessGroups, Ranks, exchange
 
 _TOKENS = 8  # of a share that is tried
 _TAKEN = ("input_ids", "labels", "position_ids", "attention_mask")
-Judged = tuple[Tensor, list[Tensor]]
+Judged = tuple[Tensor, list[Tensor]]  # a micro-batch's targets, and the loss's other inputs
 Micro = Mapping[str, Tensor]
 
 
@@ -71,7 +71,9 @@ class SequenceShare:
         loss: Loss | None,
         max_tokens: int | None,
     ) -> int:
-        """A checksum of the inputs, which must be equal on all ranks.
+        """Check that ranks can share these rows; return the rows' checksum.
+
+        The checksum must be equal on all ranks.
 
         Args: `losses`: targets `[B, T]` of each micro-batch, and the loss's other inputs.
 
@@ -83,30 +85,32 @@ class SequenceShare:
             raise InputError(
                 f"{type(loss).__name__} compares rows: it cannot have sequence_parallel yet"
             )
-        usable = (*_TAKEN, *(() if loss is None else (*loss.inputs, *loss.choices)))
+        taken = (*_TAKEN, *(() if loss is None else (*loss.inputs, *loss.choices)))
         checksum = 0
         for index, micro in enumerate(micro_batches):
             tokens = micro["input_ids"].shape[1]
-            filled = self.tokens(tokens) * self._size
-            if max_tokens is not None and filled > max_tokens:
+            padded_tokens = self.tokens(tokens) * self._size
+            if max_tokens is not None and padded_tokens > max_tokens:
                 raise InputError(
                     f"micro-batch {index} has rows of {tokens} tokens, which {self._size} ranks "
-                    f"fill up to {filled}, and the model has {max_tokens} positions; cut the rows"
+                    f"fill up to {padded_tokens}, and the model has {max_tokens} positions; cut "
+                    "the rows"
                 )
-            unlike = [repr(name) for name in micro if name not in usable]
+            not_taken = [repr(name) for name in micro if name not in taken]
             places = micro.get("position_ids", torch.arange(tokens))
             if bool((places != torch.arange(tokens)).any()):
-                unlike.append("position_ids other than 0, 1, 2, ... (as packed rows have)")
+                not_taken.append("position_ids other than 0, 1, 2, ... (as packed rows have)")
             mask = micro.get("attention_mask", torch.ones_like(micro["input_ids"]))
-            predicts = losses and bool(((mask == 0) & (losses[index][0] != IGNORED)).any())
-            if predicts or bool((mask[:, 1:] > mask[:, :-1]).any()):
-                unlike.append(
+            hides_label = losses and bool(((mask == 0) & (losses[index][0] != IGNORED)).any())
+            shows_after_hidden = bool((mask[:, 1:] > mask[:, :-1]).any())
+            if hides_label or shows_after_hidden:
+                not_taken.append(
                     "an attention_mask that hides more than the end of rows, without labels"
                 )
-            if unlike:
+            if not_taken:
                 raise InputError(
-                    f"micro-batch {index} has {unlike[0]}, which ranks that share rows do not take "
-                    "yet; leave that out, or data.packing, or sequence_parallel"
+                    f"micro-batch {index} has {not_taken[0]}, which ranks that share rows do not "
+                    "take yet; leave that out, or data.packing, or sequence_parallel"
                 )
             for name in sorted(micro):
                 data = micro[name].contiguous().view(torch.uint8).numpy().data

@@ -214,11 +214,11 @@ class Watch:
 
 
 def settle(capture: Capture, shapes: Mapping[str, torch.Size]) -> bool:
-    """Run a model until it has made all that it makes once, such as frequencies for long rows.
+    """Run a model until it has set all that it sets in its first forwards, such as frequencies.
 
     Returns True if its forward calls the layers of the stack.
 
-    Raises Unsupported: it makes other objects than tensors, or these depend on the first batch.
+    Raises Unsupported: it sets other objects than tensors, or these depend on the first batch.
     """
     in_stack = {id(module) for layer in capture.layers for module in layer.modules()}
     outer = [module for module in capture.model.modules() if id(module) not in in_stack]
@@ -227,18 +227,18 @@ def settle(capture: Capture, shapes: Mapping[str, torch.Size]) -> bool:
     reached, changes = _run_to_the_layers(capture, shapes, 0.0, watch)
     if not changes:
         return reached
-    settled = [_value(change) for change in changes]
+    first_values = [_value(change) for change in changes]
     for module, (attributes, buffers) in zip(outer, states, strict=True):
         vars(module).clear()
         vars(module).update(attributes)
         compat.buffers_of(module).clear()
         compat.buffers_of(module).update(buffers)
-    original = [_value(change) for change in changes]
-    # With other weights and tokens the same values must be made.
+    initial_values = [_value(change) for change in changes]
+    # With other weights and tokens the model must set the same values again.
     _run_to_the_layers(capture, shapes, torch.nan, watch)
-    for change, old, new in zip(changes, original, settled, strict=True):
-        is_new = old is None or change.name in compat.buffers_of(change.module)
-        if not is_new or new is None or _value(change) != new:
+    for change, initial, first in zip(changes, initial_values, first_values, strict=True):
+        may_be_set = initial is None or change.name in compat.buffers_of(change.module)
+        if not may_be_set or first is None or _value(change) != first:
             raise change.refusal()
     return reached
 

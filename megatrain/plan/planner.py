@@ -237,14 +237,18 @@ def _changed(plans: Planner, machine: Machine, asked: Workload, changes: Sequenc
 def _mildest(
     could_fit: Callable[[Workload], bool], asked: Workload, changes: Sequence[str]
 ) -> Workload | None:
-    """The least changed workload that could fit; it changes by the dear `changes` least of all."""
+    """The least changed workload that could fit; None: none could.
 
-    def fits_with_most_of(cheaper: Sequence[str], level: Workload) -> bool:
+    `changes` go from the cheapest to the dearest; the dearest are made as little as possible.
+    """
+
+    def fits_with_most_of(cheaper: Sequence[str], workload: Workload) -> bool:
         for change in cheaper:
-            level = [level, *_levels(change, level)][-1]
-        return could_fit(level)
+            workload = [workload, *_levels(change, workload)][-1]
+        return could_fit(workload)
 
-    # Dear changes that are not needed are not tried: other lengths of rows have to be measured.
+    # The dearest changes are left out if the others suffice: other lengths of rows take
+    # measurements.
     while changes and fits_with_most_of(changes[:-1], asked):
         changes = changes[:-1]
     if not changes or not fits_with_most_of(changes, asked):

@@ -122,7 +122,9 @@ class _Loading:
 
         write = partial(self.write, threads=threads, read=False)
         alike = source.alike
-        initialise(self._spec, self._seed, write, names, threads=threads, kept=as_kept, alike=alike)
+        initialise(
+            self._spec, self._seed, write, names, threads=threads, convert=as_kept, alike=alike
+        )
 
     def _read_saved(self, saved: Checkpoint) -> set[str]:
         """Read a checkpoint; returns the names of unused parameters that no file has."""

@@ -125,7 +125,9 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     text_config = hf_config.get_text_config(decoder=True)
     teacher_model = second_model.find_teacher(config, tokenizer, text_config)
     source = _structure(config, initial_model().for_engine(tokenizer)) if start is None else None
-    ranks.agree(lambda: check_disk(config, source or start, config.training.steps))
+    opened = source or start
+    assert opened is not None
+    ranks.agree(lambda: check_disk(config, opened, config.training.steps))
 
     # The data, and the number of steps.
     training, evaluation = in_turn(
@@ -142,13 +144,15 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
         repeats = config.loss.num_iterations or 1  # steps that learn from the same replies
         total_steps = repeats * loader.steps_of(config.training.epochs or 0)
         check_schedule(config, total_steps)
-        ranks.agree(lambda: check_disk(config, source or start, total_steps))
+        ranks.agree(lambda: check_disk(config, opened, total_steps))
     done = ranks.agree(lambda: _go_to(loader, start, total_steps))[0]
 
     # The engines, and the parts that need them.
     needs_reference = config.loss.kind == "prompts" and bool(config.loss.beta)
-    second = initial_model() if needs_reference else teacher_model
-    references = None if second is None else second_model.same_model(second.key, start)
+    reference_or_teacher = initial_model() if needs_reference else teacher_model
+    references = None
+    if reference_or_teacher is not None:
+        references = second_model.same_model(reference_or_teacher.key, start)
     teacher = None
     if teacher_model is not None:
         # The teacher comes first: `auto` places the trained model in the memory that is left.
@@ -430,31 +434,30 @@ def check_device(config: Config, ranks: Ranks) -> None:
         )
 
 
-def check_disk(config: Config, model: Source | Start | None, total_steps: int | None) -> None:
+def check_disk(config: Config, model: Source | Start, total_steps: int | None) -> None:
     """Raise DoesNotFit if the disk lacks room for the model and the checkpoints kept at once.
 
     Args:
-        model: without weights; trained parameters require gradients. For a resumed run its start:
-            there must be room for one more checkpoint.
+        model: of a new run the source, whose weights are not needed; its trained parameters
+            require gradients. Of a resumed run the start: one more checkpoint must have room.
         total_steps: None: not known yet, so one checkpoint is counted.
     """
     if isinstance(model, Start):
         if not config.checkpoint.at_end and config.checkpoint.every is None:
             return
-        folder, takes = model.checkpoint.parent, "the next checkpoint takes"
+        folder, what_takes = model.checkpoint.parent, "the next checkpoint takes"
         files = (path for path in model.checkpoint.rglob("*") if path.is_file())
         needed = sum(path.stat().st_size for path in files)
     else:
-        assert model is not None
         folder = Path(config.output.folder or "runs").expanduser().absolute()
         number = _checkpoints_at_once(config, total_steps)
         checkpoint, exported = _bytes_of(config, model)
         needed = number * checkpoint + exported
-        takes = f"the model and {number} checkpoints of {gib(checkpoint)} take"
+        what_takes = f"the model and {number} checkpoints of {gib(checkpoint)} take"
     disk = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists()))
     if needed > disk.free and disk.total > 0:  # file systems like /proc report no size
         raise DoesNotFit(
-            f"{folder}: the disk has {gib(disk.free)} left, and {takes} {gib(needed)}; free "
+            f"{folder}: the disk has {gib(disk.free)} left, and {what_takes} {gib(needed)}; free "
             f"{gib(needed - disk.free)}, set output.folder of a new run to a folder on another "
             "disk, or keep fewer checkpoints (checkpoint.keep, keep_every, every, at_end)"
         )
