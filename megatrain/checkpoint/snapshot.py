@@ -231,7 +231,7 @@ class Snapshot:
             self._changed.notify_all()
 
     def set_aside(self, pieces: Sequence[Piece]) -> None:
-        """Wait until released pieces are written or copied, so that updates may overwrite them."""
+        """Let updates overwrite released pieces: copy each, or wait until it is written."""
         for piece in pieces:
             block = self._block_for(piece, leaves=False)
             if block is not None:

@@ -170,11 +170,11 @@ def _images(sizes: Sequence[str], path: str | None, run: "Config | None") -> Med
     from megatrain.data import ImageProcessor
 
     trusted = run is not None and run.model.trust_remote_code
-    path = path if run is None else run.model.path
-    processor = ImageProcessor(Path(path or "").expanduser(), trust_remote_code=trusted)
-    if not path or not processor.identity:
+    folder = path if run is None else run.model.path
+    processor = ImageProcessor(Path(folder or "").expanduser(), trust_remote_code=trusted)
+    if not folder or not processor.identity:
         raise InputError(
-            f"--image: {path} has no processor's files, so the model takes no images; leave "
+            f"--image: {folder} has no processor's files, so the model takes no images; leave "
             "--image out, or name the folder of a model that has them"
         )
     parsed = [re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text) for text in sizes]

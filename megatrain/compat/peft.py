@@ -96,7 +96,9 @@ def lora_config(keys: Mapping[str, Any]) -> Any:
         raise InputError(f"the adapter's peft_type is {kind}; only LORA is supported")
     defaults, accepted = _library().LoraConfig().to_dict(), KEYS | _OF_FILES
     unknown = keys.keys() - accepted
-    if changed := sorted(n for n in unknown if (keys[n] or None) != (defaults.get(n) or None)):
+    # None, False and empty values count as equal.
+    changed = sorted(n for n in unknown if (keys[n] or None) != (defaults.get(n) or None))
+    if changed:
         raise InputError(
             f"adapter: {changed[0]!r} is not supported; there are {', '.join(sorted(KEYS))}"
         )
@@ -146,10 +148,13 @@ def task_of(model: object) -> str:
 
 
 def scoring(config: Any, model: nn.Module) -> Any:
-    """A copy of a configuration with the task of a model that gives scores or classes, and its head
-    in `modules_to_save`, as in PEFT. Raises InputError: the configuration is for another task.
+    """A copy of a PEFT configuration for a model that gives scores or classes.
+
+    It has the model's task, and the model's head in `modules_to_save`, as PEFT itself adds it.
+    Raises InputError: the configuration is for another task.
     """
-    if config.task_type not in (None, task := task_of(model)):
+    task = task_of(model)
+    if config.task_type not in (None, task):
         raise InputError(
             f"the adapter's task_type is {config.task_type}, and the model's is {task}; take that"
         )

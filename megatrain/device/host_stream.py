@@ -107,8 +107,9 @@ class LaunchThrottle:
     ) -> None:
         """Args: `record` returns an event that passes when all launched work is done."""
         self._record, self._clock = record, clock
-        self._points: deque[Any] = deque()
-        self._awaited: dict[HostStream, int] = {}
+        self._points: deque[Any] = deque()  # events before each of the last `AHEAD` pieces
+        self._awaited: dict[HostStream, int] = {}  # the last mark that launched work waits for
+        # what the launches of each name took
         self._seconds: defaultdict[str, deque[float]] = defaultdict(
             lambda: deque(maxlen=_REMEMBERED)
         )

@@ -308,8 +308,9 @@ class Compiled:
         of what is kept by default. Results of light operations are not kept.
         """
         unit = max(1, self._size(self._saved)) / _UNITS
-        small = {n for n in self._heavy if not self._producer[n].extern}
-        best: dict[int, tuple[int, frozenset[int]]] = {0: (0, frozenset(small))}
+        always = frozenset(n for n in self._heavy if not self._producer[n].extern)
+        # by size in units: the FLOPs of the best choice of that size, and its results
+        best: dict[int, tuple[int, frozenset[int]]] = {0: (0, always)}
         for op in self._forward:
             flops = 0 if op.light else op.work.product_flops
             results = self._heavy.intersection(op.writes)
@@ -364,7 +365,10 @@ class Compiled:
         return self._t.sizes[storage] * _SMALL <= largest
 
     def _phase(self, ops: list[Op], before: set[int], ends: set[int]) -> Work:
-        """The work and peak of fused operations; `before` is alive first, and `ends` at last."""
+        """The work and peak of fused operations, as by Inductor.
+
+        Args: `before`, `ends`: the storages alive when the operations begin, and when they end.
+        """
         inputs, sizes = self._t.inputs, self._t.sizes
         # A storage is real if it exists in memory; results of other operations are fused away.
         by_library = {n for op in ops if op.extern for n in (*op.reads, *op.writes)}

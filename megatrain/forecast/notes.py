@@ -140,7 +140,7 @@ class Notes(Once):
         self.opened = cache(opened)
         self._file: Path | None = None
         self._values: dict[str, Any] = {}
-        self._is_new = False
+        self._has_new_values = False
         if key is None:
             return
         with suppress(TypeError):  # a key that JSON cannot write has no file
@@ -166,7 +166,7 @@ class Notes(Once):
                 return cast(Value, codec.validate_json(self._values[name]))
             new = make()
             self._values[name] = codec.dump_json(new).decode()
-            self._is_new = True
+            self._has_new_values = True
             return new
 
         return self.once(key, read_or_made)
@@ -174,16 +174,16 @@ class Notes(Once):
     def spec(self, config: Any) -> ModelSpec:
         """The model's `ModelSpec`: by its outline if the file has one, else as it is opened."""
         outline = self.noted(Outline, ("outline",), lambda: Outline.of(self.opened()))
-        return self.opened() if self._is_new or self._file is None else outline.spec(config)
+        return self.opened() if self._has_new_values or self._file is None else outline.spec(config)
 
     def keep(self) -> None:
         """Write new measurements to the file; if that fails, the next plan measures again."""
-        if self._file is None or not self._is_new:
+        if self._file is None or not self._has_new_values:
             return
         with suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             write_file(self._file, json.dumps(self._record | {"values": self._values}))
-            self._is_new = False
+            self._has_new_values = False
 
 
 @cache

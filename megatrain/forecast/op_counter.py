@@ -229,8 +229,8 @@ class Ledger:
         self.peak_live: dict[str, int] = {}
         self.total_bytes = self.peak_bytes = 0
         # `made_bytes` is the peak of bytes that are newer than the last `restart` (OpCounter).
-        self.made_bytes = self._old_bytes = 0
-        self._old = set[int]()  # storages older than the last `restart`, and alive
+        self.made_bytes = self._older_bytes = 0
+        self._older = set[int]()  # storages older than the last `restart`, and alive
         self._known: dict[int, Any] = {}  # weak references that report the end of a storage
 
     def hold(self, place: str, num_bytes: int, counted: int | None = None) -> Any:
@@ -246,17 +246,17 @@ class Ledger:
         if key not in self._known:
             size = align(storage.nbytes() if num_bytes is None else num_bytes, _STEP)
             self.add_bytes(place, size)
-            self._known[key] = ref(storage, partial(self._gone, key, place, size))
+            self._known[key] = ref(storage, partial(self._count_no_more, key, place, size))
             self.note_peak(0)
         return tensor
 
-    def _gone(self, key: int, place: str, num_bytes: int, _: Any) -> None:
-        """Count a storage no more, also among `_old`: the callback of its weak reference."""
+    def _count_no_more(self, key: int, place: str, num_bytes: int, _: Any) -> None:
+        """Count a storage no more, nor among `_older`: the callback of its weak reference."""
         self._known.pop(key, None)
         self.add_bytes(place, -num_bytes)
-        if key in self._old:
-            self._old.discard(key)
-            self._old_bytes -= num_bytes
+        if key in self._older:
+            self._older.discard(key)
+            self._older_bytes -= num_bytes
 
     def add_bytes(self, place: str, num_bytes: int) -> None:
         """Count `num_bytes` more as alive; if negative, fewer."""
@@ -266,7 +266,7 @@ class Ledger:
     def note_peak(self, num_bytes: int, beside: int = 0, place: str = Place.WORKING_SET) -> None:
         """Note that `num_bytes` of working set and `beside` of `place` were alive for a moment."""
         total = self.total_bytes + num_bytes + beside
-        self.made_bytes = max(self.made_bytes, total - self._old_bytes)
+        self.made_bytes = max(self.made_bytes, total - self._older_bytes)
         if total > self.peak_bytes:
             self.peak_bytes = total
             self.peak_live = live = {**self.live}
@@ -541,7 +541,7 @@ class OpCounter(Ledger, compat.TorchDispatchMode):
         """Forget the work and the peak so far; memory that is alive still counts."""
         self.work = Work()
         self.peak_bytes, self.peak_live = self.total_bytes, {**self.live}
-        self.made_bytes, self._old_bytes, self._old = 0, self.total_bytes, {*self._known}
+        self.made_bytes, self._older_bytes, self._older = 0, self.total_bytes, {*self._known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

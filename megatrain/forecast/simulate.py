@@ -253,17 +253,18 @@ def forecast(
     Raises NotForeseeable: what the model computes depends on its values.
     """
     model = model.placed(placement)
-    loss, rows, joint = workload.loss, workload.rows, isinstance(workload.loss, JointLoss)
+    loss, rows = workload.loss, workload.rows
+    is_joint = isinstance(loss, JointLoss)
     declared = Declared(measured, placement.head_tokens, machine.device_gbps)
     costs = CostModel(machine, model.rule, model.ranks, model.hosts, declared)
     ledger = declared.ledger
     steady = steps >= STEADY
     device = ClockDevice(costs) if steady else _TimelessDevice(costs)
-    passes = 1 if joint else placement.passes
+    passes = 1 if is_joint else placement.passes
     batch = measured.batch(rows, micro_batch, _followed(placement, steps), passes)
     if (ranks := model.ranks * model.hosts) > 1:
         batch = measured.with_all_rows(batch, rows * ranks, model.ranks)
-    if joint:
+    if is_joint:
         visits = loss if loss.embeds else TWO_VISITS
         batch = replace(batch, micro=[replace(micro, loss=visits) for micro in batch.micro])
     costs.group = max(map(grouped, batch.micro))
@@ -281,7 +282,7 @@ def forecast(
     )
     assert model.optimizer is not None
     parts = assembly.training(model.optimizer, 1.0 if workload.clip else None)
-    if joint and parts.passes > 1:  # an engine takes a step of a joint loss in one pass
+    if is_joint and parts.passes > 1:  # an engine takes a step of a joint loss in one pass
         parts = replace(parts.with_policies(assembly.policies(device=False)), passes=1)
     if measured.media is not None:
         parts = replace(parts, trunk=parts.encoded)
@@ -306,8 +307,8 @@ def forecast(
     )
     on_device = _device_bytes(ledger, machine, placement)
     on_device["context"] += mapping_bytes(sum(host.values()))
-    later = sum(host.values()) - planes_bytes - host.get("host_resident_tiles_bytes", 0)
-    host["host_process_bytes"] = process_bytes(model, machine, placement, measured, later)
+    allocated_later = sum(host.values()) - planes_bytes - host.get("host_resident_tiles_bytes", 0)
+    host["host_process_bytes"] = process_bytes(model, machine, placement, measured, allocated_later)
     return Forecast(
         placement=placement,
         machine=machine,
@@ -345,12 +346,13 @@ def _followed(placement: Placement, steps: int) -> int:
 
 
 def process_bytes(
-    model: Model, machine: Machine, placement: Placement, measured: Profile, later: int
+    model: Model, machine: Machine, placement: Placement, measured: Profile, allocated_later: int
 ) -> int:
     """Bytes of the process beside planes and buffers: while it trains or, if more, while it loads.
 
-    While it loads, `later` bytes are not allocated yet. A layer or a table in fp32 is on its way to
-    the planes (and for the device another copy of a parameter, two if it is trained), or one read.
+    While it loads, `allocated_later` bytes are not taken yet. A layer or a table in fp32 is on its
+    way to the planes (and for the device another copy of a parameter, two if it is trained), or one
+    read.
     """
     resident = set(placement.resident)
     parameters = [e for layout in model.layouts if layout.name in resident for e in layout.entries]
@@ -358,7 +360,7 @@ def process_bytes(
     largest = max(in_fp32, default=0)
     read = min(IN_FLIGHT_BYTES, 4 * sum(layout.numel for layout in model.layouts))
     arriving = max(4 * measured.drawn + largest, read)
-    return max(PROCESS_BYTES, _EARLY_PROCESS_BYTES + arriving - later)
+    return max(PROCESS_BYTES, _EARLY_PROCESS_BYTES + arriving - allocated_later)
 
 
 def assembled(

@@ -323,10 +323,12 @@ class StreamedTrainer(_Trainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The loss of a batch, and unless `prediction_loss_only` its logits and labels."""
-        rows, plain = _for_engine(inputs), type(self._objective) is objectives.Objective
+        rows = _for_engine(inputs)
+        is_cross_entropy = type(self._objective) is objectives.Objective
         if prediction_loss_only:
-            return None if plain and "labels" not in rows else self._evaluated(rows), None, None
-        if not plain:
+            has_loss = "labels" in rows or not is_cross_entropy
+            return self._evaluated(rows) if has_loss else None, None, None
+        if not is_cross_entropy:
             raise InputError("there are no predictions for pairs; use megatrain.Engine.logits")
         extra_outputs = [name for name in _OUTPUTS if getattr(self.engine.config, name, False)]
         if not hasattr(self, "_metrics") and (extra_outputs or "logits" in (ignore_keys or ())):

@@ -47,10 +47,11 @@ def attend_in_chunks(
     q_BTKGD, k_BTKGD, v_BTKGD = (_grouped(x, key) for x in (query, key, value))
     out = torch.empty(q_BTKGD.shape, dtype=query.dtype, device=query.device)
     sums_BTKG = query.new_empty(q_BTKGD.shape[:-1], dtype=torch.float32)
-    fused, most = _fused(_weights, query.is_cuda), _most_tokens(q_BTKGD.shape[3], query.is_cuda)
+    fused = _fused(_weights, query.is_cuda)
+    most_tokens = _most_tokens(q_BTKGD.shape[3], query.is_cuda)
     for rows, heads in _pieces(k_BTKGD):
         k_NTD, v_NTD = (_by_head(x[rows, :, heads]) for x in (k_BTKGD, v_BTKGD))
-        for queries, keys in _spans(q_BTKGD.shape[1], most, seen.reach):
+        for queries, keys in _spans(q_BTKGD.shape[1], most_tokens, seen.reach):
             at = rows, queries, heads
             q_RCKGD = q_BTKGD[at]
             logits = _by_head(q_RCKGD) @ k_NTD[:, keys].mT
@@ -79,11 +80,12 @@ def gradients_in_chunks(
     q_BTKGD, k_BTKGD, v_BTKGD, g_BTKGD, o_BTKGD = (_grouped(x, key) for x in of_heads)
     sums_BTKG = sums_BTH.unflatten(2, q_BTKGD.shape[2:4])
     of_q, of_k, of_v = (torch.empty_like(x) for x in (q_BTKGD, k_BTKGD, v_BTKGD))
-    fused, most = _fused(_slopes, query.is_cuda), _most_tokens(q_BTKGD.shape[3], query.is_cuda)
+    fused = _fused(_slopes, query.is_cuda)
+    most_tokens = _most_tokens(q_BTKGD.shape[3], query.is_cuda)
     for rows, heads in _pieces(k_BTKGD):
         k_NTD, v_NTD = (_by_head(x[rows, :, heads]) for x in (k_BTKGD, v_BTKGD))
         sum_k, sum_v = (torch.zeros_like(x, dtype=torch.float32) for x in (k_NTD, v_NTD))
-        for queries, keys in _spans(q_BTKGD.shape[1], most, seen.reach):
+        for queries, keys in _spans(q_BTKGD.shape[1], most_tokens, seen.reach):
             at = rows, queries, heads
             q_RCKGD = q_BTKGD[at]
             q, g = _by_head(q_RCKGD), _by_head(g_BTKGD[at])

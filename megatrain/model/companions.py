@@ -99,16 +99,16 @@ def sentence_files(beside: Companions, width: int, pooling: str) -> dict[str, by
 
 
 def read_files(paths: Mapping[str, Path]) -> dict[str, bytes]:
-    """The bytes of files, by name; files too large to hold are left out and named in the log."""
+    """The bytes of files, by name; a file for which no memory is left is only named in the log."""
     contents: dict[str, bytes] = {}
-    allowed = _MOST_BYTES
+    bytes_left = _MOST_BYTES
     for name, path in paths.items():
         if not path.is_file():
             continue
         with explained(f"{path}: cannot be read", of=OSError):
-            if (size := path.stat().st_size) <= allowed:
+            if (size := path.stat().st_size) <= bytes_left:
                 contents[name] = path.read_bytes()
-                allowed -= size
+                bytes_left -= size
             else:
                 log.warning("%s: does not go along with the model: %d MiB", path, size // MIB)
     return contents

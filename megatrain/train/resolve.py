@@ -255,7 +255,7 @@ def data_alone(
     hf_config = model_config(model, tokenizer, weights=False)
     check_sequence_length(hf_config, config.data.sequence_length)
     vocab_size = hf_config.get_text_config(decoder=True).vocab_size
-    evaluation: Any  # as training
+    evaluation: Any  # data sets of the class of `training`
     training, evaluation = open_data(config, tokenizer, vocab_size, images)
     if isinstance(training, Prompts):
         raise InputError(f"loss.name {config.loss.name}: prompts have no labels to show")
