@@ -149,10 +149,8 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
 
     # The engines, and the parts that need them.
     needs_reference = config.loss.kind == "prompts" and bool(config.loss.beta)
-    reference_or_teacher = initial_model() if needs_reference else teacher_model
-    references = None
-    if reference_or_teacher is not None:
-        references = second_model.same_model(reference_or_teacher.key, start)
+    second = initial_model() if needs_reference else teacher_model
+    references = None if second is None else second_model.same_model(second.key, start)
     teacher = None
     if teacher_model is not None:
         # The teacher comes first: `auto` places the trained model in the memory that is left.
