@@ -85,15 +85,15 @@ def _unpack(path: Path, folder: Path) -> None:
 
 def _refuse_scaled_positions(path: Path, reader: Any, config: Any) -> None:
     """Raise InputError if the file scales positions, and its `config` does not."""
-    scaled = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
+    found = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
     architecture = reader.fields["general.architecture"].contents()
     scaling = reader.fields.get(f"{architecture}.rope.scaling.type")
     kind = "none" if scaling is None else scaling.contents()
     if kind != "none" and f'"{kind}"' not in config.to_json_string(use_diff=False):
-        scaled.append(f"positions of type {kind}")
-    if scaled:
+        found.append(f"positions of type {kind}")
+    if found:
         raise InputError(
-            f"{path}: holds {scaled[0]}, scaled positions that transformers does not read; take "
+            f"{path}: holds {found[0]}, scaled positions that transformers does not read; take "
             "the model's safetensors folder"
         )
 

@@ -338,17 +338,20 @@ def _check_value(where: str, micro: Mapping[str, Tensor], key: str, loss: Loss |
 
 
 def _give_loss(batch: Batch, loss: Loss, inputs: Iterable[Judged]) -> None:
-    """Put a loss's targets and inputs into the batch; `inputs` of all ranks if it is joint."""
+    """Put a loss's targets and inputs into the batch and its micro-batches.
+
+    Args: `inputs`: of this rank's micro-batches; with a joint loss of all ranks' micro-batches.
+    """
     device = batch.micro[0].rows.ids.device
     for targets, extras in inputs:
         batch.loss_inputs.append((targets.to(device), [extra.to(device) for extra in extras]))
     first = batch.before if isinstance(loss, JointLoss) else 0
-    num = len(batch.micro) - batch.idle
+    num_filled = len(batch.micro) - batch.idle
     for micro, (targets, extras) in zip(
-        batch.micro[:num], batch.loss_inputs[first : first + num], strict=True
+        batch.micro[:num_filled], batch.loss_inputs[first : first + num_filled], strict=True
     ):
         micro.targets, micro.loss, micro.extras = targets, loss, extras
-    for micro in batch.micro[num:]:
+    for micro in batch.micro[num_filled:]:
         micro.targets, micro.loss = torch.full_like(micro.rows.ids, IGNORED), loss
         shape, (_, extras) = micro.targets.shape, batch.loss_inputs[0]
         micro.extras = [extra.new_zeros(*shape, *extra.shape[2:]) for extra in extras]

@@ -269,13 +269,13 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
     """
     adapters = _adapted[model]
     out = {adapters.held[name]: value for name, value in values.items() if name in adapters.held}
-    names = list(model.named_parameters(remove_duplicate=False))
-    first = {id(p): name for name, p in reversed(names)}
-    uses = Counter(id(p) for _, p in names)
+    named = list(model.named_parameters(remove_duplicate=False))
+    first_name = {id(p): name for name, p in reversed(named)}
+    num_uses = Counter(id(p) for _, p in named)
     for path, module in peft.wrappers(model):
         is_copy = peft.is_copy(module)
         tensors = dict(peft.inner(module).named_parameters())
-        only = peft.parameter_of(module)
+        adapted_name = peft.parameter_of(module)  # None: the wrapper adapts the whole module
         base_path = peft.base_path(path)
         if not is_copy and module.lora_bias[adapters.name] and "bias" not in tensors:
             raise InputError(
@@ -283,15 +283,15 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
                 "the adapter instead"
             )
         for name, parameter in tensors.items():
-            if only not in (None, name):
+            if adapted_name not in (None, name):
                 continue
-            if uses[id(parameter)] > 1:
+            if num_uses[id(parameter)] > 1:
                 raise InputError(
                     f"{path} is tied to another module, and merging would change both; export the "
                     "adapter instead"
                 )
             if not is_copy:
-                own_values = {n: values[first[id(p)]] for n, p in module.named_parameters()}
+                own_values = {n: values[first_name[id(p)]] for n, p in module.named_parameters()}
                 out[f"{base_path}.{name}"] = partial(
                     peft.merged, module, adapters.name, own_values, name
                 )

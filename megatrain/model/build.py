@@ -98,7 +98,7 @@ def empty_model(
     It is built in float32, whatever `config.dtype`: stored buffers are then read without rounding.
 
     Raises InputError: transformers has no causal language model for this configuration, or the
-    configuration asks for code from the hub, which only `attn_implementation` may.
+    configuration asks for code from the hub. `attn_implementation` may ask for such code.
     """
     for part in (config, config.get_text_config(decoder=True)):
         for name, value in vars(part).items():
@@ -109,14 +109,14 @@ def empty_model(
                     "are not built; correct it"
                 )
     _refuse_code_of_others(config, attention_is_chosen=attn_implementation is not None)
-    chosen: dict[str, Any] = {"dtype": torch.float32}
+    options: dict[str, Any] = {"dtype": torch.float32}
     if attn_implementation is not None:
-        chosen["attn_implementation"] = attn_implementation
+        options["attn_implementation"] = attn_implementation
     config = copy.deepcopy(config)
     for _, part in hf.configs(config):  # transformers 5.17 chooses sdpa, which ignores soft caps
         if getattr(part, "attn_logit_softcapping", None) and hf.attention_of(part) is None:
             hf.set_attention(part, "eager")
-    return build(config, model_class(config, trust_remote_code=trust_remote_code), **chosen)
+    return build(config, model_class(config, trust_remote_code=trust_remote_code), **options)
 
 
 def model_class(

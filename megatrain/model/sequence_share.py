@@ -224,7 +224,11 @@ class RowTrial:
             )
 
     def _rows(self, tokens: int, pool: Tensor) -> list[Micro]:
-        """A row without positions, with them, with those of its shares; its shares; each alone."""
+        """The inputs of a trial, in this order.
+
+        A row without position ids; with those from 0 on; with those that its tokens have in the
+        ranks' shares; then the shares as rows of one micro-batch; then each share alone.
+        """
         pool = at_least_two(pool)  # rows of a single token would not show attention
         size, of_rank = self._share.ranks.size, max(2, self._share.tokens(tokens))
         short = min(_TOKENS, of_rank)
