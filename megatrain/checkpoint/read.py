@@ -46,13 +46,14 @@ def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> N
     with ThreadPoolExecutor(threads, thread_name_prefix="read-checkpoint") as pool:
         list(pool.map(call, _pieces(checkpoint, tiles)))  # an error cancels the other pieces
     records = checkpoint.manifest.tiles
+    # by the names of tiles, and of parameters, which may be in other tiles there
     versions = {record.name: record.version for record in records}
     versions |= {p.name: record.version for record in records for p in record.parameters}
     skipped = {p.name: p.skipped for p in checkpoint.manifest.parameters if p.skipped}
     for tile in tiles:
         tile.skipped = Counter({n: skipped[n] for n in tile.layout.by_name if n in skipped})
-        first = next((entry.name for entry in tile.layout.entries), tile.name)
-        tile.version = versions.get(first, 0)
+        first_name = next((entry.name for entry in tile.layout.entries), tile.name)
+        tile.version = versions.get(first_name, 0)
 
 
 def _mismatches(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[str]:

@@ -457,7 +457,10 @@ def _remedies(plan: Plan) -> list[str]:
 
 
 def changed(workload: Workload, options: Mapping[str, Any]) -> Workload:
-    """The workload, changed by options for its fields and its rule's choices that are not None."""
+    """The workload with the options that are not None.
+
+    An option is a field of `Workload`, or one of the choices of the workload's rule.
+    """
     values = {name: value for name, value in options.items() if value is not None}
     for name in values.keys() & LIMITS:
         with explained(f"--{name.replace('_', '-')}", of=ValueError):

@@ -169,8 +169,9 @@ class Reader:
 
 def value_of(tensor: Tensor) -> Any:
     """A tensor's dtype, shape and values; the identity of a large one."""
-    plain = type(tensor) is Tensor and tensor.layout == torch.strided
-    if not tensor.is_meta and not (plain and tensor.numel() <= _SMALL):
+    is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
+    is_small = is_plain and tensor.numel() <= _SMALL
+    if not (tensor.is_meta or is_small):
         return Is(tensor)
     flat = tensor.detach().contiguous().view(-1)
     data = b"" if tensor.is_meta else bytes(flat.cpu().view(torch.uint8).tolist())

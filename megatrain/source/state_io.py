@@ -446,9 +446,11 @@ def carried(place: Checkpoint | Path, model: PreTrainedModel) -> dict[str, Store
     if isinstance(place, Path):
         return weights.carried_tensors(place, plain(model))
     if base := place.settings.left_out:
-        tensors, old = carried(_open(place, base), plain(model)), base.carried
-        if old:
-            _require_same(place, base, _fingerprint(tensors, old.partition(":")[0]), old)
+        tensors = carried(_open(place, base), plain(model))
+        saved = base.carried
+        if saved:
+            algorithm = saved.partition(":")[0]
+            _require_same(place, base, _fingerprint(tensors, algorithm), saved)
         return tensors
     opened = cache(lambda path: path.open("rb", buffering=0))
     return {name: tensor.kept_open(opened) for name, tensor in _stored(place, CARRIED).items()}
