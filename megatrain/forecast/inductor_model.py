@@ -92,15 +92,15 @@ class _Recorder(TorchDispatchMode):
 
     def numbers(self, values: Any) -> set[int]:
         """The numbers of the tensors' storages; a new storage gets the next one."""
-        keys = set[int]()
+        numbers = set[int]()
         for tensor in tensors(values):
             storage, key = tensor.untyped_storage(), memory_of(tensor)
             if key not in self._numbers:
                 self._numbers[key] = len(self.sizes)
                 self.sizes.append(storage.nbytes())
                 self._alive.append(storage)
-            keys.add(key)
-        return {self._numbers[key] for key in keys}
+            numbers.add(self._numbers[key])
+        return numbers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
