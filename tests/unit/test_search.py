@@ -386,7 +386,7 @@ def test_a_refusal_and_its_remedies_follow_few_steps(monkeypatch):
     """Of 25,000 micro-batches, beside a disk: what is certain tells whether a change is enough."""
     machine = replace(small_machine(64, host_gib=3), disk_space_bytes=GIB)
     followed = Counted(monkeypatch, simulate, "train_step")
-    passed = Counted(monkeypatch, simulate.ClockDevice, "_pass")
+    passed = Counted(monkeypatch, simulate.ClockDevice, "_pass_time")
     counted = Counted(monkeypatch, forecast_cache, "needs_of")
     plan = make_plan(tiny_spec(6), machine, Workload(25_000 * 64, 64, micro_batch=1))
     assert not plan.fits and len(plan.remedies) == 3
