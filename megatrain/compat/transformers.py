@@ -72,6 +72,15 @@ def encodes(model: nn.Module) -> bool:
     return multimodal or bool(encoder_calls(model))
 
 
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The language model in a model that takes images or sounds; any other model itself."""
+    if not encodes(model):
+        return model
+    decoder = model.get_decoder()
+    # transformers 5.6 has the whole of Qwen3-Omni's thinker as its decoder.
+    return getattr(model, "model", model) if decoder is model else decoder
+
+
 def encoders(model: PreTrainedModel) -> list[nn.Module]:
     """The encoders of images and sounds in a model, without their projectors."""
     if not encodes(model):

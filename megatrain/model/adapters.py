@@ -137,9 +137,9 @@ def _all_linear(config: Any, model: PreTrainedModel) -> Any:
 
     It cannot wrap a router that is a linear module with a forward of its own.
     """
-    from megatrain.compat.transformers import encodes
+    from megatrain.compat.transformers import decoder_of
 
-    config, decoder = copy.copy(config), model.get_decoder() if encodes(model) else model
+    config, decoder = copy.copy(config), decoder_of(model)
     path = next(name for name, module in model.named_modules() if module is decoder)
     linear = {name: type(m) for name, m in decoder.named_modules() if isinstance(m, nn.Linear)}
     names = {name.rpartition(".")[2] for name in linear}
