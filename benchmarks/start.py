@@ -40,13 +40,15 @@ def make_folder(shape: str, folder: Path) -> None:
         layer = name.split(".")[2] if ".layers." in name else "rest"
         files.setdefault(f"model-{layer}.safetensors", {})[name] = parameter
     config.save_pretrained(folder)
-    made: dict[str, torch.Tensor] = {}
+    of_layer: dict[str, torch.Tensor] = {}  # by the name within a layer, or outside of layers
     for file, parameters in files.items():
+        tensors = {}
         for name, parameter in parameters.items():
             key = name.split(".", 3)[-1] if ".layers." in name else name
-            if key not in made:
-                made[key] = torch.empty(parameter.shape, dtype=torch.bfloat16).normal_(std=0.02)
-        tensors = {n: made[n.split(".", 3)[-1] if ".layers." in n else n] for n in parameters}
+            if key not in of_layer:
+                empty = torch.empty(parameter.shape, dtype=torch.bfloat16)
+                of_layer[key] = empty.normal_(std=0.02)
+            tensors[name] = of_layer[key]
         save_file(tensors, folder / file, metadata={"format": "pt"})
     index = {name: file for file, parameters in files.items() for name in parameters}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))

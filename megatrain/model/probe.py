@@ -166,9 +166,10 @@ class _Probe:
         for layer in layers:
             modes = [module.training for module in layer.modules()]
             if modes != [module.training for module in layer.train().modules()]:
-                path = self.paths[id(layer)]
-                problem = "is in another mode after the model's train() than its own"
-                raise Unsupported(f"{path} {problem}")
+                raise Unsupported(
+                    f"{self.paths[id(layer)]} is in another mode after the model's train() than "
+                    "its own"
+                )
         self.signatures = {id(layer): self._signature(layer) for layer in layers}
         self.capture = Capture(model, stack, layers)
         self.kinds: dict[Any, LayerTemplate] = {}
