@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from operator import attrgetter
+from threading import Thread
 from typing import Any
 
 import torch
@@ -139,6 +140,17 @@ def can_compile() -> bool:
     """True if Triton can build kernels: it is installed, and there is a C compiler."""
     compiler = any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang"))))
     return compiler and importlib.util.find_spec("triton") is not None
+
+
+@contextmanager
+def importing_compiler() -> Iterator[None]:
+    """Meanwhile, another thread imports the modules of torch.compile, which takes seconds."""
+    thread = Thread(target=importlib.import_module, args=("torch._inductor.compile_fx",))
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def let_triton_launch() -> None:

@@ -6,7 +6,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from megatrain.base.changed import changed
 from megatrain.checkpoint import Contents, Saver, Saving, as_json, require_replaceable
-from megatrain.compat.torch import has_saved_tensor_hooks
+from megatrain.compat.torch import has_saved_tensor_hooks, importing_compiler
 from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.batch import Intake, MicroBatches, halved
 from megatrain.engine.expert_loads import ExpertLoads
@@ -130,7 +130,8 @@ class PlacedEngine:
             reverse=opened.max_grad_norm is None,
             ranks=self.ranks,
         )
-        with self._undisturbed():
+        importing = importing_compiler() if placement.compile else nullcontext()
+        with importing, self._undisturbed():
             load_weights(opened.source, self._spec, self._store, opened.seed, self.ranks)
         if opened.source.saved is not None and opened.source.resumes:
             settings = opened.source.saved.settings
