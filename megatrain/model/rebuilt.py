@@ -8,7 +8,7 @@ import copy
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -84,37 +84,18 @@ def difference(
 
 
 def _again(model: PreTrainedModel, dtype: torch.dtype, with_code: bool) -> PreTrainedModel:
-    """A model made of the saved configuration; equal ones give one object, so never change it."""
+    """A model made of the saved configuration."""
     of_folder = with_code and type(model).__module__.startswith("transformers_modules.")
     config_class: Any = type(model.config) if of_folder else CONFIG_MAPPING[model.config.model_type]
-    model_class: Any = type(model) if of_folder else None
-    kinds: set[Any] = set(map(type, model.modules()))
-    fp32_names = "_keep_in_fp32_modules_strict"
-    return _built(
-        config_class,
-        model_class,
-        saved_config(model, dtype).to_json_string(use_diff=True),
-        tuple((hf.attention_of(part), hf.experts_of(part)) for _, part in hf.configs(model.config)),
-        frozenset((kind, kind.__init__, str(vars(kind).get(fp32_names))) for kind in kinds),
-    )
-
-
-@lru_cache(maxsize=4)
-def _built(
-    config_class: type[PreTrainedConfig],
-    own_class: type[PreTrainedModel] | None,
-    text: str,
-    chosen: tuple[tuple[Any, Any], ...],
-    code: frozenset[Any],  # of modules' classes: after a change another model is built
-) -> PreTrainedModel:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
-        path.write_text(text, encoding="utf-8")
+        saved_config(model, dtype).to_json_file(path, use_diff=True)
         config = config_class.from_json_file(path)
-    for (_, part), (attention, experts) in zip(hf.configs(config), chosen, strict=True):
-        hf.set_attention(part, attention)
-        hf.set_experts(part, experts)
-    make = model_class(config) if own_class is None else partial(hf.model_of, own_class)
+    # config.json does not name implementations.
+    for (_, part), (_, given) in zip(hf.configs(config), hf.configs(model.config), strict=True):
+        hf.set_attention(part, hf.attention_of(given))
+        hf.set_experts(part, hf.experts_of(given))
+    make = partial(hf.model_of, type(model)) if of_folder else model_class(config)
     return build(config, make, dtype=_BUILT_IN)
 
 
