@@ -16,7 +16,7 @@ from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -296,14 +296,6 @@ def check_documents(spec: ModelSpec) -> None:
             raise InputError(_MIXED.format(model.config.model_type))
 
 
-class Changes(NamedTuple):
-    """How much losses change with some tokens: root mean squares, divided by the losses' spread."""
-
-    noise: float  # of the most changed document before these tokens
-    leak: float  # of the most changed one after them
-    context: float  # of the other tokens of their own document
-
-
 @dataclass(frozen=True)
 class Comparison:
     """Rows of documents, and the same rows with some tokens changed."""
@@ -312,8 +304,12 @@ class Comparison:
     changed_T: Tensor  # True for the tokens of these documents that are changed
     micro_batches: list[Micro]  # the rows, and the rows with tokens changed
 
-    def differences(self, one_BT: Tensor, other_BT: Tensor) -> Changes:
-        """The changes from the losses of the rows to those with the changed tokens."""
+    def differences(self, one_BT: Tensor, other_BT: Tensor) -> tuple[float, float, float]:
+        """How much losses change with the tokens: root mean squares, divided by their spread.
+
+        Of the most changed document before the changed tokens (noise), of the most changed one
+        after them (a leak), and of the other tokens of their own document (context).
+        """
         change_BT = ((one_BT - other_BT) / spread_of(one_BT)).reshape(-1, len(self.changed_T))
         parts = (x.split(self.lengths, -1) for x in (change_BT, ~self.changed_T))
         before = after = within = 0.0
@@ -327,7 +323,7 @@ class Comparison:
                 after = max(after, size)
             else:
                 before = max(before, size)
-        return Changes(noise=before, leak=after, context=within)
+        return before, after, within
 
 
 def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:

@@ -30,7 +30,7 @@ def initialise(
     spec: ModelSpec,
     seed: int,
     write: Callable[[str, Tensor], None],
-    only: Iterable[str] | None = None,
+    only: Iterable[str],
     *,
     threads: int,
     convert: Callable[[str, Tensor], Tensor] = lambda _, values: values,
@@ -43,7 +43,7 @@ def initialise(
 
     Args:
         write: takes each parameter's name and its values, once.
-        only: names to write; None: all.
+        only: names to write; others, such as those of buffers, are passed over.
         convert: `write` gets `convert(name, values)` in place of the values.
         alike: a layer with the modules and shapes of the one before gets that layer's values: for
             measurements, where values do not matter.
@@ -52,9 +52,7 @@ def initialise(
     """
     model = spec.capture.model
     paths = {id(module): path for path, module in model.named_modules()}
-    names = {name for name, _ in model.named_parameters()}
-    if only is not None:
-        names &= set(only)
+    names = {name for name, _ in model.named_parameters()}.intersection(only)
     owners = _owners(model)
     drawn_kinds: list[Any] = []  # classes, names and shapes of the parameters of `values`
     values: list[Tensor | None] = []

@@ -39,17 +39,11 @@ def parts(module: nn.Module, names: Collection[str] | None = None) -> list[nn.Mo
         own = list(part.parameters(recurse=False))
         has_one_operation = not own or any(parameter.ndim > 1 for parameter in own)
         is_made_of_several = any(True for _ in part.children()) or not has_one_operation
-        if name and among and is_made_of_several and not has_other_forward(part):
+        forwards = [vars(child).get("forward") for child in part.modules()]
+        is_usual = all(isinstance(each, (ChunkedOverTokens, type(None))) for each in forwards)
+        if name and among and is_made_of_several and is_usual:
             usable.append(part)
     return usable
-
-
-def has_other_forward(part: nn.Module) -> bool:
-    """True if a module, or one inside, has a forward of its own that is none of tiles."""
-    return any(
-        not isinstance(vars(child).get("forward"), (ChunkedOverTokens, type(None)))
-        for child in part.modules()
-    )
 
 
 class ChunkedOverTokens:

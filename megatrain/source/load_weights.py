@@ -69,7 +69,7 @@ class _Loading:
         dtype = self._store.tiles[0].weights.data.dtype
         refuse_rounding(loaded_types(source.model, dtype), spec.gathered, dtype)
         adapters = adapted(source.model)
-        to_draw: Collection[str] | None = ()  # names of weights that have no values; None: all
+        to_draw: Collection[str] = ()  # names of weights that have no values
         if source.saved is not None:
             to_draw = self._read_saved(source.saved)
         elif source.folder is not None:
@@ -81,8 +81,8 @@ class _Loading:
                 if not buffer.is_meta:
                     write(name, buffer.detach().cpu().clone())
         else:
-            to_draw = None if adapters is None else set(adapters.held)
-        if to_draw is None or to_draw:
+            to_draw = self._places if adapters is None else adapters.held
+        if to_draw:
             self._draw(to_draw)
         if source.stored is not None:
             source.untrained.carried = state_io.carried(source.stored, source.model)
@@ -105,8 +105,8 @@ class _Loading:
                 )
         return {source.names.get(name, name) for name in missing}
 
-    def _draw(self, names: Collection[str] | None) -> None:
-        """Initialise the weights with these names at random; None: all weights."""
+    def _draw(self, names: Collection[str]) -> None:
+        """Initialise the weights with these names at random."""
         source, threads = self._source, update_threads()
         frozen = {name: entry for name, (_, entry) in self._places.items() if entry.group is None}
 

@@ -16,15 +16,8 @@ from megatrain.base.json_yaml import read_json
 from megatrain.base.units import size
 from megatrain.checkpoint.manifest import Checkpoint, is_checkpoint, open_checkpoint
 from megatrain.compat import peft
+from megatrain.compat import transformers as hf
 from megatrain.compat.gguf import is_gguf
-from megatrain.compat.transformers import (
-    MULTIMODAL_CLASSES,
-    classifies,
-    configs,
-    encoders,
-    takes_grouped_products,
-    thaw,
-)
 from megatrain.device import Recording
 from megatrain.device.disk import PlaneFile, disk_bytes
 from megatrain.errors import DoesNotFit, InputError
@@ -144,7 +137,6 @@ def open_source(
     """
     if isinstance(model, Source):
         return model
-    model = _resolved(model)
     if peft.has_adapter(model):
         inner, config, name = peft.unwrapped(model)
         source = _open_plain(inner, **code)
@@ -190,19 +182,13 @@ def _new_adapter_config(adapter: Any, model: Any, opened: PreTrainedModel) -> An
     if isinstance(model, str | Path):
         folder = Path(model).expanduser()
         config.base_model_name_or_path = str(folder.absolute() if folder.exists() else model)
-    return peft.scoring(config, opened) if classifies(opened) else config
+    return peft.scoring(config, opened) if hf.classifies(opened) else config
 
 
 def adapter_folder(model: Any) -> Path | None:
     """The folder of a PEFT adapter; None: `model` is something else."""
     folder = Path(model).expanduser() if isinstance(model, str | Path) else None
     return folder if folder is not None and (folder / peft.CONFIG_FILE).is_file() else None
-
-
-def _resolved(model: Any) -> Any:
-    """Open a folder that is a checkpoint; return anything else as it is."""
-    folder = Path(model).expanduser() if isinstance(model, str | Path) else None
-    return open_checkpoint(folder) if folder and is_checkpoint(folder) else model
 
 
 def folder_adapter(folder: Path) -> tuple[Any, str]:
@@ -263,7 +249,8 @@ def _open_plain(
     model: Any, *, resumes: bool = False, head: ClassHead | None = None, **code: Any
 ) -> Source:
     """Open a model without putting an adapter on it; arguments as of `open_source`."""
-    model = _resolved(model)
+    folder = Path(model).expanduser() if isinstance(model, str | Path) else None
+    model = open_checkpoint(folder) if folder and is_checkpoint(folder) else model
     beside: Companions = {}  # the files beside the model's weights
     if isinstance(model, Checkpoint):
         empty = state_io.open_model(model, **code)
@@ -303,16 +290,16 @@ def _open_folder(model: str | Path, head: ClassHead | None, **code: Any) -> Sour
     folder = resolve_model(model)
     config = build.load_config(folder, trust_remote_code=code.get("trust_remote_code", False))
     quantised = quantised_base(read_json(folder / "config.json"), folder)
-    for _, part in configs(config):  # exports are not quantised
+    for _, part in hf.configs(config):  # exports are not quantised
         vars(part).pop("quantization_config", None)
     config = build.with_head(config, head) if head else config
     empty = build.empty_model(config, **code)
-    thaw(empty)
+    hf.thaw(empty)
     if type(empty.config) is not type(config):
         raise InputError(
             f"{folder}: its configuration is of a {config.model_type}, and {type(empty).__name__} "
             "is a part of that alone: an export would lose the rest; let architectures in "
-            f"config.json name {MULTIMODAL_CLASSES.get(config.model_type, 'the whole model')}"
+            f"config.json name {hf.MULTIMODAL_CLASSES.get(config.model_type, 'the whole model')}"
         )
     local = Path(model).expanduser()
     if is_gguf(local):
@@ -370,7 +357,7 @@ def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict
             is_router = not ROUTERS.isdisjoint(path.split("."))
             for name, weight in module.named_parameters(recurse=False):
                 is_matrix = type(module) is nn.Linear and name == "weight"
-                is_stack = stacks and takes_grouped_products(module, [name])
+                is_stack = stacks and hf.takes_grouped_products(module, [name])
                 is_frozen = frozen or not weight.requires_grad
                 if (is_matrix or is_stack) and is_frozen and packing.takes(weight.shape):
                     names += [] if is_router else [f"{layer.name}.{path}.{name}"]
@@ -500,7 +487,7 @@ def choose_parameters(source: Source, trained: Trained, *, pretrained: bool) -> 
     Raises InputError: a pattern matches none, or none is trained.
     """
     if pretrained and trained.train_only is None and adapted(source.model) is None:
-        for encoder in encoders(source.model):
+        for encoder in hf.encoders(source.model):
             encoder.requires_grad_(False)
     trained.choose(source.model)
 

@@ -402,11 +402,13 @@ PIECE = 4096
 
 def drawn(model, *, threads=2, seed=3, alike=False):
     values: dict[str, Tensor] = {}
+    names = [name for name, _ in model.capture.model.named_parameters()]
     with torch.random.fork_rng(devices=[]):
         init.initialise(
             model,
             seed,
             lambda name, v: values.update({name: v.clone()}),
+            names,
             threads=threads,
             alike=alike,
         )
