@@ -95,11 +95,6 @@ def versions_of(named: Mapping[str, Any]) -> dict[str, int]:
         return {name: version_of(v) for name, v in named.items() if isinstance(v, Tensor)}
 
 
-def is_saved(module: nn.Module, buffer: str) -> bool:
-    """True if a module's buffer is persistent: part of its state dict."""
-    return buffer not in module._non_persistent_buffers_set
-
-
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """True if a hook runs when the parameter's gradient is computed."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

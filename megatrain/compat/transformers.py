@@ -61,11 +61,6 @@ def uncollected(module: nn.Module) -> list[nn.Module]:
     return [part for child in module.children() for part in uncollected(child)]
 
 
-def demands_types(model: nn.Module) -> bool:
-    """True if the model's forward in training requires `mm_token_type_ids`, also for text."""
-    return type(model).__name__ == "Molmo2ForConditionalGeneration"
-
-
 def encodes(model: nn.Module) -> bool:
     """True if a model takes images or sounds (some have no method of `encoder_calls`)."""
     multimodal = type(model).__name__ in MULTIMODAL_CLASSES.values()

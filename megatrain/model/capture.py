@@ -254,7 +254,9 @@ class Capture:
         self._signature = inspect.signature(model.forward).parameters
         kinds = [parameter.kind for parameter in self._signature.values()]
         self.takes_any = inspect.Parameter.VAR_KEYWORD in kinds
-        self.encodes, self._demands_types = hf.encodes(model), hf.demands_types(model)
+        self.encodes = hf.encodes(model)
+        # Its forward requires `mm_token_type_ids` in training, also for text.
+        self._demands_types = type(model).__name__ == "Molmo2ForConditionalGeneration"
         self.layers = list(layers)
         self.runner = next(m for m in model.modules() if stack in m.children())
         for layer in self.layers:

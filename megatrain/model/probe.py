@@ -103,8 +103,8 @@ def _refuse_broken(model: PreTrainedModel) -> None:
 def _spec(model: PreTrainedModel, routers: RouterLoss | None) -> ModelSpec:
     """The structure of a model by the largest of its stacks that the forward calls."""
     not_called = []
-    for name, stack in find_stacks(model).items():
-        probe = _Probe(model, name, stack, routers)
+    for name in find_stacks(model):
+        probe = _Probe(model, name, routers)
         try:
             return probe.run()
         except BaseException as error:
@@ -145,13 +145,8 @@ class NotCalled(Exception):
 class _Probe:
     """The structure run of a model, with one of its stacks."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        stack_name: str,
-        stack: nn.ModuleList,
-        routers: RouterLoss | None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, stack_name: str, routers: RouterLoss | None) -> None:
+        stack: Any = model.get_submodule(stack_name)
         self.model = model
         self.router_loss = routers
         self.stack_name = stack_name

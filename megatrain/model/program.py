@@ -196,7 +196,7 @@ class ModelProgram:
         if not self._kept:  # they never change; the epilogue runs without the prologue's weights
             self._kept = {name: weights[name].detach().clone() for name in self.spec.kept}
             self._outer |= self._kept
-        recorder = _LayerRecorder(self.spec.layers, batch, self._zeros)
+        recorder = _LayerRecorder(self, batch)
         self._record(recorder, weights, features_N)
         if not batch.calls:
             if len(recorder.calls) < len(self.spec.layers):
@@ -241,8 +241,8 @@ class ModelProgram:
         features_N = features_N.detach().requires_grad_()
         uses = Uses()
         # Recorders return 0, then 1: if features are only added, both runs add the same.
-        zeros = _LayerRecorder(self.spec.layers, batch, self._zeros)
-        ones = _LayerRecorder(self.spec.layers, batch, self._zeros, layer_output=1.0, whole=True)
+        zeros = _LayerRecorder(self, batch)
+        ones = _LayerRecorder(self, batch, ones=True)
         with torch.enable_grad(), self.capture.stop_after_trunk():
             self._record(zeros, weights, features_N, uses)
             output = self._record(ones, weights, features_N)
@@ -314,12 +314,12 @@ class ModelProgram:
             if ref in values:
                 return values[ref]
             if id(example) not in zeros:
-                zeros[id(example)] = self._zeros(example, batch)
+                zeros[id(example)] = self.zeros(example, batch)
             return zeros[id(example)]
 
         return handler
 
-    def _zeros(self, example: Tensor, batch: MicroBatch) -> Tensor:
+    def zeros(self, example: Tensor, batch: MicroBatch) -> Tensor:
         """Zeros like a layer's output in the structure run, of this batch's rows and tokens."""
         dtype = self.dtype if example.is_floating_point() else example.dtype
         shape = example.shape
@@ -392,22 +392,13 @@ class _LayerRecorder:
     tensor added (images or sounds). The run ends when all activations that enter layers are known.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[Layer],
-        batch: MicroBatch,
-        make_zeros: Callable[[Tensor, MicroBatch], Tensor],
-        *,
-        layer_output: float = 0.0,
-        whole: bool = False,
-    ) -> None:
+    def __init__(self, program: ModelProgram, batch: MicroBatch, *, ones: bool = False) -> None:
+        """Args: `ones`: results are 1, not 0, and the run does not end before the trunk does."""
         self.batch = batch
         self.calls: list[Call] = []
         self.values: Activations = {}  # activations that enter the layers
-        self._layers = layers
-        self._whole = whole  # the run does not end before the trunk does
-        self._make_zeros = make_zeros
-        self._layer_output = layer_output  # with images or sounds, the results' value in place of 0
+        self._layers, self._make_zeros = program.spec.layers, program.zeros
+        self._ones = ones
         self._num_entering = len(set[Ref]().union(*(call.entering for call in batch.calls)))
         self._traced: dict[Hashable, Ref | Sum] = {}  # arguments, by the tensor's identity
         self._made_by: dict[int, Ref] = {}  # results, by the id of the leaf of their graph
@@ -423,7 +414,7 @@ class _LayerRecorder:
         leaves, tree_spec = pytree.tree_flatten((args, kwargs))
         self._alive.append(leaves)
         self.calls.append(Call([self._argument(visit, leaf) for leaf in leaves], tree_spec))
-        is_last = len(self.calls) == len(self._layers) and not self._whole
+        is_last = len(self.calls) == len(self._layers) and not self._ones
         if is_last or (self.batch.calls and len(self.values) == self._num_entering):
             raise Reached(None)
         return _output_of(self._layers[visit], visit, self._result)
@@ -447,14 +438,14 @@ class _LayerRecorder:
         ref = Ref(ADDED, visit)
         if len(made_by) > 1 or ref in self.values:
             raise _beyond_sums(self._layers[visit])
-        self.values[ref] = leaf - self._layer_output if self._layer_output else leaf
+        self.values[ref] = leaf - 1 if self._ones else leaf
         return Sum(made_by.pop(), ref)
 
     def _result(self, ref: Ref, example: Tensor) -> Tensor:
         """A layer's result, with a graph if images or sounds may be added to it."""
         leaf = self._make_zeros(example, self.batch)
         if self.batch.media and leaf.is_floating_point():
-            scalar = torch.full((), self._layer_output, device=leaf.device, dtype=leaf.dtype)
+            scalar = torch.full((), float(self._ones), device=leaf.device, dtype=leaf.dtype)
             leaf = scalar.requires_grad_().expand(leaf.shape)
             self._made_by[id(scalar)] = ref
             self._alive.append(scalar)

@@ -333,7 +333,7 @@ def refuse_state(watch: Watch, again: Callable[[], Iterable[Any]]) -> None:
     changes = watch.changes()
     for change in changes:
         written = change.name in compat.buffers_of(change.module)
-        if not written or compat.is_saved(change.module, change.name):
+        if not written or change.name in change.module.state_dict():
             raise change.refusal()
     if changes and _reads(changes, again):
         raise changes[0].refusal()
