@@ -115,7 +115,6 @@ def settle(
 
 
 def _chosen(opened: EngineSetup, workload: Workload) -> Settled:
-    """The choice of `auto`."""
     if not opened.device.can.overlaps:
         return Settled(CPU_PLACEMENT, workload.micro_batch)
     if opened.model.optimizer is None:
@@ -168,7 +167,6 @@ def _fastest(opened: EngineSetup, workload: Workload) -> Forecast | None:
 
 
 def _reasons(best: Forecast) -> list[str]:
-    """Lines that tell the user of a choice."""
     placement, machine = best.placement, best.machine
     choices = {name: v for name, v in vars(placement).items() if v != getattr(Placement(), name)}
     resident = {"resident tiles": len(choices.pop("resident", ()))}

@@ -149,7 +149,6 @@ class FirstTiles(Once):
         return [tile for kind in kinds for tile in self.tiles[count:] if tile.kind is kind]
 
     def names(self, count: int) -> tuple[str, ...]:
-        """The names of the first `count` tiles."""
         return tuple(tile.name for tile in self.tiles[:count])
 
     def most(self, num_bytes: int) -> int:

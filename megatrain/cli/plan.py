@@ -124,7 +124,6 @@ def _with_one_memory(options: Options) -> Options:
 
 
 def _opened(options: Options) -> "tuple[NamedModel, Config | None]":
-    """The model to plan for, and the run file if one is given."""
     run, model, rank, base = (options[name] for name in ("run", "model", "lora_r", "base"))
     if (run is None) == (model is None):
         raise InputError("give either a run file or --model")
@@ -346,7 +345,6 @@ def show(plan: Plan, name: str, experts: Mapping[str, int] | None = None) -> Non
 
 
 def _head(plan: Plan, name: str) -> list[str]:
-    """Lines on the model, the machine, the step and the verdict."""
     forecast, machine, workload = plan.forecast, plan.machine, plan.workload
     kind = "measured" if machine.measured else "from published figures, not measured"
     rows = forecast.tokens_per_step // forecast.sequence_length

@@ -208,7 +208,6 @@ class LossSection(NamedSection):
             yield f"{self.name} needs labels: two names or more, each once, as [bad, good]"
 
     def loss(self) -> Loss:
-        """The loss for `Engine.step`."""
         if self.label_smoothing:
             return loss.LabelSmoothing(self.label_smoothing)
         kind = getattr(loss, _LOSSES[self._row][0])
@@ -240,7 +239,6 @@ class LossSection(NamedSection):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of the metrics of evaluations."""
         return _LOSSES[self._row][2]
 
 

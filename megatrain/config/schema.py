@@ -38,7 +38,6 @@ class ModelSection(Section):
 
     @property
     def routers(self) -> dict[str, float | None]:
-        """The settings of routers in this section, by key."""
         names = ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update")
         return {name: getattr(self, name) for name in names}
 
@@ -235,7 +234,6 @@ class TrackingSection(Section):
 
     @property
     def trackers(self) -> list[Tracker]:
-        """The names of trackers, each once."""
         return list(dict.fromkeys(self.to if isinstance(self.to, list) else [self.to]))
 
     def problems(self) -> Iterator[str]:

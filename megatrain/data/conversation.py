@@ -38,7 +38,6 @@ class Conversation(NamedTuple):
     images: Sequence[Any] = ()  # for each character of `PLACES` a MediumSource; later a Medium
 
     def upto(self, turn: int) -> "Conversation":
-        """The conversation before message `turn`."""
         return self._replace(messages=self.messages[:turn], learnt=self.learnt[:turn])
 
 

@@ -189,7 +189,6 @@ class PackedDataset:
             yield from (self.batch(rows[i : i + size]) for i in range(0, len(rows), size))
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
-        """The micro-batch of these rows."""
         batch = self._layout.batch([list(self.pieces(row)) for row in rows])
         if self.has_images:
             batch[ROWS] = torch.tensor([(row, 0) for row in rows])  # rows have one line each
@@ -248,7 +247,6 @@ class PackedDataset:
         ]
 
     def pieces(self, row: int) -> Iterator[Tokens]:
-        """The tokens of each segment of a row."""
         for segment in self._segments(row):
             yield self.store.read(*segment)
 
@@ -307,7 +305,6 @@ class ReplyDataset(PackedDataset):
 
     @property
     def lines(self) -> int:
-        """Lines of a row."""
         return self._layout.lines
 
     def pieces(self, row: int) -> Iterator[Tokens]:

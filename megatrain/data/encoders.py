@@ -124,7 +124,6 @@ class Examples:
                 yield PlacedExample(index, number, where, example)
 
     def pass_over(self, names: Iterable[str]) -> None:
-        """Note fields that are not read."""
         unread = self.notes["unread"]
         unread += [n for n in names if n not in unread][: SHOWN - len(unread)]
 

@@ -319,7 +319,6 @@ class ImageProcessor:
 
     @property
     def digest(self) -> str:
-        """A digest of the processor's files."""
         return _digest("".join(self.identity).encode())
 
     def load(self) -> None:
@@ -467,7 +466,6 @@ def _refuse_large(frames: int, film: Any) -> None:
 
 
 def _blank(kind: str, size: tuple[int, ...], film: str = "") -> Any:
-    """A decoded medium of zeros."""
     if kind == "image":
         return Image.new("RGB", (size[0], size[1]))
     if kind == "audio":

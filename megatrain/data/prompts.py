@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -75,23 +76,18 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
     None: there is no template, or no single token ends replies.
     """
-    ends = (_end_of_reply(tokenizer, talk) for talk in (_TALK, _LONGER))
-    return next((end for end in ends if end is not None), None)
-
-
-def _end_of_reply(tokenizer: Any, talk: Conversation) -> int | None:
-    """The last added token after the answer in the conversation's first reply, if any."""
     if not tokenizer.chat_template or not tokenizer.is_fast:
         return None
     added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
-    try:
-        replies = ReplySpans(Template(tokenizer), list(added), talk, "the chat template")
-        begin, end = replies.span(1)
-    except InputError:  # the template refuses this conversation
-        return None
-    _, _, closing = replies.text[begin:end].rpartition(_ANSWERED)
-    places = {closing.rfind(token): token for token in added if token and token in closing}
-    return added[places[max(places)]] if places else None
+    for talk in (_TALK, _LONGER):
+        with suppress(InputError):  # the template refuses this conversation
+            replies = ReplySpans(Template(tokenizer), list(added), talk, "the chat template")
+            begin, end = replies.span(1)
+            closing = replies.text[begin:end].rpartition(_ANSWERED)[2]
+            places = {closing.rfind(token): token for token in added if token and token in closing}
+            if places:
+                return added[places[max(places)]]
+    return None
 
 
 # Arguments of TRL's reward functions that no field of a row may replace.
@@ -137,11 +133,9 @@ class Prompts:
 
     @cached_property
     def row_lengths(self) -> list[int]:
-        """Tokens of each prompt."""
         return [len(row.ids) for row in self._rows]
 
     def batch(self, rows: Sequence[int]) -> list[PromptRow]:
-        """The prompts of these rows."""
         return [self._rows[row] for row in rows]
 
     def describe(self, row: int) -> str:

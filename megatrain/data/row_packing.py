@@ -139,7 +139,6 @@ def split_rows(segments: Segments, row_length: int) -> PackedRows:
 
 
 def _best_fit(order: list[int], lengths: Ints, row_length: int) -> list[list[int]]:
-    """The segments of each row, by best fit in this order."""
     rows: list[list[int]] = []
     free_rows: list[tuple[int, int]] = []  # (tokens free, row), sorted
     for segment in order:

@@ -51,7 +51,6 @@ class MessageForm:
     empty: bool = False  # an empty content beside calls without one
 
     def put(self, message: Message) -> Message:
-        """The message in this form."""
         formed = dict(message)
         content = formed.get("content")
         if content is not None and (self.parts or not KINDS.keys().isdisjoint(content)):
@@ -102,7 +101,6 @@ class Template:
         return _MARKS.search(self.source(talk)) is not None
 
     def has_place(self, talk: Conversation, name: str) -> bool:
-        """True if the template mentions this name."""
         return re.search(rf"\b{re.escape(name)}\b", self.source(talk)) is not None
 
     def heeds(self, talk: Conversation, turn: int, name: str, where: str) -> bool:
@@ -149,7 +147,6 @@ class Template:
         return self._reasoning[key]
 
     def _writes(self, name: str, talk: Conversation, *, calls: bool) -> bool:
-        """True if the template writes a reply's field `name`."""
         reply = {**(_CALLS if calls else _SAID), name: "some thought"}
         # Some templates drop the reasoning of a conversation's only reply.
         trial = [_ASKED, reply] if calls else [_ASKED, _SAID, _ASKED, reply]

@@ -88,7 +88,6 @@ class TokenStore:
         return np.frombuffer(self._records(0, self._records_bytes), _RECORD)
 
     def read(self, document: int, begin: int, end: int) -> Tokens:
-        """The tokens `begin` to `end` of a document."""
         size = _TOKEN.itemsize
         first = int(self._record(document)["begin"])
         raw = self._tokens((first + begin) * size, (end - begin) * size)
@@ -97,7 +96,6 @@ class TokenStore:
         return Tokens(np.where(only_read, ~tokens, tokens), np.where(only_read, -100, tokens))
 
     def length(self, document: int) -> int:
-        """The tokens of a document."""
         record = self._record(document)
         return int(record["end"] - record["begin"])
 
@@ -127,7 +125,6 @@ class TokenStore:
         return DocumentMedia(end, images)
 
     def place(self, document: int) -> str:
-        """`file:line` of a document."""
         record = self._record(document)
         return f"{self.names[record['source']]}:{record['line']}"
 

@@ -108,7 +108,6 @@ class ForecastCache(Once):
         self.spec, self._notes = spec, notes or Notes(lambda: spec)
 
     def model(self, workload: Workload) -> Model:
-        """The model as the workload trains it."""
         key = workload.rule, workload.ranks, workload.hosts, workload.precision
         return self.once(key, lambda: Model(self.spec, *key))
 

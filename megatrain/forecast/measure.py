@@ -243,7 +243,6 @@ def give_media(micro: MicroBatch, inputs: Mapping[str, Tensor], program: ModelPr
 
 
 def _with_gradients(run: Callable[[], Any], sources: Sequence[Tensor]) -> None:
-    """Run a forward and its backward to `sources`."""
     with torch.enable_grad():
         results = [leaf for leaf in compat.pytree.tree_leaves(run()) if leaf.is_floating_point()]
     gradients = [torch.empty_like(result) for result in results]

@@ -250,7 +250,6 @@ class CostModel:
         return sent / self._link[base.GATHER] + launches
 
     def _launching(self, work: Work, calls: int) -> float:
-        """Seconds of the thread that launches work."""
         # `put_seconds` counts the first micro-batch's pieces of work on streams.
         puts = max(0, calls - 1) * self.puts * _PER_PUT
         launches = calls * _PER_UNIT + work.kernels * _PER_KERNEL + puts

@@ -193,7 +193,6 @@ class Profile(Once):
         return self.once(("layer", visit, rows), lambda: self._layer(visit, rows))
 
     def _layer(self, visit: int, rows: int) -> LayerWork:
-        """The work of a layer that is the first of its kind."""
 
         def measure() -> LayerWork:
             if self.compiled and self._chunk_tokens is None:
@@ -219,7 +218,6 @@ class Profile(Once):
         return {ref: self.shape(ref, rows) for ref in refs}
 
     def shape(self, ref: Ref, rows: int) -> Shape:
-        """The shape of an activation of `rows` rows."""
         if ref.visit < 0:  # no layer
             return dict(self.prologue(rows).results)[ref]
         return self.layer(ref.visit, rows).outputs[ref.leaf]

@@ -190,7 +190,6 @@ class Forecast:
 
     @property
     def breakdown(self) -> Breakdown:
-        """The step's seconds by part."""
         return breakdown(self.spans, COMPUTE)
 
     @property

@@ -68,7 +68,6 @@ class MediaRow:
 
     @property
     def length(self) -> int:
-        """The number of tokens in the row."""
         return self.tensors["input_ids"].shape[1]
 
     def of(self, rows: int, tokens: int) -> dict[str, Tensor]:
@@ -119,7 +118,6 @@ class Workload:
 
     @classmethod
     def of_run(cls, run: "Config") -> "Workload":
-        """The workload of a run file."""
         training, engine, length = run.training, run.engine, run.data.sequence_length
         placement = engine.placement_value()
         sizes = {name: getattr(engine, name) for name in LIMITS}
@@ -200,7 +198,6 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Rows of a step."""
         return max(1, self.tokens_per_step // self.sequence_length)
 
     @property

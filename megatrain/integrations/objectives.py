@@ -144,7 +144,6 @@ class Objective:
         return weighted, WeightedSum()
 
     def value(self, rows: MicroBatches, loss: Any, engine: Engine) -> Measured:
-        """The loss of a step without its update, and its measures."""
         targets = [losses.targets_of(row["labels"], engine.label_shift) for row in rows]
         if loss is losses.CROSS_ENTROPY and not any(map(losses.num_labelled, targets)):
             return nan, {}

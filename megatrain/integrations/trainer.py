@@ -184,7 +184,6 @@ class StreamedTrainer(_Trainer):
             )
 
     def _take(self, engine: Engine) -> None:
-        """Train with this engine from now on."""
         assert engine.optimizer is not None
         self.engine = engine
         self._stand_in.open(engine, self._export, self._drop)

@@ -93,7 +93,6 @@ class Planner:
         return fits(self._placed(machine, workload), machine)
 
     def _placed(self, machine: Machine, workload: Workload) -> Forecast:
-        """The forecast of the workload's own placement."""
         assert workload.placement is not None
         rows = workload.usual_micro_batch
         return self._forecasts.of(machine, workload.placement, workload.computed, rows)
@@ -117,7 +116,6 @@ class Remedy:
 
     @property
     def text(self) -> str:
-        """The changes in words."""
         *earlier, last = [words for words, _ in self._changes()]
         return f"{', '.join(earlier)} and {last}" if earlier else last
 

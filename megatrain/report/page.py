@@ -66,7 +66,6 @@ class Metrics:
         return len(self.columns["step"])
 
     def finite(self, name: str) -> Values:
-        """The values of a column that are numbers."""
         values = self.columns[name]
         return values[np.isfinite(values)]
 

@@ -45,7 +45,8 @@ def export(
     Raises InputError: `run` has no such model, `out` is not empty, or llama.cpp's converter or the
     format of `like` does not take the model; RunFailed: the disk is full.
     """
-    model, converter = trained_model(run), shutil.which(CONVERTER)
+    model: Checkpoint | Path | str = trained_model(run)
+    converter = shutil.which(CONVERTER)
     cast = None if dtype is None else getattr(torch, dtype)
     require_empty(out)
     if gguf is not None and converter is None:
@@ -53,13 +54,23 @@ def export(
     if like is not None and (gguf is not None or dtype is not None):
         raise InputError("--like packs weights; leave --gguf and --dtype out")
     packed = {} if like is None else packed_weights_of(like)  # raises before anything is written
+    if not isinstance(model, Checkpoint):
+        model = unpacked(Path(model)) if is_gguf(model) else Path(model)
+        if not holds_model(model):
+            raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
+        if merged and adapter_folder(model) is None:
+            raise InputError(f"{model}: has no adapter that could be merged; leave --merged out")
+        if not any(model.glob("*.safetensors")):
+            missing = "a configuration without weights (.safetensors); not a model"
+            raise InputError(f"{model}: {missing}")
     with whole_folder(out) as folder:
-        if isinstance(model, Checkpoint):
+        if isinstance(model, Checkpoint) or merged or cast is not None:
             write_saved(model, folder, cast, merged=merged, trust_remote_code=trust_remote_code)
         else:
-            _write_copy(
-                run, Path(model), folder, cast, merged=merged, trust_remote_code=trust_remote_code
-            )
+            for path in model.iterdir():
+                if path.suffix == ".safetensors" or REPLACED.fullmatch(path.name):
+                    shutil.copyfile(path, folder / path.name)
+            write_companions(folder, companions(model))
         if like is not None:
             if adapter_folder(folder) is not None:
                 raise InputError("--like packs a whole model, not an adapter; add --merged")
@@ -67,32 +78,6 @@ def export(
                 pack_like(folder, like, packed)
         if gguf is not None:
             _convert(str(converter), folder, folder / f"{out.resolve().name}-{gguf}.gguf", gguf)
-
-
-def _write_copy(
-    run: str,
-    source: Path,
-    folder: Path,
-    dtype: torch.dtype | None,
-    *,
-    merged: bool,
-    trust_remote_code: bool,
-) -> None:
-    """Write a model folder or GGUF file to `folder`: cast or merged if asked, else file by file."""
-    source = unpacked(source) if is_gguf(source) else source
-    if not holds_model(source):
-        raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
-    if merged and adapter_folder(source) is None:
-        raise InputError(f"{source}: has no adapter that could be merged; leave --merged out")
-    if not any(source.glob("*.safetensors")):
-        raise InputError(f"{source}: a configuration without weights (.safetensors); not a model")
-    if merged or dtype is not None:
-        write_saved(source, folder, dtype, merged=merged, trust_remote_code=trust_remote_code)
-        return
-    for path in source.iterdir():
-        if path.suffix == ".safetensors" or REPLACED.fullmatch(path.name):
-            shutil.copyfile(path, folder / path.name)
-    write_companions(folder, companions(source))
 
 
 def _convert(converter: str, folder: Path, file: Path, kind: str) -> None:

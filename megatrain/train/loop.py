@@ -365,7 +365,6 @@ class _Run:
 
     @property
     def is_last(self) -> bool:
-        """True if all steps are done."""
         return self.steps.done == self._job.total_steps
 
     def best_kept(self) -> int | None:

@@ -77,7 +77,6 @@ class Start:
 
     @property
     def run(self) -> Path:
-        """The folder of the run."""
         return self.checkpoint.absolute().parent.parent
 
 

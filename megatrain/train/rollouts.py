@@ -121,7 +121,6 @@ def _column(name: str, returned: Any, count: int) -> Tensor:
 
 
 def _module(where: str) -> ModuleType:
-    """Import a module by its name or file."""
     try:
         if not where.endswith(".py"):
             return importlib.import_module(where)

@@ -240,7 +240,6 @@ class BadSteps:
         return times * statistics.median(self._norms) if len(self._norms) >= _ENOUGH else math.inf
 
     def passed(self, grad_norm: float) -> None:
-        """Note that a step succeeded with this gradient norm."""
         self._norms.append(grad_norm)
         self._skipped = 0
 

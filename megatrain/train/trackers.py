@@ -77,7 +77,6 @@ class Trackers:
             self._do(name, partial(tracker.log, numbers, step=record["step"]))
 
     def close(self) -> None:
-        """Let each tracker finish its writing."""
         for name, tracker in [*self._running.items()]:
             self._do(name, tracker.finish)
         self._running.clear()
