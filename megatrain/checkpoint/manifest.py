@@ -5,8 +5,7 @@ A manifest is validated before anything in it is used.
 
 import json
 import os
-from collections.abc import Collection, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import dropwhile, islice
@@ -332,14 +331,19 @@ def verify(folder: str | Path) -> Checkpoint:
     return checkpoint
 
 
-def whole_checkpoints(parent: str | Path) -> list[Path]:
-    """The checkpoints in a folder that `open_checkpoint` accepts, the newest (most steps) first."""
+def whole_checkpoints(
+    parent: str | Path, refused: Callable[[InputError], object] = lambda error: None
+) -> list[Path]:
+    """The checkpoints in a folder that `open_checkpoint` accepts, the newest (most steps) first.
+
+    Args: `refused`: called with the error of each other folder or file there.
+    """
     complete: list[Checkpoint] = []
-    parent = Path(parent)
-    for folder in sorted(parent.iterdir()) if parent.is_dir() else ():
-        if not folder.name.startswith(".") and is_checkpoint(folder):
-            with suppress(InputError):
-                complete.append(read_checkpoint(folder))
+    for folder in sorted(Path(parent).glob("[!.]*")):
+        try:
+            complete.append(read_checkpoint(folder))
+        except InputError as error:
+            refused(error)
     return [c.folder for c in sorted(complete, key=lambda c: (c.step, c.folder.name), reverse=True)]
 
 

@@ -4,14 +4,14 @@ import hashlib
 import json
 import logging
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.base.whole_files import file_fingerprint, user_cache
-from megatrain.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
+from megatrain.checkpoint import Checkpoint, is_checkpoint, open_checkpoint, whole_checkpoints
 from megatrain.config import Config, ModelSection, nearest
 from megatrain.data import (
     ImageProcessor,
@@ -48,15 +48,16 @@ def trained_model(run: str) -> Checkpoint | str:
     path = Path(run).expanduser()
     if is_checkpoint(path):
         return open_checkpoint(path)
-    has_ended = (path / layout.MODEL).exists()
-    if not has_ended and (newest := newest_checkpoint(path / layout.CHECKPOINTS)) is not None:
-        log.info("the run has not ended: this is %s", newest.folder)
-        return newest
-    done, saved = layout.ending(path).done, layout.checkpoints(path)
-    if done is not None and saved and saved[-1] > done:
+    if not (path / layout.MODEL).exists():
+        saved = whole_checkpoints(path / layout.CHECKPOINTS, partial(log.warning, "not used: %s"))
+        if saved:
+            log.info("the run has not ended: this is %s", saved[0])
+            return open_checkpoint(saved[0])
+    done, steps = layout.ending(path).done, layout.checkpoints(path)
+    if done is not None and steps and steps[-1] > done:
         log.warning(
             "%s is of step %d; the run has gone on: its newest state is %s",
-            path / layout.MODEL, done, layout.checkpoint_folder(path, saved[-1]),
+            path / layout.MODEL, done, layout.checkpoint_folder(path, steps[-1]),
         )  # fmt: skip
     if layout.holds_model(path / layout.MODEL):
         return str(path / layout.MODEL)
@@ -153,17 +154,6 @@ def _written_out(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
     # Each configuration class has its own checks, which raise errors of any type.
     with explained(f"model.config: not a {model_type} configuration"):
         return config_class(**(derived | fields))
-
-
-def newest_checkpoint(parent: Path) -> Checkpoint | None:
-    """The newest whole checkpoint in a folder; the log names damaged ones."""
-    whole: list[Checkpoint] = []
-    for folder in sorted(parent.glob("[!.]*")):
-        try:
-            whole.append(open_checkpoint(folder))
-        except InputError as error:
-            log.warning("not used: %s", error)
-    return max(whole, key=lambda c: (c.step, c.folder.name), default=None)
 
 
 def open_data(
