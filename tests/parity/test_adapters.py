@@ -432,7 +432,7 @@ def test_what_is_not_followed_is_refused_by_name(said):
         make_engine(make(), **options)
 
 
-@pytest.mark.parametrize("init", ["orthogonal", "eva", "Gaussian"])
+@pytest.mark.parametrize("init", few(["eva", "orthogonal", "Gaussian"]))
 def test_how_fresh_weights_are_drawn_says_nothing_of_an_adapter_that_has_them(init, tmp_path):
     llama().save_pretrained(tmp_path / "base")
     keys = {"r": 4, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": init}

@@ -25,6 +25,7 @@ from tests.families.plain import make_steps
 from tests.families.tiny import tiny_model
 from tests.inside import program_of
 from tests.parity.cases import SIZES
+from tests.sweeps import swept
 
 KINDS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 ROWS, HEADS, SHARED, TOKENS, WIDTH, SCALE = 2, 4, 2, 20, 8, 0.3
@@ -118,7 +119,6 @@ def rows(**more):
         ("gpt_oss", "eager", BY_SINKS),
         ("gemma2", BY_SINKS, BY_SINKS),
         ("gemma3_text", BY_MASKS, BY_WINDOWS),
-        ("mistral", BY_MASKS, BY_WINDOWS),
     ],
 )
 def test_layers_attend_so_in_bf16_and_keep_their_form_in_fp32(family, in_fp32, in_bf16):
@@ -155,10 +155,12 @@ def test_kept_attention_is_not_computed_again(monkeypatch):
     assert (computed, len(calls) - computed) == (3 * steps, 2 * steps)
 
 
-@pytest.mark.parametrize("place", [slice(20, None), slice(15, None), slice(0, 5)])
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
+PADDED = {"end": slice(20, None), "end beyond a window": slice(15, None), "begin": slice(0, 5)}
+
+
+@swept(together=1, family=["gpt_oss", "gemma2"], place=PADDED)
 def test_padded_rows_keep_their_meaning(family, place):
-    """At the end, at the end beyond a window, at the beginning; the end is learnt, too."""
+    """The end is learnt, too."""
     mask = torch.ones(3, 24, dtype=torch.long)
     mask[1, place] = 0
     padded = rows(attention_mask=mask)

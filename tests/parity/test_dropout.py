@@ -170,7 +170,7 @@ def test_the_caller_s_modes_and_seeds_decide_nothing(mode):
 
 
 def test_engines_that_step_in_threads_draw_as_alone():
-    steps, model = make_batches(10), llama(attention_dropout=0.5)
+    steps, model = make_batches(5), llama(attention_dropout=0.5)
 
     def results(seed):
         options = {"optimizer": AdamW(lr=1e-2), "precision": "fp32", "device": "cpu", "seed": seed}

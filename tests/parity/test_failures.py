@@ -225,8 +225,7 @@ CLOSED_AFTER = {
 }
 
 
-@pytest.mark.parametrize("rule", ["adamw", "muon"])
-@pytest.mark.parametrize("placement", CLOSED_AFTER.values(), ids=CLOSED_AFTER)
+@swept(together=1, placement=CLOSED_AFTER, rule=["adamw", "muon"])
 def test_a_closed_engine_has_given_its_memory_back(placement, rule, tmp_path):
     gc.disable()  # nothing may need it
     try:
