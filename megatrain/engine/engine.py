@@ -40,7 +40,6 @@ from megatrain.placement import RECOMPUTE, Placement, Planned, Verify
 from megatrain.source.load_weights import load_weights
 from megatrain.source.sharing import NO_LABELS, check_call, check_shared, require_alone
 from megatrain.source.source import EngineSetup
-from megatrain.source.state_io import base_reference
 from megatrain.source.write_model import settings_of, write_documents, write_model
 from megatrain.store.store import Store
 from megatrain.telemetry.timeline import Span
@@ -344,7 +343,7 @@ class PlacedEngine:
             apart: ranks call the model with different inputs, but of one shape and equally often.
         """
         with self._exclusive():
-            check_call(self.ranks, self._spec, self._steps, None, NO_LABELS)
+            check_call(self._opened, self._steps, NO_LABELS)
             if self._opened.sequence_ranks.size > 1:
                 raise InputError(
                     "the model as a whole, for texts, is not for ranks that share rows yet; make "
@@ -388,8 +387,7 @@ class PlacedEngine:
 
     def _prepare(self, micro_batches: MicroBatches, loss: Any, alike: Any = None) -> Batch:
         """Args: `alike`: arguments that all ranks must pass alike; None: nothing is trained."""
-        trained = None if alike is None else self.optimizer
-        check_call(self.ranks, self._spec, self._steps, trained, loss, alike)
+        check_call(self._opened, self._steps, loss, alike)
         with plain_tensors():
             labelled = None if loss is NO_LABELS else loss
             batch = self._intake.batch(micro_batches, labelled, self._steps)
@@ -489,12 +487,9 @@ class PlacedEngine:
             source = self._opened.source
             untrained = replace(source.untrained, buffers={**source.untrained.buffers})
             source = replace(source, untrained=untrained)  # a copy: steps change routers' biases
-            entries = (entry for _, entry in self._store.entries())
-            left_out = base_reference(
-                source.model, source.origin, entries, untrained.carried, folder, self.ranks
-            )
-            settings = settings_of(self._opened, self._steps, self.placement, left_out)
-            written = partial(write_documents, source=source, carries=left_out is None)
+            entries = [entry for _, entry in self._store.entries()]
+            settings = settings_of(self._opened, self._steps, self.placement, entries, folder)
+            written = partial(write_documents, source=source, carries=settings.left_out is None)
             contents = Contents(settings, as_json(extra or {}), written, attach, keep)
             background = self.optimizer is not None and not wait
             self.ranks.agree(lambda: self._checks.compare_all(wait=False))

@@ -12,7 +12,6 @@ from megatrain.errors import InputError
 from megatrain.loss import JointLoss, MultiLabel, given_loss
 from megatrain.model.adapters import adapted
 from megatrain.model.spec import ModelSpec
-from megatrain.optim import StreamedOptimizer
 from megatrain.parallel.distributed import Ranks, require_same
 from megatrain.placement import Placement
 from megatrain.source.source import EngineSetup, Source
@@ -29,15 +28,13 @@ def check_shared(opened: EngineSetup, placement: Placement) -> None:
     require_same(ranks.all_gather_object(_described(opened, placement)))
 
 
-def check_call(
-    ranks: Ranks,
-    spec: ModelSpec,
-    steps: int,
-    optimizer: StreamedOptimizer | None,
-    loss: object,
-    alike: Any = None,  # further arguments, if it is a step
-) -> None:
-    """Raises InputError: ranks differ in a call or in `alike`, or its loss is not for the model."""
+def check_call(opened: EngineSetup, steps: int, loss: object, alike: Any = None) -> None:
+    """Raises InputError: ranks differ in a call, or its loss is not for the model.
+
+    Args: `alike`: further arguments that all ranks must pass; None: nothing is trained.
+    """
+    ranks, spec = opened.ranks, opened.model.spec
+    optimizer = None if alike is None else opened.model.optimizer
 
     def described() -> dict[str, str]:
         if optimizer is not None:

@@ -25,7 +25,6 @@ from megatrain.checkpoint.manifest import (
     BaseReference,
     Checkpoint,
     is_checkpoint,
-    mark,
     open_checkpoint,
     whole_checkpoints,
 )
@@ -38,10 +37,8 @@ from megatrain.model.build import empty_model, load_config
 from megatrain.model.companions import read_files
 from megatrain.model.safetensors_io import Stored, read_header
 from megatrain.optim import NO_ADAFACTOR, RULES, Rule
-from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Placement, renamed
 from megatrain.telemetry.host import update_threads
-from megatrain.tile import Entry
 from megatrain.tile.formats import PACKINGS, WeightFormat
 
 Write = Callable[[str, Tensor], None]
@@ -235,7 +232,7 @@ class Origin:
         return f"{self.algorithm}:{ALGORITHMS[self.algorithm](lines.encode())}"
 
 
-def _fingerprint(carried: Mapping[str, Stored], algorithm: str = ALGORITHM) -> str:
+def fingerprint(carried: Mapping[str, Stored], algorithm: str = ALGORITHM) -> str:
     """One checksum of carried tensors."""
     origin = Origin("", algorithm=algorithm)
     for name, tensor in carried.items():
@@ -252,50 +249,6 @@ def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
     if base := settings.left_out:
         return Origin(base.path, base.revision) if resumes or not base.packed else None
     return Origin(str(checkpoint.folder.absolute())) if settings.adapter is None else None
-
-
-def base_reference(
-    model: PreTrainedModel,
-    origin: Origin | None,
-    entries: Iterable[Entry],
-    carried: Mapping[str, Stored],
-    folder: Path,
-    ranks: Ranks,
-) -> BaseReference | None:
-    """A reference to the base that a checkpoint of an adapter leaves out; None: it saves the base.
-
-    A base that is a checkpoint of ours is marked, so that no rotation removes it. All ranks call
-    this, and get the same result.
-
-    Args:
-        origin: of the base; None: no file has all of the base.
-        carried: tensors of the base that the model's class does not have.
-        folder: of the checkpoint, which may replace the folder of the base.
-    """
-    adapters, frozen = adapted(model), [entry for entry in entries if entry.group is None]
-    reference = None
-    if origin and adapters and all(entry.name in adapters.held for entry in frozen):
-        packed = {e.name: e.packed.name for e in frozen if e.packed and e.needs_unpacking}
-        checksum = origin.fingerprint(entry.name for entry in frozen)
-        if origin.revision is not None or _will_stay(Path(origin.path), folder):
-            origin.carried = origin.carried or _fingerprint(carried)
-            reference = BaseReference(
-                origin.path, origin.revision, checksum, packed, origin.carried
-            )
-    references = ranks.all_gather_object(reference)
-    return references[0] if all(references) else None
-
-
-def _will_stay(base: Path, folder: Path) -> bool:
-    """True if a base exists and will neither be replaced by `folder` nor removed."""
-    if not base.exists() or base.resolve() == folder.resolve():
-        return False
-    try:
-        if is_checkpoint(base):
-            mark(base)
-    except OSError:  # it cannot be marked, so it may be removed
-        return False
-    return True
 
 
 def left_out_names(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, str]:
@@ -450,7 +403,7 @@ def carried(place: Checkpoint | Path, model: PreTrainedModel) -> dict[str, Store
         saved = base.carried
         if saved:
             algorithm = saved.partition(":")[0]
-            _require_same(place, base, _fingerprint(tensors, algorithm), saved)
+            _require_same(place, base, fingerprint(tensors, algorithm), saved)
         return tensors
     opened = cache(lambda path: path.open("rb", buffering=0))
     return {name: tensor.kept_open(opened) for name, tensor in _stored(place, CARRIED).items()}

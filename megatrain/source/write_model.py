@@ -4,7 +4,7 @@ The folder has Hugging Face's layout, or PEFT's if it has an adapter alone.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint import BaseReference, Checkpoint, Settings, masters
-from megatrain.checkpoint.manifest import BUFFERS, CARRIED, COMPUTED, MODEL
+from megatrain.checkpoint.manifest import BUFFERS, CARRIED, COMPUTED, MODEL, is_checkpoint, mark
 from megatrain.compat import peft
 from megatrain.compat.transformers import attention_of, configs, experts_of
 from megatrain.errors import InputError
@@ -23,10 +23,12 @@ from megatrain.model.companions import write_companions
 from megatrain.model.export import write_adapter, write_configs, write_weights
 from megatrain.model.safetensors_io import write_shard
 from megatrain.model.weights import WeightPlan
+from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Placement
 from megatrain.source import state_io
 from megatrain.source.load_weights import read_adapter
 from megatrain.source.source import EngineSetup, Source, open_source
+from megatrain.tile import Entry
 
 _log = logging.getLogger(__name__)
 
@@ -53,9 +55,12 @@ def _write(path: Path, described: Mapping[str, Tensor], value: Callable[[str], T
 
 
 def settings_of(
-    opened: EngineSetup, steps: int, placement: Placement, left_out: BaseReference | None
+    opened: EngineSetup, steps: int, placement: Placement, entries: Iterable[Entry], folder: Path
 ) -> Settings:
-    """The settings that a checkpoint saves of an engine after `steps` steps."""
+    """The settings that a checkpoint in `folder` saves of an engine after `steps` steps.
+
+    All ranks call this. `entries`: of all tiles.
+    """
     source, rule, optimizer = opened.source, opened.model.rule, opened.model.optimizer
     model, dtype, types = source.model, source.dtype, source.untrained.dtypes
     if source.untrained.rounded:  # exports of the checkpoint have no more bits than bf16
@@ -84,8 +89,43 @@ def settings_of(
         placement=placement.as_dict(),
         groups=() if optimizer is None else tuple(optimizer.saved_groups()),
         num_steps=0 if optimizer is None else optimizer.num_steps,
-        left_out=left_out,
+        left_out=_base_reference(source, entries, folder, opened.ranks),
     )
+
+
+def _base_reference(
+    source: Source, entries: Iterable[Entry], folder: Path, ranks: Ranks
+) -> BaseReference | None:
+    """A reference to the base that a checkpoint of an adapter leaves out; None: it saves the base.
+
+    A base that is a checkpoint of ours is marked, so that no rotation removes it. All ranks call
+    this, and get the same result. The checkpoint's `folder` may replace that of the base.
+    """
+    adapters, origin = adapted(source.model), source.origin
+    frozen = [entry for entry in entries if entry.group is None]
+    reference = None
+    if origin and adapters and all(entry.name in adapters.held for entry in frozen):
+        packed = {e.name: e.packed.name for e in frozen if e.packed and e.needs_unpacking}
+        checksum = origin.fingerprint(entry.name for entry in frozen)
+        if origin.revision is not None or _will_stay(Path(origin.path), folder):
+            origin.carried = origin.carried or state_io.fingerprint(source.untrained.carried)
+            reference = BaseReference(
+                origin.path, origin.revision, checksum, packed, origin.carried
+            )
+    references = ranks.all_gather_object(reference)
+    return references[0] if all(references) else None
+
+
+def _will_stay(base: Path, folder: Path) -> bool:
+    """True if a base exists and will neither be replaced by `folder` nor removed."""
+    if not base.exists() or base.resolve() == folder.resolve():
+        return False
+    try:
+        if is_checkpoint(base):
+            mark(base)
+    except OSError:  # it cannot be marked, so it may be removed
+        return False
+    return True
 
 
 def write_model(
