@@ -9,9 +9,9 @@ chooses for each label.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal, NamedTuple, get_args, get_origin
 
 import torch
 import torch.nn.functional as F
@@ -50,10 +50,23 @@ def log_probs_of(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     return logits_of(logits_NV, targets_N) - logits_NV.logsumexp(1)
 
 
+# What a setting must be, by the words that say so.
+_RULES: dict[str, Callable[[float], bool]] = {
+    "above 0": lambda x: 0 < x < math.inf,
+    "0 or more": lambda x: 0 <= x < math.inf,
+    "1 or more": lambda x: 1 <= x < math.inf,
+    "2 or more": lambda x: 2 <= x < math.inf,
+    "from 0 to 1": lambda x: 0 <= x <= 1,
+    "from 0 to below 1": lambda x: 0 <= x < 1,
+    "from 0 to below 0.5": lambda x: 0 <= x < 0.5,
+}
+
+
 class Loss(ABC):
     """A loss of a step; subclasses are frozen dataclasses, equal if they compute the same.
 
     Attributes:
+        limits: what the settings of these names must be, in words of `_RULES`.
         inputs: names of further tensors `[B, T]` of each micro-batch: a number for each label.
         choices: names of further tensors `[B, T, K]` of each micro-batch: first the ids (int64) of
             tokens whose logits the loss reads, then numbers for each of these tokens.
@@ -62,6 +75,7 @@ class Loss(ABC):
         embeds: True if the loss reads the hidden states of a model without a head.
     """
 
+    limits: ClassVar[dict[str, str]] = {}
     scores: ClassVar[bool] = False
     embeds: ClassVar[bool] = False
     inputs: ClassVar[tuple[str, ...]] = ()
@@ -69,10 +83,18 @@ class Loss(ABC):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < math.inf:
-            raise InputError(
-                f"{type(self).__name__}'s temperature is {self.temperature!r}; it must be above 0"
-            )
+        """Raises InputError: a setting is not as `limits` says, or none of its literals."""
+        for name, rule in {"temperature": "above 0", **self.limits}.items():
+            value, default = getattr(self, name), getattr(type(self), name, 0)
+            if not (value is default is None or _RULES[rule](value)):
+                raise InputError(f"{type(self).__name__}'s {name} is {value!r}; it must be {rule}")
+        for setting in fields(self):  # type: ignore[arg-type]
+            value, known = getattr(self, setting.name), get_args(setting.type)
+            if get_origin(setting.type) is Literal and value not in known:
+                raise InputError(
+                    f"{type(self).__name__}'s {setting.name} is {value!r}; it must be one of "
+                    f"{', '.join(known)}"
+                )
 
     @property
     def head(self) -> "ClassHead | None":
@@ -234,10 +256,7 @@ class LabelSmoothing(Loss):
     """
 
     share: float
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share < 1:
-            raise InputError(f"label smoothing is {self.share!r}; it must be from 0 to below 1")
+    limits: ClassVar[dict[str, str]] = {"share": "from 0 to below 1"}
 
     def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         lse_N = logits_NV.logsumexp(1)
@@ -395,12 +414,9 @@ class Distillation(Loss):
     add_tail: bool = False
     temperature: float = 1.0
     choices: ClassVar[tuple[str, ...]] = ("teacher_ids", "teacher_log_probs")
+    limits: ClassVar[dict[str, str]] = {"cross_entropy": "from 0 to 1", "beta": "from 0 to 1"}
 
     def __post_init__(self) -> None:
-        shares = {"share of cross entropy": self.cross_entropy, "beta of distillation": self.beta}
-        for name, share in shares.items():
-            if not 0 <= share <= 1:
-                raise InputError(f"the {name} is {share!r}; it must be from 0 to 1")
         super().__post_init__()
         if self.cross_entropy and self.temperature != 1:
             raise InputError("distillation takes cross_entropy or a temperature; leave one out")

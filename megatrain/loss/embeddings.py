@@ -4,7 +4,6 @@ Legend: B rows of a micro-batch, R of a step, T tokens of a row, N of a micro-ba
 P pairs of a step.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from megatrain.errors import InputError
 from megatrain.loss.base import IGNORED, ClassHead, JointLoss, Loss, Tensors, Weighed
-from megatrain.loss.preferences import check_numbers, check_type
+from megatrain.loss.preferences import check_numbers
 
 Pooling = Literal["last", "mean"]
 
@@ -61,11 +60,7 @@ class Contrastive(Embedding, JointLoss):
     inputs: ClassVar[tuple[str, ...]] = ("pair", "text")
     reads: ClassVar[str] = "embeddings"
     depends_on_step: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not 0 < self.scale < math.inf or self.negatives < 0:
-            raise InputError("a contrastive loss needs scale above 0 and negatives of 0 or more")
-        check_type("a contrastive loss", self.pooling, Pooling, "pooling")
+    limits: ClassVar[dict[str, str]] = {"scale": "above 0", "negatives": "0 or more"}
 
     @property
     def lines(self) -> int:

@@ -1,16 +1,15 @@
 """Losses of a policy: of replies that the model has generated, each with a reward."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatrain.errors import InputError
 from megatrain.loss.base import IGNORED, JointLoss, num_labelled
-from megatrain.loss.preferences import check_numbers, check_rows, check_type, labels_of
+from megatrain.loss.preferences import check_numbers, check_rows, labels_of
 
 PolicyVariant = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 Level = Literal["token", "sequence"]
@@ -89,17 +88,14 @@ class GRPO(JointLoss):
     scale_rewards: Scale = "group"
     use_bias_correction_kl: bool = True
 
+    limits: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("beta", "epsilon", "epsilon_high"), "0 or more"),
+        **dict.fromkeys(("num_iterations", "max_completion_length"), "1 or more"),
+        "num_generations": "2 or more",
+    }
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = {"num_generations": 2, "num_iterations": 1, "max_completion_length": 1}
-        for name in ("beta", "epsilon", "epsilon_high", *least):
-            value = self.high if name == "epsilon_high" else getattr(self, name)
-            if not least.get(name, 0) <= value < math.inf:
-                bound = f"it must be {least.get(name, 0)} or more"
-                raise InputError(f"GRPO's {name} is {value!r}; {bound}")
-        check_type("GRPO", self.loss_type, PolicyVariant)
-        for name, choices in (("importance_sampling_level", Level), ("scale_rewards", Scale)):
-            check_type("GRPO", getattr(self, name), choices, name)
         if self.delta is not None and not self.delta > 1 + self.epsilon:
             raise InputError(f"GRPO's delta is {self.delta!r}; it must be above 1 + epsilon")
         if self.delta is not None and self.loss_type == "cispo":

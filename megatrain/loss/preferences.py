@@ -1,10 +1,9 @@
 """Losses of pairs of replies: a chosen one and a rejected one."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,13 +32,6 @@ def check_numbers(name: str, numbers: Tensor) -> None:
     """Raise InputError if numbers of pairs or rows are not whole, or too large."""
     if not ((numbers == numbers.round()) & (numbers >= 0) & (numbers < MOST_NUMBERS)).all():
         raise InputError(f"{name} must hold whole numbers from 0 to below {MOST_NUMBERS:,}")
-
-
-def check_type(loss: str, value: str, known: Any, name: str = "loss_type") -> None:
-    """Raise InputError if the value of `name` is none of the literals `known`."""
-    if value not in get_args(known):
-        names = ", ".join(get_args(known))
-        raise InputError(f"{loss}'s {name} is {value!r}; it must be one of {names}")
 
 
 def labels_of(name: int, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -162,15 +154,10 @@ class DPO(PairLoss):
     label_smoothing: float = 0.0
     loss_type: DpoVariant = "sigmoid"
     inputs: ClassVar[tuple[str, ...]] = ("pair", "chosen", "reference_logp")
+    limits: ClassVar[dict[str, str]] = {"beta": "above 0", "label_smoothing": "from 0 to below 0.5"}
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta < math.inf:
-            raise InputError(f"DPO's beta is {self.beta!r}; it must be a number above 0")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise InputError(
-                f"DPO's label smoothing is {self.label_smoothing!r}; it must be from 0 to below 0.5"
-            )
-        check_type("DPO", self.loss_type, DpoVariant)
+        super().__post_init__()
         if self.label_smoothing and self.loss_type in ("ipo", "hinge"):
             raise InputError(f"DPO's {self.loss_type} has no label smoothing; leave it out")
 
@@ -227,11 +214,10 @@ class Reward(PairLoss):
     scores: ClassVar[bool] = True
     reads: ClassVar[str] = "rewards"
     inputs: ClassVar[tuple[str, ...]] = ("pair", "chosen")
+    limits: ClassVar[dict[str, str]] = {"center_rewards_coefficient": "above 0"}
 
     def __post_init__(self) -> None:
-        share = self.center_rewards_coefficient
-        if share is not None and not 0 < share < math.inf:
-            raise InputError(f"center_rewards_coefficient is {share!r}; it must be above 0")
+        super().__post_init__()
         if self.margin:
             object.__setattr__(self, "inputs", (*type(self).inputs, "margin"))
 
