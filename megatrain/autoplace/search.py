@@ -370,7 +370,7 @@ class Search:
             measured = self._forecasts.measured(self._workload, placement)
             works = measured.layer(0, rows).computed_twice
             device += max(0, max(work.peak_bytes for work in works) - needs.device[UNSUMMED])
-        host = self._forecasts.least_host_bytes(self._machine, self._workload, placement)
+        host = self._forecasts.least_host_bytes(self._workload, placement)
         return Peaks(device + sum(needs.device.values()), host)
 
     def _peaks(self, placement: Placement, rows: int, steps: int) -> Peaks:

@@ -109,13 +109,10 @@ class Prompts:
     """A data set whose rows are prompts, in the order of the data; all are held in memory.
 
     Args: `seed` decides which rows `hold_out` takes.
-
-    Attributes:
-        packing: always False: no row holds several prompts.
     """
 
     kind: ClassVar[str] = "prompts"
-    packing: ClassVar[bool] = False
+    packing: ClassVar[bool] = False  # no row holds several prompts
 
     def __init__(self, rows: Sequence[PromptRow], seed: int = 0) -> None:
         self._rows, self._seed = rows, seed

@@ -26,6 +26,7 @@ from megatrain.errors import InputError, explained
 
 DataRow = Mapping[str, Any]
 Wanted = Callable[[str], bool]
+Rows = Iterator[tuple[int, DataRow | InputError]]  # each with its number
 UNREAD: Any = ...  # stands for the value of a column that is not wanted; rows still have its name
 _BATCH_ROWS = 256
 
@@ -150,7 +151,7 @@ def split_text(text: str, line: int) -> Iterator[TextPiece]:
         start = stop
 
 
-def read_rows(source: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow | InputError]]:
+def read_rows(source: DataSource, wanted: Wanted) -> Rows:
     """The rows of a source, numbered from 1; a table's only with the values of `wanted` columns.
 
     A malformed row is yielded as an error, and reading continues after it.
@@ -162,7 +163,7 @@ def read_rows(source: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow
         raise InputError(f"{source.name}: no rows in it: give data that has some")
 
 
-def _read_file(file: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow | InputError]]:
+def _read_file(file: DataSource, wanted: Wanted) -> Rows:
     with reading(file):
         if file.format == "parquet":
             yield from read_parquet(file, wanted)
@@ -170,12 +171,13 @@ def _read_file(file: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow 
             yield from read_arrow(file, wanted)
         else:
             with open_file(file) as stream:
-                if file.format == "csv":
-                    yield from read_csv(file, wanted, stream, MAX_LINE_BYTES)
-                    return
                 begins: bytes = stream.peek(64)  # type: ignore[attr-defined]  # all of `open_file`
                 is_list = begins.removeprefix(_BOM).lstrip().startswith(b"[")
-                read = _read_json if file.format == "json" or is_list else _read_jsonl
+                read: Callable[..., Rows] = _read_jsonl
+                if file.format == "csv":
+                    read = read_csv
+                elif file.format == "json" or is_list:
+                    read = _read_json
                 yield from read(file, stream)
 
 
@@ -204,7 +206,7 @@ def _not_utf8(where: str, offset: int, error: UnicodeDecodeError) -> InputError:
     )
 
 
-def _read_jsonl(file: DataSource, stream: IO[bytes]) -> Iterator[tuple[int, DataRow | InputError]]:
+def _read_jsonl(file: DataSource, stream: IO[bytes]) -> Rows:
     """The object of each line."""
     lines = iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b"")
     for number, line in enumerate(lines, 1):
@@ -218,7 +220,7 @@ def _read_jsonl(file: DataSource, stream: IO[bytes]) -> Iterator[tuple[int, Data
                 yield number, error
 
 
-def _read_json(file: DataSource, stream: IO[bytes]) -> Iterator[tuple[int, DataRow]]:
+def _read_json(file: DataSource, stream: IO[bytes]) -> Rows:
     """The objects of a list, or consecutive objects; memory holds one at a time."""
     decode = json.JSONDecoder(object_pairs_hook=each_key_once).raw_decode
     reader = codecs.getreader("utf-8-sig")(stream)
@@ -293,7 +295,7 @@ def _row(row: object, where: str) -> DataRow:
     return row
 
 
-def read_hub(source: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
+def read_hub(source: DataSource, wanted: Wanted) -> Rows:
     """The rows of a hub data set."""
     encoded = source.rows.with_format("arrow")  # without decoding images
     names = encoded.column_names
@@ -302,14 +304,14 @@ def read_hub(source: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow]
     )
 
 
-def read_parquet(file: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
+def read_parquet(file: DataSource, wanted: Wanted) -> Rows:
     """The rows of a Parquet file."""
     with _arrow(file, "Parquet") as arrow, arrow.parquet.ParquetFile(file.path) as table:
         batches = partial(table.iter_batches, _BATCH_ROWS, None)  # None: all row groups
         yield from _rows(file, table.schema_arrow.names, wanted, batches)
 
 
-def read_arrow(file: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
+def read_arrow(file: DataSource, wanted: Wanted) -> Rows:
     """The rows of an Arrow file: a stream (as `datasets` saves), or a file with random access."""
     with _arrow(file, "Arrow") as arrow, arrow.memory_map(str(file.path)) as stream:
         try:
@@ -328,15 +330,13 @@ def read_arrow(file: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow]
         yield from _rows(file, names, wanted, lambda present: (p.select(present) for p in parts))
 
 
-def read_csv(
-    file: DataSource, wanted: Wanted, stream: IO[bytes], longest: int
-) -> Iterator[tuple[int, DataRow]]:
+def read_csv(file: DataSource, stream: IO[bytes]) -> Rows:
     """The rows of a CSV or TSV file with a header; every value is a string."""
     text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
-    csv.field_size_limit(longest)
+    csv.field_size_limit(MAX_LINE_BYTES)
     number = 0
     try:
-        header = text.readline(longest)
+        header = text.readline(MAX_LINE_BYTES)
         if "\0" in header:
             raise InputError(f"{file.name}: NUL in its header (UTF-16?): convert it to UTF-8")
         default = "\t" if ".tsv" in file.path.suffixes else ","
@@ -371,7 +371,7 @@ def _once(names: list[str], file: DataSource) -> None:
 
 def _rows(
     file: DataSource, names: list[str], wanted: Wanted, parts: Callable[[list[str]], Iterable[Any]]
-) -> Iterator[tuple[int, DataRow]]:
+) -> Rows:
     """The rows of a table with these columns; `parts` returns those of some columns in batches."""
     _once(names, file)
     unread = {name: UNREAD for name in names if not wanted(name)}

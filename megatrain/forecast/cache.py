@@ -139,13 +139,12 @@ class ForecastCache(Once):
             needs.host[_BOUNDARIES] = needs.device.pop(_BOUNDARIES)
         return needs
 
-    def least_host_bytes(self, machine: Machine, workload: Workload, placement: Placement) -> int:
+    def least_host_bytes(self, workload: Workload, placement: Placement) -> int:
         """Resident memory of the process without graphs and attention results on the host."""
         host = self.needs(workload, placement).host
         planes = sum(host[kind.value] for kind in PlaneKind if kind is not PlaneKind.GRADIENT)
         later, measured = sum(host.values()) - planes, self.measured(workload)
-        process = process_bytes(self.model(workload), machine, placement, measured, later)
-        return planes + later + process
+        return planes + later + process_bytes(self.model(workload), placement, measured, later)
 
     def measured(self, workload: Workload, placement: Placement | None = None) -> Profile:
         """The works of the model's parts; `placement`: with its chunks and owners of experts."""

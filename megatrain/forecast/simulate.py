@@ -316,7 +316,7 @@ def forecast(
     on_device = _device_bytes(ledger, machine, placement)
     on_device["context"] += mapping_bytes(sum(host.values()))
     allocated_later = sum(host.values()) - planes_bytes - host.get("host_resident_tiles_bytes", 0)
-    host["host_process_bytes"] = process_bytes(model, machine, placement, measured, allocated_later)
+    host["host_process_bytes"] = process_bytes(model, placement, measured, allocated_later)
     return Forecast(
         placement=placement,
         machine=machine,
@@ -354,7 +354,7 @@ def _followed(placement: Placement, steps: int) -> int:
 
 
 def process_bytes(
-    model: Model, machine: Machine, placement: Placement, measured: Profile, allocated_later: int
+    model: Model, placement: Placement, measured: Profile, allocated_later: int
 ) -> int:
     """Bytes of the process beside planes and buffers: while it trains or, if more, while it loads.
 

@@ -161,11 +161,7 @@ def open_data(
 ) -> tuple[PackedDataset | Prompts, dict[str, PackedDataset | Prompts]]:
     """Open the training rows, and the evaluation rows (of separate files, or held out) by name.
 
-    The name of a single evaluation set is empty.
-
-    Args: `images`: the model's processor of images.
-
-    Raises InputError: the data cannot be used.
+    The name of a single evaluation set is empty. Raises InputError: the data cannot be used.
     """
     data = config.data
     options = data.model_dump(include={"fields", "bad_rows", "hub_config", "hub_split"})

@@ -56,10 +56,7 @@ class Rewards:
     """The reward functions of a run, called one after the other; `names`: theirs in the log."""
 
     def __init__(self, settings: RolloutSection) -> None:
-        """Import the functions.
-
-        Raises InputError: a module cannot be imported, or has no such function.
-        """
+        """Raises InputError: a module cannot be imported, or has no such function."""
         paths = {written: written.rpartition(":")[0] for written in settings.rewards}
         modules = {path: _module(path) for path in dict.fromkeys(paths.values())}
         self.names = [written.rpartition(":")[2] for written in settings.rewards]
