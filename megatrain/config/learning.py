@@ -266,7 +266,7 @@ class RolloutSection(Section):
     """
 
     rewards: list[Annotated[str, AfterValidator(_function)]] = Field(default_factory=list)
-    weights: list[float] | None = None
+    weights: list[Annotated[float, Field(ge=-1e6, le=1e6)]] | None = None
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Natural = 0

@@ -121,6 +121,8 @@ class GRPO(JointLoss):
             raise InputError(
                 f"{len(rewards_R)} rewards are no whole groups of {self.num_generations} replies"
             )
+        if rewards_R.isinf().any():
+            raise InputError("a reward is infinite; give finite numbers, or NaN for no reward")
         grouped = rewards_R.double().view(-1, self.num_generations)
         centred = grouped - grouped.nanmean(1, keepdim=True)
         if self.scale_rewards != "none":

@@ -14,10 +14,12 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -49,6 +51,7 @@ _RESERVED = re.compile(
     r"tokens_per_second|frac_reward_zero_std|model_tflops|mfu|device_peak_bytes|host_bytes|busy|"
     r"idle|skipped|failed|rows"
 )
+_LARGEST = torch.finfo(torch.float32).max  # squares of larger rewards may overflow
 _SEED = 0x726F6C6C  # separates these seeds from those of steps
 
 
@@ -103,13 +106,13 @@ async def _awaited(values: Any) -> Any:
 def _column(name: str, returned: Any, count: int) -> Tensor:
     """A function's rewards of `count` replies. Raises RunFailed: it has returned something else."""
     try:
-        if isinstance(returned, str | bytes):
+        if isinstance(returned, str | bytes | Mapping | Set):  # keys, or values without an order
             raise TypeError
         items = returned.tolist() if isinstance(returned, Tensor) else returned
         values = [math.nan if value is None else float(value) for value in items]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         values = []
-    if len(values) != count or any(map(math.isinf, values)):
+    if len(values) != count or any(abs(value) > _LARGEST for value in values):
         raise RunFailed(
             f"reward {name} returned {returned!r:.60}; it must return a list of finite numbers or "
             f"None, one for each of {count} completions"
@@ -329,12 +332,12 @@ class Rollouts:
         names = dict.fromkeys(name for reply in replies for name in reply.row.beside)
 
         def rewarded() -> tuple[Tensor, dict[str, Any]]:
-            values: dict[str, Any] = {}
+            values: dict[str, list[float]] = defaultdict(list)
 
             def log_metric(name: str, value: Any) -> None:
                 if _RESERVED.fullmatch(name):
                     raise ValueError(f"log_metric: {name!r} is a name of the log's own")
-                values[name] = float(value)
+                values[name].append(float(value))
 
             rewards = self.rewards.of(
                 [reply.row.prompt for reply in replies],
@@ -344,7 +347,7 @@ class Rollouts:
                 log_metric=log_metric,
                 **{name: [r.row.beside.get(name) for r in replies] for name in names},
             )
-            return rewards, values
+            return rewards, {name: fmean(numbers) for name, numbers in values.items()}
 
         rewards_RF, values = self.ranks.from_first(rewarded)  # functions may have side effects
         logged |= values

@@ -145,6 +145,8 @@ def test_advantages_compare_replies_to_one_prompt():
     torch.testing.assert_close(batch, none / (there.std() + 1e-4))
     with pytest.raises(InputError, match="8 rewards are no whole groups of 3"):
         GRPO(num_generations=3).advantages(rewards[:8])
+    with pytest.raises(InputError, match="a reward is infinite"):
+        GRPO(num_generations=3).advantages(rewards / 0)
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
