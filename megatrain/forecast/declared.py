@@ -22,7 +22,7 @@ from megatrain.model.capture import ADDED, FEATURES, Call, Ref
 from megatrain.model.micro_batch import MicroBatch
 from megatrain.placement import Saves
 from megatrain.tile import Entry, TileLayout
-from megatrain.tile.formats import BLOCKS, FP8
+from megatrain.tile.formats import BLOCKS, FP8, PIECE
 
 # 4-bit codes are looked up in a table: an H200 does so at a fifth of its memory's rate, in GB/s,
 # with more launches a parameter (NF4 of 7B, 72B, gpt-oss-120B, its MXFP4; benchmarks/results).
@@ -105,12 +105,14 @@ class Declared:
 
         def scratch_bytes(entry: Entry) -> int:
             # Scales are spread over their blocks, a parameter's at once: three fp32 values a block.
-            per_element = 12 / 64
+            scratch = entry.numel * 12 // 64
             # What is multiplied in float8 is unpacked from NF4 before, and in fp32 if not compiled.
-            if entry.multiplied:
-                per_element += 0 if entry.packed in (None, FP8) else 2
-                per_element += 0 if self.measured.compiled else 12
-            return int(entry.numel * per_element)
+            if entry.multiplied and entry.packed not in (None, FP8):
+                scratch += entry.numel * 2
+            if not self.measured.compiled:  # values and products in fp32, and indices of a table
+                at_once = entry.numel if entry.multiplied else min(entry.numel, PIECE)
+                scratch += at_once * (12 if entry.multiplied or entry in by_table else 8)
+            return scratch
 
         self.ledger.note_peak(max(map(scratch_bytes, unpacked)))
         return Work(touched_bytes=touched, kernels=kernels), None

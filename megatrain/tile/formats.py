@@ -19,7 +19,7 @@ Expand = Callable[[Tensor, Tensor, Tensor, Tensor], Any]  # takes codes, scales,
 _BLOCK, _GROUP = 64, 256  # nf4: values that share a scale; scales that share a scale of their own
 _TINY = 1e-38  # bitsandbytes divides by no smaller scale
 _MOST_E4M3 = 448.0
-_PIECE, _COMPILED_PIECE = 1 << 23, 1 << 28  # values that are expanded at once
+PIECE, _COMPILED_PIECE = 1 << 23, 1 << 28  # values that are expanded at once
 _ROWS_PIECE = 1 << 25  # values of chosen rows that are expanded at once, into further memory
 SIDE = 128  # float8: rows and columns of a block with one scale
 _SPAN = 32  # mxfp4: values with one exponent
@@ -83,7 +83,7 @@ class WeightFormat:
         """
         codes, scales = self.codes_and_scales(stored, out.shape)
         flat, expand, values = out.view(-1), fast(self.expand), self.values(out.device)
-        at_once = _PIECE if expand is self.expand else _COMPILED_PIECE  # compiled: few launches
+        at_once = PIECE if expand is self.expand else _COMPILED_PIECE  # compiled: few launches
         if rows is not None:
             rows_at_once = max(1, min(at_once, _ROWS_PIECE) // out[0].numel())
             for first in range(0, len(rows), rows_at_once):
@@ -115,7 +115,7 @@ def _nf4_sections(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _nf4_codes(values: Tensor) -> tuple[Tensor, Tensor]:
-    pieces = [_nf4_piece(piece) for piece in values.reshape(-1, _BLOCK).split(_PIECE // _BLOCK)]
+    pieces = [_nf4_piece(piece) for piece in values.reshape(-1, _BLOCK).split(PIECE // _BLOCK)]
     return torch.cat([codes for codes, _ in pieces]), torch.cat([scales for _, scales in pieces])
 
 
@@ -188,7 +188,7 @@ def _fp8_sections(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _pack_fp8(values: Tensor) -> Tensor:
-    rows = values.reshape(-1, values.shape[-1]).split(max(1, _PIECE // values.shape[-1]))
+    rows = values.reshape(-1, values.shape[-1]).split(max(1, PIECE // values.shape[-1]))
     codes, scales = zip(*map(fp8_rows, rows), strict=True)
     return torch.cat([part.view(-1).view(torch.uint8) for part in (*scales, *codes)])
 
@@ -258,7 +258,7 @@ def _blocks_parts(shape: Sequence[int], _: Tensor, scales: Tensor, codes: Tensor
 def _pack_mxfp4(values: Tensor) -> Tensor:
     """Pack `[E, I, O]`: an exponent for each span of inputs, and codes, two inputs a byte."""
     spans = values.reshape(-1, _SPAN, values.shape[-1])
-    pieces = map(_mxfp4_piece, spans.split(max(1, _PIECE // spans[0].numel())))
+    pieces = map(_mxfp4_piece, spans.split(max(1, PIECE // spans[0].numel())))
     return torch.cat([part.view(-1) for kind in zip(*pieces, strict=True) for part in kind])
 
 

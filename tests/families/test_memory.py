@@ -72,15 +72,17 @@ def drawn(seed, layers):
     return placement, size
 
 
-def foretold_and_taken(model, seed, row=None):
+def foretold_and_taken(model, seed, row=None, **how):
     """Of two steps, without those of a driver, an allocator and a process.
 
-    Args: `row`: with images or sounds, which all rows are like.
+    Args:
+        row: with images or sounds, which all rows are like.
+        how: an adapter, and the format of its base.
 
     Raises:
         NotForeseeable, InputError: as forecasts and engines do.
     """
-    source = open_source(model)
+    source = open_source(model, **how)
     found = structure(source)
     placement, size = drawn(seed, len(found.layers))
     if row is not None:
@@ -164,6 +166,16 @@ def test_what_a_layer_saves_for_graphs_that_it_drops_does_not_wait_on_the_host()
     config = LoraConfig(r=4, target_modules="all-linear", use_dora=True)
     foretold, taken = foretold_and_taken(get_peft_model(tiny_model("llama"), config), 23)
     assert taken.device <= _SHARE * foretold.device, (taken, foretold)
+    assert taken.host <= _SHARE * foretold.host, (taken, foretold)
+
+
+@pytest.mark.parametrize("base", ["nf4", "fp8"])
+def test_what_unpacks_weights_without_a_compiler_is_counted(base):
+    """Values, and products in fp32, of the largest experts."""
+    model = tiny_model("olmoe", changes={"hidden_size": 64})
+    adapter = {"r": 2, "target_modules": "all-linear"}
+    foretold, taken = foretold_and_taken(model, 0, adapter=adapter, base=base)
+    assert 0.9 * foretold.device <= taken.device <= _SHARE * foretold.device, (taken, foretold)
     assert taken.host <= _SHARE * foretold.host, (taken, foretold)
 
 

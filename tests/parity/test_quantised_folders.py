@@ -348,7 +348,7 @@ def test_a_stack_is_packed_in_pieces_and_as_its_rows(packing, monkeypatch):
     stack = weights(torch.bfloat16).view(3, 64, 640)
     whole = packing.pack(stack)
     assert torch.equal(whole, packing.pack(stack.view(192, 640)))
-    sized(monkeypatch, formats, _PIECE=640)
+    sized(monkeypatch, formats, PIECE=640)
     assert torch.equal(whole, packing.pack(stack))
     wanted = packing.unpacked(whole, (192, 640)).view(3, 64, 640)
     assert torch.equal(packing.unpacked(whole, (3, 64, 640)), wanted)
