@@ -1,8 +1,11 @@
 """Models in llama.cpp's GGUF files, which transformers dequantises into cached folders."""
 
 import hashlib
+import logging
 import os
+from collections import defaultdict
 from importlib.util import find_spec
+from math import isclose
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,10 +16,34 @@ from filelock import FileLock
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.base.whole_files import file_fingerprint, user_cache, whole_folder
+from megatrain.compat.torch import pytree
 from megatrain.errors import InputError, explained
+
+log = logging.getLogger(__name__)
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 _PLAIN = {"F32": torch.float32, "F16": torch.float16}
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+_OF_27B = (46, 62)  # layers of Gemma 2 and 3 whose queries llama.cpp scales otherwise
+# Settings of a file that change results, and their names in configurations.
+_READ_AS = {
+    "rope.freq_base": ("rope_theta",),
+    "rope.dimension_count": ("rotary_dim", "rotated"),
+    "attention.key_length": ("head_dim", "global_head_dim"),
+    "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "attention.sliding_window": ("sliding_window",),
+    "attention.layer_norm_epsilon": _EPSILONS,
+    "attention.layer_norm_rms_epsilon": _EPSILONS,
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "attention.scale": ("attention_multiplier",),
+    "logit_scale": ("logit_scale",),
+    "embedding_scale": ("embedding_multiplier",),
+    "residual_scale": ("residual_multiplier",),
+}
+# Ways of splitting words, by llama.cpp's names, whose tokens GPT-2's splitting makes, too.
+_SPLIT_AS_GPT2 = {"gpt-2", "mpt", "olmo", "jais", "phi-2", "smollm", "starcoder", "refact"}
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -57,11 +84,12 @@ def _unpack(path: Path, folder: Path) -> None:
             f"{path}: is one part of {int(parts.contents())}; merge them first: llama-gguf-split "
             "--merge FIRST_PART WHOLE.gguf"
         )
-    _refuse_scaled_positions(path, reader, config)
+    refuse_unread(path, reader, config)
     for token, name in _SPECIAL.items():  # some versions of transformers set other tokens
         number = reader.fields.get(f"tokenizer.ggml.{name}_token_id")
         if number is not None:
             setattr(tokenizer, token, tokenizer.convert_ids_to_tokens(int(number.contents())))
+    _warn_of_splitting(path, reader)
     largest = max(reader.tensors, key=lambda tensor: int(tensor.n_bytes))
     dtype = _PLAIN.get(largest.tensor_type.name, torch.bfloat16)
     packed = getattr(transformers, "GgufConfig", None)  # older versions always dequantise
@@ -83,18 +111,58 @@ def _unpack(path: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _refuse_scaled_positions(path: Path, reader: Any, config: Any) -> None:
-    """Raise InputError if the file scales positions, and its `config` does not."""
-    found = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
-    architecture = reader.fields["general.architecture"].contents()
-    scaling = reader.fields.get(f"{architecture}.rope.scaling.type")
-    kind = "none" if scaling is None else scaling.contents()
+def _warn_of_splitting(path: Path, reader: Any) -> None:
+    """Warn if transformers splits words otherwise than the file says, before it joins bytes."""
+    kind, split = (reader.fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    if kind is None or split is None or kind.contents() != "gpt2":
+        return
+    try:
+        from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
+    except ImportError:  # older versions
+        known = {"qwen2"}
+    else:
+        known = {*mapping.GGUF_PRE_TOKENIZER_SPLITS}
+    if split.contents() not in _SPLIT_AS_GPT2 | known:
+        log.warning(
+            "%s: transformers does not know its way of splitting words, %s, and takes GPT-2's: "
+            "some texts may become other tokens; give the tokenizer of the model's safetensors "
+            "folder as model.tokenizer", path, split.contents(),
+        )  # fmt: skip
+
+
+def refuse_unread(path: Path, reader: Any, config: Any) -> None:
+    """Raise InputError if the file has a setting that its `config` lacks, as transformers made it.
+
+    That includes scaled positions.
+    """
+    prefix = f"{reader.fields['general.architecture'].contents()}."
+    settings = {n.removeprefix(prefix): f for n, f in reader.fields.items() if n.startswith(prefix)}
+    names = (tensor.name for tensor in reader.tensors)
+    found = [f"{name} (scaled positions)" for name in names if name.startswith("rope_")]
+    kind = settings["rope.scaling.type"].contents() if "rope.scaling.type" in settings else "none"
     if kind != "none" and f'"{kind}"' not in config.to_json_string(use_diff=False):
-        found.append(f"positions of type {kind}")
+        found.append(f"positions scaled by {kind}")
+    read: dict[Any, list[Any]] = defaultdict(list)  # a configuration's numbers by name, with parts
+    for place, number in pytree.tree_leaves_with_path(config.get_text_config().to_dict()):
+        if isinstance(number, int | float):
+            read[getattr(place[-1], "key", None)].append(number)
+    heads = getattr(config, "num_attention_heads", None)
+    head_dim, *_ = read["head_dim"] = read["head_dim"] or [config.hidden_size / (heads or 1)]
+    read["rotated"] = [share * head_dim for share in read["partial_rotary_factor"] or [1]]
+    if read["query_pre_attn_scalar"]:
+        scale = config.hidden_size / heads if config.num_hidden_layers in _OF_27B else head_dim
+        if read["query_pre_attn_scalar"] != [scale]:
+            found.append(f"queries that are scaled by {scale:g}^-0.5")
+    for name, as_read in _READ_AS.items():
+        value = settings[name].contents() if name in settings else 0
+        theirs = [number for their_name in as_read for number in read[their_name] if number]
+        theirs += [1] if name.endswith("scale") else []
+        if value and not any(isclose(value, number, rel_tol=1e-6) for number in theirs):
+            found.append(f"{name} {value:g}")
     if found:
         raise InputError(
-            f"{path}: holds {found[0]}, scaled positions that transformers does not read; take "
-            "the model's safetensors folder"
+            f"{path}: holds {found[0]}, which transformers does not read; take the model's "
+            "safetensors folder"
         )
 
 

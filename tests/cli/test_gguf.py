@@ -4,15 +4,17 @@ import json
 import shutil
 import stat
 import sys
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Gemma2Config
 
 from megatrain import AdamW, Engine, InputError
+from megatrain.compat.gguf import refuse_unread
 from tests.cli.cases import TALK, TEMPLATE, sets, write_run_file
 
 WIDTH, MLP, LAYERS, TOKENS = 32, 64, 2, 300
@@ -152,12 +154,20 @@ SCALED = np.ones(4, np.float32)
 PARTIAL = {
     "lacks the tensor of 'model.layers.1.mlp.up_proj.weight'": {"without": "blk.1.ffn_up.weight"},
     "is one part of 2; merge them": {"change": lambda writer: writer.add_uint16("split.count", 2)},
-    "holds rope_freqs.weight, scaled positions": {
+    "holds rope_freqs.weight (scaled positions), which transformers": {
         "change": lambda writer: writer.add_tensor("rope_freqs.weight", SCALED)
     },
-    "holds positions of type yarn, scaled positions": {
+    "holds positions scaled by yarn, which transformers": {
         "change": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
     },
+    "holds attention.sliding_window 8, which transformers does not read": {
+        "change": lambda writer: writer.add_sliding_window(8)
+    },
+    "holds rope.dimension_count 8, which transformers does not read": {
+        "change": lambda writer: writer.add_rope_dimension_count(8)
+    },
+    "holds logit_scale 0.5, which": {"change": lambda writer: writer.add_logit_scale(0.5)},
+    "holds attention.key_length 32, which": {"change": lambda writer: writer.add_key_length(32)},
     "4 of its numbers have no place in transformers' Qwen2ForCausalLM": {
         "change": lambda writer: writer.add_tensor("blk.0.attn_output.bias", SCALED)
     },
@@ -171,6 +181,40 @@ def test_a_file_of_which_a_part_would_not_be_read_is_refused(
     write_gguf(tmp_path / "part.gguf", tokenizer_folder, **PARTIAL[reason])
     for _ in range(2):  # nothing is kept
         megatrain.refused(reason, "export", "part.gguf", "out")
+
+
+def test_settings_that_transformers_reads_are_no_reason_to_refuse(
+    megatrain, tmp_path, tokenizer_folder, caplog
+):
+    def change(writer):
+        writer.add_rope_dimension_count(WIDTH // 2)
+        writer.add_key_length(WIDTH // 2)
+        writer.add_sliding_window(0)
+        writer.add_logit_scale(1.0)
+
+    write_gguf(tmp_path / "whole.gguf", tokenizer_folder, change=change)
+    megatrain.done("export", "whole.gguf", "out")
+    assert "splitting words" not in caplog.text
+
+
+def test_a_file_whose_words_are_split_otherwise_is_said(
+    megatrain, tmp_path, tokenizer_folder, caplog, monkeypatch
+):
+    add = gguf.GGUFWriter.add_tokenizer_pre
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_pre", lambda w, _: add(w, "deepseek-llm"))
+    write_gguf(tmp_path / "other.gguf", tokenizer_folder)
+    megatrain.done("export", "other.gguf", "out")
+    assert "does not know its way of splitting words, deepseek-llm" in caplog.text
+
+
+def test_queries_of_gemma_27b_are_scaled_otherwise(tmp_path):
+    """By llama.cpp, which goes by the number of layers; transformers does not know of it."""
+    architecture = SimpleNamespace(contents=lambda: "gemma2")
+    reader = SimpleNamespace(tensors=[], fields={"general.architecture": architecture})
+    refuse_unread(tmp_path, reader, Gemma2Config(num_hidden_layers=42))
+    of_27b = Gemma2Config(num_hidden_layers=46, hidden_size=4608, num_attention_heads=32)
+    with pytest.raises(InputError, match=r"queries that are scaled by 144\^-0.5, which transf"):
+        refuse_unread(tmp_path, reader, of_27b)
 
 
 def converter(folder, body):
