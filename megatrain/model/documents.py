@@ -273,27 +273,30 @@ def check_documents(spec: ModelSpec) -> None:
     if runs_on(model, (layer.module for layer in spec.layers)):
         raise InputError(_MIXED.format(model.config.model_type))
     program, uses = ModelProgram(spec, torch.device("cpu"), torch.float32), Uses()
-    if program.may_attend_by_lengths and spec.capture.takes("position_ids"):
-        return
     first, size = 6, 13  # tokens of a document and of a row: no usual widths of heads
     ids = torch.zeros(1, size, dtype=torch.long)
     positions = torch.cat([torch.arange(first), torch.arange(size - first)])[None]
     rows = Rows(ids, ids, {}, ids[0, :1])
+    lengths = length_arguments(positions, ids.device)
     inputs = {"input_ids": ids, "position_ids": positions}
     positions = packed_positions(model, inputs)
-    micro = MicroBatch(inputs | {"position_ids": positions}, ids, rows)
+    micro = MicroBatch(inputs | {"position_ids": positions}, ids, rows, documents=lengths)
+    zeros = {name: torch.zeros(model.get_parameter(name).shape) for name in spec.kept}
+    program.attends_by_lengths = program.may_attend_by_lengths
     with Lookups({}, None, uses):
-        program.prologue({}, micro)  # its weights are zeros
+        program.prologue(zeros, micro)  # its other weights are zeros, too
     leaves = [leaf for call in micro.calls for leaf in call.leaves if isinstance(leaf, Tensor)]
-    unread = uses.touched.union(map(id, leaves)).isdisjoint([id(positions)])
-    if unread and not spec.capture.takes("position_ids"):
+    entering = set(map(id, leaves))
+    takes_positions = spec.capture.takes("position_ids")
+    if not takes_positions and id(positions) not in uses.touched | entering:
         raise InputError(_MIXED.format(model.config.model_type))
-    if program.may_attend_by_lengths:
-        return
-    for mask in (leaf for leaf in leaves if leaf.ndim > 2 and leaf.shape[-2:] == (size, size)):
-        is_seen = mask if mask.dtype == torch.bool else mask > -1  # else it is added to logits
-        if bool(is_seen[..., first:, :first].any()):
-            raise InputError(_MIXED.format(model.config.model_type))
+    if id(lengths["cu_seq_lens_q"]) in entering:
+        return  # layers may keep documents apart by their lengths
+    masks = [leaf for leaf in leaves if leaf.ndim > 2 and leaf.shape[-2:] == (size, size)]
+    shown = [mask if mask.dtype == torch.bool else mask > -1 for mask in masks]  # others are added
+    knows_none = not masks and id(positions) not in entering  # a layer is given nothing of them
+    if knows_none or any(bool(is_seen[..., first:, :first].any()) for is_seen in shown):
+        raise InputError(_MIXED.format(model.config.model_type))
 
 
 @dataclass(frozen=True)
