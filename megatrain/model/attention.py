@@ -17,11 +17,10 @@ Legend: B rows, T tokens of a row, H heads, D width of a head.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from threading import local
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +46,6 @@ from megatrain.model.attention_chunks import Seen, attend_in_chunks, gradients_i
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import Precision
 
-Value = TypeVar("Value")
-
 OURS = "megatrain_"
 """Prefix of the names of our implementations."""
 
@@ -62,8 +59,16 @@ in place of "sdpa" for layers with windows."""
 MOST_WIDTH = 256
 """The largest width of a head in torch's flash kernels."""
 
-HAS_LENGTHS: ContextVar[bool] = ContextVar("HAS_LENGTHS", default=False)
-"""True while a forward runs whose layers get documents' lengths, and need no masks of positions."""
+
+class _Forward(local):
+    """What functions for masks read of the forward that runs in this thread."""
+
+    has_lengths = False  # True: layers get documents' lengths, and need no masks of positions
+    # of a row in a trial of rows that ranks share; masks that matter in such rows are refused
+    trial_tokens: int | None = None
+
+
+FORWARD = _Forward()
 
 
 def chosen_attention(name: str | None) -> str | None:
@@ -108,20 +113,10 @@ def has_sinks(module: nn.Module) -> bool:
     return isinstance(getattr(module, "sinks", None), Tensor)
 
 
-@contextmanager
-def set_to(value: Value, variable: ContextVar[Value]) -> Iterator[None]:
-    """Within this context a variable has this value."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
 def lengths_suffice(arguments: Mapping[str, Any]) -> bool:
     """True if documents' lengths replace the mask that these arguments ask for."""
     # A mask of more than order, window and documents comes with use_vmap.
-    return HAS_LENGTHS.get() and not arguments.get("use_vmap")
+    return FORWARD.has_lengths and not arguments.get("use_vmap")
 
 
 def attend_by_kernel(spec: ModelSpec, precision: Precision) -> None:

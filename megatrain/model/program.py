@@ -348,7 +348,7 @@ class ModelProgram:
             self._undivided[shape] = set()
             uses = Uses(derived={id(v): v for v in arguments.values() if isinstance(v, Tensor)})
         find = partial(self._document_indices, batch, uses)
-        has_lengths = attention.set_to(bool(documents), attention.HAS_LENGTHS)
+        has_lengths = changed([attention.FORWARD], has_lengths=bool(documents))
         padded = batch.counted_N is not None
         finding = finding_once(batch.document_indices, find, padded=padded)
         problem = f"a micro-batch with {', '.join(batch.media)} cannot be run"

@@ -17,7 +17,6 @@ Legend: B rows, N ranks, T tokens of a row, S of one rank's share (T = N x S), H
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,10 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from megatrain.base.changed import changed
 from megatrain.compat.transformers import sdpa_attention_forward, unpacked
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED, JointLoss, Loss
-from megatrain.model.attention import OURS, set_to
+from megatrain.model.attention import FORWARD, OURS
 from megatrain.model.capture import Call
 from megatrain.model.documents import TOLERANCE, at_least_two, change_of, limits_of
 from megatrain.model.micro_batch import TrialRun
@@ -203,7 +203,7 @@ class RowTrial:
         rows = self._rows(tokens, pool)
         self._program.attend(self._of_shares)
         try:
-            with set_to(tokens, _trial_tokens), unpacked():
+            with changed([FORWARD], trial_tokens=tokens), unpacked():
                 calls, losses = self._run_trial(rows)
         finally:
             self._program.attend(self._of_ranks)
@@ -260,10 +260,6 @@ def _same(every: Sequence[Call], alone: Sequence[Call], share: int) -> bool:
         if not torch.equal(of_row, part):
             return False
     return True
-
-
-# In a trial: the tokens of a row. Masks that matter in rows of this length are refused.
-_trial_tokens: ContextVar[int | None] = ContextVar("_trial_tokens", default=None)
 
 
 def _gathered(ranks: int, size: int, *shares: Tensor) -> list[Tensor]:
@@ -344,7 +340,7 @@ def _mask(*args: Any, **kwargs: Any) -> None:
 
     Raises InputError: the model wants another mask, or a window shorter than the trial's rows.
     """
-    tokens, reach = _trial_tokens.get(), kwargs.get("local_size")
+    tokens, reach = FORWARD.trial_tokens, kwargs.get("local_size")
     if tokens is not None and reach is not None and reach < tokens:
         raise _refused(f"its attention reaches {reach} tokens, rows have {tokens}")
     # Attention to later tokens, a function for the mask, or a mask that must be made.
