@@ -31,8 +31,7 @@ _OF_FILES = frozenset((
 ))  # fmt: skip
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 FILE_PREFIX = "base_model.model."  # begins all parameters' names in an adapter's file
-_ROWS, _TOKENS = "SEQ_CLS", "TOKEN_CLS"  # PEFT's tasks for models that give classes or scores
-EMBEDDINGS = "FEATURE_EXTRACTION"  # PEFT's task for models without a head
+_CLASSES = ("SEQ_CLS", "TOKEN_CLS")  # PEFT's tasks for models that give classes or scores
 _HEADS = {"classifier", "score"}  # names that PEFT adds to modules_to_save for these tasks
 _INITS = (True, False, "gaussian")  # other values change the base's weights, or need data
 _UNCHANGED_BASE = ("gaussian", "orthogonal", "eva")  # init_lora_weights that leave the base alone
@@ -135,16 +134,7 @@ def check(config: Any) -> None:
 
 def of_scores(config: Any) -> bool:
     """True if an adapter is for a model that gives classes or scores; it includes the head."""
-    return config.task_type in (_ROWS, _TOKENS) or bool(_HEADS & {*(config.modules_to_save or ())})
-
-
-def task_of(model: object) -> str:
-    """PEFT's `task_type` for a model."""
-    if models.embeds(model):
-        return EMBEDDINGS
-    if models.scores_rows(model):
-        return _ROWS
-    return _TOKENS if models.classifies(model) else "CAUSAL_LM"
+    return config.task_type in _CLASSES or bool(_HEADS & {*(config.modules_to_save or ())})
 
 
 def scoring(config: Any, model: nn.Module) -> Any:
@@ -153,7 +143,7 @@ def scoring(config: Any, model: nn.Module) -> Any:
     It has the model's task, and the model's head in `modules_to_save`, as PEFT itself adds it.
     Raises InputError: the configuration is for another task.
     """
-    task = task_of(model)
+    task = models.task_of(model)
     if config.task_type not in (None, task):
         raise InputError(
             f"the adapter's task_type is {config.task_type}, and the model's is {task}; take that"
@@ -193,8 +183,9 @@ def write_config(config: Any, folder: Path, model: nn.Module) -> None:
     """Write an adapter's `adapter_config.json` for PEFT."""
     copied = copy.copy(config)
     copied.inference_mode = True
-    if copied.task_type is None and (of_scores(copied) or not models.classifies(model)):
-        copied.task_type = task_of(model)
+    task = models.task_of(model)
+    if copied.task_type is None and (of_scores(copied) or task == "CAUSAL_LM"):
+        copied.task_type = task
     copied.save_pretrained(str(folder))
 
 
@@ -206,7 +197,7 @@ def is_base(folder: Path, config: Any) -> bool:
 
 def heads_named(config: Any) -> set[str]:
     """Names that PEFT adds to `modules_to_save`, even if a model lacks them."""
-    return _HEADS if config.task_type in (_ROWS, _TOKENS) else set()
+    return _HEADS if config.task_type in _CLASSES else set()
 
 
 def inject(model: nn.Module, config: Any, name: str) -> None:

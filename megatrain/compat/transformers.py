@@ -8,7 +8,7 @@ from itertools import count
 from operator import attrgetter
 from pathlib import Path
 from threading import RLock, get_ident
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -108,14 +108,19 @@ MODULE_MARKS = frozenset({"_is_hf_initialized"})
 """Attributes that transformers leaves on modules, and that no forward reads."""
 
 
-def scores_rows(model: object) -> bool:
-    """True if a model scores whole rows: its class is one for sequence classification."""
-    return type(model).__name__ in SEQUENCE_CLASSES
+Task = Literal["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION"]
+"""PEFT's names of tasks. Models give logits of next tokens, scores or classes of rows, classes of
+tokens, or without a head hidden states."""
 
 
-def embeds(model: object) -> bool:
-    """True if a model has no head: it gives the last hidden state of each token."""
-    return type(model).__name__ in BASE_CLASSES.values()
+def task_of(model: object) -> Task:
+    """The task of a model's class."""
+    name = type(model).__name__
+    if name in BASE_CLASSES.values():
+        return "FEATURE_EXTRACTION"
+    if name in SEQUENCE_CLASSES:
+        return "SEQ_CLS"
+    return "TOKEN_CLS" if name in TOKEN_CLASSES else "CAUSAL_LM"
 
 
 def quantises(module: str, left_out: Iterable[str]) -> bool:
@@ -132,11 +137,6 @@ def runs_on(model: PreTrainedModel, layers: Iterable[nn.Module]) -> bool:
     convolves = (isinstance(p, nn.Conv1d) and p.kernel_size != (1,) for p in parts)
     carries = getattr(model, "_is_stateful", False)
     return carries or "linear_attention" in kinds or any(convolves)
-
-
-def classifies(model: object) -> bool:
-    """True if a model gives scores, classes or hidden states instead of next tokens."""
-    return type(model).__name__ in CLASSIFIERS or embeds(model)
 
 
 def recorded_routers(model: PreTrainedModel) -> list[tuple[type[nn.Module], int, str]]:

@@ -251,7 +251,7 @@ class Intake:
 
     def _run_trial(self, micro_batches: MicroBatches) -> TrialRun:
         self._program.train(False)
-        loss = TokenScore() if self._program.spec.capture.classifies else CROSS_ENTROPY
+        loss = TokenScore() if self._program.spec.capture.task != "CAUSAL_LM" else CROSS_ENTROPY
         last = self._num_labels - 1  # a classifier's labels are classes, but here they are tokens
         micro_batches = [{**m, "labels": m["labels"].clamp(max=last)} for m in micro_batches]
         batch = self.prepared(micro_batches, loss)

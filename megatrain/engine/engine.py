@@ -363,7 +363,7 @@ class PlacedEngine:
 
     def _require_texts(self) -> None:
         """Raises InputError: the model has no head of next tokens."""
-        if self._spec.capture.classifies:
+        if self._spec.capture.task != "CAUSAL_LM":
             raise InputError(
                 "the model gives scores of rows or classes, or embeddings, and no texts; use "
                 "Engine.rewards, logits or embeddings"

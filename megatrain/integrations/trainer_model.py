@@ -14,7 +14,7 @@ from torch import nn
 from megatrain.api import Engine
 from megatrain.compat.gguf import is_gguf, unpacked
 from megatrain.compat.peft import has_adapter, is_peft_model, without_wrapper
-from megatrain.compat.transformers import MULTIMODAL_CLASSES, classifies
+from megatrain.compat.transformers import MULTIMODAL_CLASSES, task_of
 from megatrain.data import load_tokenizer
 from megatrain.errors import InputError
 from megatrain.integrations.heeded import REFUSED, refuse
@@ -145,7 +145,7 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
         inner = without_wrapper(model)
         if has_adapter(model) and inner is model:
             refuse("a model with add_adapter", "give a PeftModel, or the base and peft_config")
-        if not scores and classifies(inner):
+        if not scores and task_of(inner) != "CAUSAL_LM":
             refuse(
                 f"a {type(inner).__name__}",
                 "a score of rows needs trl's RewardTrainer, and classes a run file "

@@ -230,9 +230,7 @@ class Capture:
         model: the model; layer parameters on the meta device, buffers real.
         trunk: the outermost submodule that contains the stack and is called as a whole; the
             language-model head runs after it.
-        scores_rows: True if the head returns numbers for each row, not logits for each token.
-        classifies: True if the head returns classes or scores, not next tokens; or there is none.
-        embeds: True if there is no head: the model's output is the trunk's.
+        task: of the model (`task_of`); without a head its output is the trunk's.
         takes_any: True if the forward passes unknown keyword arguments to its layers.
         encodes: True if the model has encoders of images or sounds.
         runner: the module whose forward calls the layers.
@@ -249,8 +247,7 @@ class Capture:
         self.trunk: nn.Module = model
         self._handler: Callable[[nn.Module, tuple, dict], Any] | None = None
         self._ends = False
-        self.scores_rows, self.classifies = hf.scores_rows(model), hf.classifies(model)
-        self.embeds = hf.embeds(model)
+        self.task = hf.task_of(model)
         self._signature = inspect.signature(model.forward).parameters
         kinds = [parameter.kind for parameter in self._signature.values()]
         self.takes_any = inspect.Parameter.VAR_KEYWORD in kinds
@@ -355,7 +352,7 @@ class Capture:
 
         For a model that scores rows, scores of each token, as if each were the last of a row.
         """
-        if not self.scores_rows:
+        if self.task != "SEQ_CLS":
             result = self._after_trunk(weights, output, inputs)
             return result.logits if hasattr(result, "logits") else result[0]
         hidden_BTD = last_hidden(output)

@@ -46,20 +46,20 @@ def label_shift(spec: ModelSpec) -> int:
     """
     model = spec.capture.model
     name, count = type(model).__name__, model.config.get_text_config(decoder=True).vocab_size
-    if spec.capture.scores_rows:
+    if spec.capture.task == "SEQ_CLS":
         _try_scores(spec, name)
         return 0  # scores are compared at their own token
-    if spec.num_logits < count and not spec.capture.classifies:
+    if spec.num_logits < count and spec.capture.task == "CAUSAL_LM":
         raise Unsupported(
             f"{name} makes {spec.num_logits} numbers of a token, and its vocabulary has {count}:"
             " its head is not a language model's; give a model with one (...ForCausalLM)"
         )
-    if spec.capture.embeds:
+    if spec.capture.task == "FEATURE_EXTRACTION":
         return 0
     shift = _tried(spec, name)
     if spec.router_loss is not None:
         _try_routers(spec, spec.router_loss, shift, name)
-    if shift == 0 and name not in CAUSAL_LM_CLASSES and not spec.capture.classifies:
+    if shift == 0 and name not in CAUSAL_LM_CLASSES and spec.capture.task == "CAUSAL_LM":
         raise Unsupported(
             f"{name} predicts each token at its own place, not the next one: it is not a causal "
             "language model; load it with AutoModelForCausalLM"

@@ -263,7 +263,7 @@ class _Probe:
         """Set the capture's trunk; raises NotCalled or Unsupported: there is none."""
         path = self.stack_name.split(".")
         around = [self.model.get_submodule(".".join(path[:n])) for n in range(1, len(path))]
-        if self.capture.embeds:  # without a head, the model's output is the trunk's
+        if self.capture.task == "FEATURE_EXTRACTION":  # the model's output is the trunk's
             around.append(self.model)
         called: list[nn.Module] = []
         with register_module_forward_pre_hook(lambda module, _: called.append(module)):

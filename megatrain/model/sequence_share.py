@@ -172,7 +172,7 @@ class RowTrial:
         self._limits = limits_of(spec.capture.model.config)
         self._equal: set[tuple[int, int]] = set()
         for reason, applies in {
-            "it gives scores of rows": spec.capture.scores_rows,
+            "it gives scores of rows": spec.capture.task == "SEQ_CLS",
             "it has a loss of its routers (output_router_logits)": spec.balances,
             "it moves biases of its routers (router_bias_update)": bool(spec.router_biases),
             "it takes no position_ids": not spec.capture.accepts("position_ids"),

@@ -257,7 +257,7 @@ def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
     for path in sorted({*folder.glob("*.safetensors")} - plan.files):
         if not path.name.startswith(("consolidated", "adapter_model")):
             log.warning("%s: is named by no index, so neither read nor exported", path)
-    heads = _HEADS if hf.classifies(model) else ()
+    heads = _HEADS if hf.task_of(model) != "CAUSAL_LM" else ()
     others = plan.unexpected.items()
     carried = [s for name, tensors in others if not name.startswith(heads) for s in tensors]
     unsaved = hf.not_saved(model)
@@ -446,7 +446,7 @@ def _check_complete(
         n for n in report.unexpected_keys if not any(layer in f".{n}" for layer in further)
     }
     named = (read_json(folder / "config.json").get("architectures") or [""])[0]
-    if hf.classifies(model) and named not in hf.CLASSIFIERS:
+    if hf.task_of(model) != "CAUSAL_LM" and named not in hf.CLASSIFIERS:
         head = "score.", "classifier.", "pooler."
         report.missing_keys = {n for n in report.missing_keys if not n.startswith(head)}
         report.unexpected_keys = {n for n in report.unexpected_keys if not n.startswith(_HEADS)}

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatrain.checkpoint.manifest import Checkpoint
 from megatrain.checkpoint.read import masters, read_tiles
 from megatrain.compat import peft
-from megatrain.compat.transformers import classifies
+from megatrain.compat.transformers import task_of
 from megatrain.errors import InputError
 from megatrain.model.adapters import Adapted, adapted, draw_adapters, plain
 from megatrain.model.build import loaded_types
@@ -98,7 +98,7 @@ class _Loading:
         if missing and (adapters is None or not {*missing} <= adapters.replaced):
             source.origin = None  # no file has all weights
             adapter = source.adapter_folder
-            if adapter is not None and classifies(model):
+            if adapter is not None and task_of(model) != "CAUSAL_LM":
                 raise InputError(
                     f"{adapter}: has no sequence head, and nor has its base; merge it first "
                     f"(megatrain export {adapter} OUT --merged), and begin with OUT"

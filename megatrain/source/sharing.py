@@ -65,15 +65,16 @@ def check_call(opened: EngineSetup, steps: int, loss: object, alike: Any = None)
 
 def _fits(loss: Any, spec: ModelSpec) -> bool:
     """True if a loss is for the model's head."""
-    if loss.embeds or spec.capture.embeds:
-        return bool(loss.embeds and spec.capture.embeds)
-    is_score = spec.capture.scores_rows and spec.num_logits == 1
+    task = spec.capture.task
+    if loss.embeds or task == "FEATURE_EXTRACTION":
+        return bool(loss.embeds) and task == "FEATURE_EXTRACTION"
+    is_score = task == "SEQ_CLS" and spec.num_logits == 1
     if loss.scores or is_score:
         return bool(loss.scores and is_score)
     problem = getattr(spec.capture.model.config, "problem_type", None)
-    if spec.capture.scores_rows and problem not in (None, "single_label_classification"):
+    if task == "SEQ_CLS" and problem not in (None, "single_label_classification"):
         return problem == "multi_label_classification" and isinstance(loss, MultiLabel)
-    return not (spec.capture.classifies and isinstance(loss, JointLoss))
+    return task == "CAUSAL_LM" or not isinstance(loss, JointLoss)
 
 
 def require_alone(ranks: Ranks, what: str) -> None:

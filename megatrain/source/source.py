@@ -182,7 +182,7 @@ def _new_adapter_config(adapter: Any, model: Any, opened: PreTrainedModel) -> An
     if isinstance(model, str | Path):
         folder = Path(model).expanduser()
         config.base_model_name_or_path = str(folder.absolute() if folder.exists() else model)
-    return peft.scoring(config, opened) if hf.classifies(opened) else config
+    return peft.scoring(config, opened) if hf.task_of(opened) != "CAUSAL_LM" else config
 
 
 def adapter_folder(model: Any) -> Path | None:
@@ -217,7 +217,7 @@ def folder_adapter(folder: Path) -> tuple[Any, str]:
 
 def _head_of(folder: Path, config: Any) -> ClassHead | None:
     """The head in an adapter's folder, with as many labels as its weights; None: it has none."""
-    if config.task_type == peft.EMBEDDINGS:
+    if config.task_type == "FEATURE_EXTRACTION":
         return ClassHead(())
     if not peft.of_scores(config):
         return None

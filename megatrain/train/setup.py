@@ -301,7 +301,7 @@ def _structure(config: Config, model: Any) -> Source:
         resting(placement, opened.layouts)
     if config.data.packing and config.loss.kind is None:
         check_documents(opened.spec)
-    if opened.spec.capture.embeds and config.loss.head is None:
+    if opened.spec.capture.task == "FEATURE_EXTRACTION" and config.loss.head is None:
         raise InputError(
             f"config.json of {config.model.path} names {type(source.model).__name__}, which has no "
             "head of a language model; name one there, or take loss.name: contrastive"
