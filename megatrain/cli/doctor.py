@@ -8,33 +8,27 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatrain import __version__
-from megatrain.base.units import GIB, MIB, duration, gib
+from megatrain.base.units import MIB, duration, gib
 from megatrain.plan.doctor import Diagnosis, diagnose
 from megatrain.telemetry.console import say
+from megatrain.telemetry.host import environment
 
 
 def run_doctor(device: str, folder: Path, as_json: bool, share: bool) -> None:
     """Measure, and print. Raises InputError: there is no such device."""
     diagnosis = diagnose(device, folder)
     if as_json or share:
-        print(json.dumps(shared(diagnosis) if share else asdict(diagnosis), indent=2))
+        print(json.dumps(shared(diagnosis, device) if share else asdict(diagnosis), indent=2))
         return
     show(diagnosis, Console(highlight=False))
 
 
-def shared(diagnosis: Diagnosis) -> dict[str, Any]:
+def shared(diagnosis: Diagnosis, device: str) -> dict[str, Any]:
     """The facts with which a maintainer lists this machine, without names of folders or hosts."""
-    facts, gpu = diagnosis.facts, diagnosis.facts.gpu
-    return {
-        "megatrain": __version__,
-        "torch_cuda": facts.torch_cuda,
-        "cpu": facts.cpu,
-        "cores": facts.cores,
-        "memory_gib": round(facts.memory_bytes / GIB),
-        "kernels": facts.kernels,
-        "gpu": gpu
-        and {"name": gpu.name, "driver": gpu.driver, "pcie": [gpu.pcie_generation, gpu.pcie_lanes]},
+    gpu = diagnosis.facts.gpu
+    return environment(device) | {
+        "kernels": diagnosis.facts.kernels,
+        "pcie": gpu and [gpu.pcie_generation, gpu.pcie_lanes],
         "measured": {m.label: [m.value, m.unit] for m in diagnosis.measurements},
         "rates": {name: machine.as_dict() for name, machine in diagnosis.machines.items()},
     }

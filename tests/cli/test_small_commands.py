@@ -42,7 +42,7 @@ def test_a_block_for_an_issue_names_no_place(megatrain, tmp_path):
     result = megatrain.done("doctor", "--device", "cpu", "--share", "--folder", tmp_path)
     told = json.loads(result.stdout)
     assert told["measured"]["AdamW on the host"] == [1.25, "Gparam/s"]
-    assert told["cores"] > 0 and told["memory_gib"] > 0 and told["gpu"] is None
+    assert told["usable_cores"] > 0 and told["host_memory_bytes"] > 0 and told["gpu"] is None
     for private in (str(tmp_path), platform.node(), getpass.getuser()):
         assert f'"{private}"' not in result.stdout and f"/{private}/" not in result.stdout
     issue = Path(__file__).parents[2] / ".github/ISSUE_TEMPLATE/machine.yml"
