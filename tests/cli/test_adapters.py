@@ -119,24 +119,21 @@ def assert_adapter_is_planned(plan):
     assert 0 < layers["planes"]["moments"] < layers["planes"]["weights"]
 
 
-def test_a_plan_takes_the_adapters_that_a_run_takes(megatrain, adapter_file, base, tmp_path):
-    config = LoraConfig(r=4, target_modules=["q_proj", "not_there"])
-    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(
-        tmp_path / "a"
-    )
-    chosen = sets(engine__precision="bf16", engine__device="auto", model__path=str(tmp_path / "a"))
-    assert_adapter_is_planned(
-        megatrain.planned(change_run(adapter_file, adapter={}), *chosen, *HERE)
-    )
-
-
-def test_a_plan_knows_the_adapter(megatrain, adapter_file):
+def test_a_plan_knows_the_adapter_of_a_run_file_and_of_a_folder(
+    megatrain, adapter_file, base, tmp_path
+):
     chosen = sets(engine__precision="bf16", engine__device="auto")
     told = megatrain.planned(adapter_file, *chosen, *HERE)
     step = told["forecast"]
     usual = 6 * step["parameters"] * step["tokens_per_second"] / 1e12
     assert 0.66 < step["model_tflops"] / usual < 0.9  # no gradients of what is frozen
     assert_adapter_is_planned(told)
+    config = LoraConfig(r=4, target_modules=["q_proj", "not_there"])
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    model.save_pretrained(tmp_path / "a")
+    chosen += sets(model__path=str(tmp_path / "a"))
+    file = change_run(adapter_file, adapter={})
+    assert_adapter_is_planned(megatrain.planned(file, *chosen, *HERE))
 
 
 @pytest.mark.parametrize("told", MISTAKES["adapter"])

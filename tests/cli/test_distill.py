@@ -38,25 +38,21 @@ def distilling(run_file, base, teacher):
 
 
 @pytest.mark.parametrize("packing", few([True, False]), ids=["packed", "padded"])
-def test_a_teacher_is_learnt(megatrain, distilling, tmp_path, packing):
-    file = distilling(beta=0.4, add_tail=True, temperature=1.5)
-    alone = sets(data__packing=packing, training__micro_batch_size=1, training__steps=8)
-    megatrain.done("train", file, *alone)
-    run = tmp_path / "run"
-    assert all(record["teacher_seconds"] > 0 for record in records(run, "grad_norm"))
-    losses = [record["eval_loss"] for record in records(run, "eval_loss")]
-    assert 0 < losses[-1] < 0.9 * losses[0]
-
-
-def test_a_run_that_distils_goes_on_exactly(megatrain, distilling, teacher, tmp_path):
+def test_a_teacher_is_learnt_and_a_run_goes_on_exactly(
+    megatrain, distilling, teacher, tmp_path, packing
+):
     own = shutil.copytree(teacher, tmp_path / "teacher")
-    file = distilling(teacher=str(own))
-    megatrain.resumed(file, 6, 2)
-    before = (tmp_path / "run" / FILE).read_bytes()
+    file = distilling(teacher=str(own), beta=0.4, add_tail=True, temperature=1.5)
+    alone = sets(data__packing=packing, training__micro_batch_size=1)
+    whole, run = megatrain.resumed(file, 8, 2, *alone)
+    assert all(record["teacher_seconds"] > 0 for record in records(whole, "grad_norm"))
+    losses = [record["eval_loss"] for record in records(whole, "eval_loss")]
+    assert 0 < losses[-1] < 0.9 * losses[0]
+    before = (run / FILE).read_bytes()
     noisy(LlamaForCausalLM.from_pretrained(own)).save_pretrained(own)
-    more = sets(output__folder=str(tmp_path / "run"), training__steps=8)
+    more = [*alone, *sets(output__folder=str(run), training__steps=9)]
     megatrain.refused("has changed since the run began", "train", file, *more, "--resume")
-    assert (tmp_path / "run" / FILE).read_bytes() == before
+    assert (run / FILE).read_bytes() == before
 
 
 @pytest.mark.parametrize("told", MISTAKES["distilled"])

@@ -230,14 +230,14 @@ def assert_step(
 
 
 class Counting(TorchDispatchMode):
-    """Counts the operations of which `chosen(name, arguments)` holds."""
+    """Counts the operations of which `chosen(function, arguments)` holds."""
 
-    def __init__(self, chosen: Callable[[str, tuple[Any, ...]], bool]) -> None:
+    def __init__(self, chosen: Callable[[Any, tuple[Any, ...]], bool]) -> None:
         super().__init__()
         self.chosen, self.count = chosen, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += self.chosen(str(func), args)
+        self.count += self.chosen(func, args)
         return func(*args, **(kwargs or {}))
 
 

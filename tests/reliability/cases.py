@@ -53,6 +53,12 @@ class Run:
         assert code == 0, f"exit code {code}:\n{self.output}"
         return self.output
 
+    def refused(self, *texts: str, code: int = 2) -> None:
+        """Wait for an end with `code` and one line of error, with these texts in the output."""
+        assert self.wait() == code, self.output
+        assert not [text for text in texts if text not in self.output], self.output
+        assert self.output.count("megatrain: error:") == 1, self.output
+
 
 def start_run(*arguments: Any, log: Path, before: str = "", **environment: str) -> Run:
     """Start `megatrain *arguments`, a fork of this process: that takes a tenth of a second.

@@ -35,20 +35,11 @@ def goes_on(start, whole, run):
     return resume
 
 
-def failed_with(process, code, *texts):
-    """The output of a run that must end with `code`, one line of error, and these texts."""
-    assert process.wait() == code, process.output
-    for text in texts:
-        assert text in process.output
-    assert process.output.count("megatrain: error:") == 1
-    return process.output
-
-
 def test_a_second_run_in_the_same_folder_is_refused(start, goes_on):
     first = start(AT_STEP + "import time\nat = lambda step: step == 5 and time.sleep(60)")
     first.until("step 4/8")
-    failed_with(start("", "--resume"), 2, f"process {first.pid} on ", "is writing there")
-    failed_with(start(), 2, "is not empty; choose another folder")
+    start("", "--resume").refused(f"process {first.pid} on ", "is writing there")
+    start().refused("is not empty; choose another folder")
     first.send(signal.SIGKILL)  # its lock goes with it
     first.wait()
     goes_on()
@@ -206,5 +197,5 @@ def test_a_spike_is_left_out(start, run):
 def test_a_disk_without_room_is_told_before_anything_is_written(start, run, tmp_path):
     fault = PLANTED["failing"].format(code="ENOSPC") + "\nos.posix_fallocate = fail"
     spilled = sets(engine__disk=str(tmp_path), engine__placement={"slots": 1, "disk_moments": 9})
-    failed_with(start(fault, *spilled), 3, "no room for planes on this disk", "No space left")
+    start(fault, *spilled).refused("no room for planes on this disk", "No space left", code=3)
     assert not (run.parent / "run" / "checkpoints").exists()

@@ -105,9 +105,7 @@ def test_what_may_not_change_is_refused_by_name(cut, name):
     before = (cut / "run" / "metrics.jsonl").read_bytes()
     if "data__path" in change:
         change = {"data__path": str(write_rows(cut / "more.jsonl", 121))}
-    run = resume(cut, *sets(**change))
-    assert run.wait() == 2
-    assert name in run.output
+    resume(cut, *sets(**change)).refused(name)
     assert (cut / "run" / "metrics.jsonl").read_bytes() == before
 
 
@@ -138,9 +136,8 @@ def test_a_folder_or_the_newest_run_of_a_name_is_resumed(tmp_path, tokenizer_fol
     out = start_run(*arguments, log=tmp_path / "3", before=before).finish()
     assert f"going on after step 2 in {folder}" in out
     inside = start_run("train", folder / "checkpoints", "--resume", log=tmp_path / "5")
-    assert inside.wait() == 2 and "no run there (no config.yaml)" in inside.output
-    refused = start_run("train", folder, log=tmp_path / "4")
-    assert refused.wait() == 2 and "--resume to go on with it" in refused.output
+    inside.refused("no run there (no config.yaml)")
+    start_run("train", folder, log=tmp_path / "4").refused("--resume to go on with it")
 
 
 @pytest.mark.parametrize("damage", ["flipped", pytest.param("renamed", marks=SLOW)])
@@ -167,9 +164,7 @@ def test_a_run_is_not_begun_anew_where_its_checkpoints_are_out_of_reach(cut):
     (cut / "run" / "checkpoints").symlink_to(cut / "elsewhere")
     (cut / "elsewhere").rename(cut / "unmounted")
     before = logged(cut / "run")
-    run = resume(cut)
-    assert run.wait() == 2
-    assert "checkpoints: no folder, or a link to none; mount the disk" in run.output
+    resume(cut).refused("checkpoints: no folder, or a link to none; mount the disk")
     assert logged(cut / "run") == before
     (cut / "unmounted").rename(cut / "elsewhere")
     out = resume(cut).finish()
@@ -179,7 +174,5 @@ def test_a_run_is_not_begun_anew_where_its_checkpoints_are_out_of_reach(cut):
 def test_nothing_is_begun_anew_where_all_checkpoints_are_damaged(cut):
     for checkpoint in (cut / "run" / "checkpoints").iterdir():
         (checkpoint / "manifest.json").write_text("{}")
-    run = resume(cut)
-    assert run.wait() == 2
-    assert "none of its checkpoints is whole" in run.output
+    resume(cut).refused("none of its checkpoints is whole")
     assert logged(cut / "run")

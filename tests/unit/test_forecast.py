@@ -6,7 +6,6 @@ from functools import cache
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MambaConfig
 
 from benchmarks.configurations import configuration
@@ -32,7 +31,7 @@ from megatrain.source.source import open_source, structure
 from megatrain.source.tiles import Model
 from megatrain.tile import TileKind
 from tests.inside import answering, sized
-from tests.parity.cases import Noting
+from tests.parity.cases import Counting, Noting
 from tests.rules import SWEPT, with_rules
 from tests.sweeps import few, placements, swept
 from tests.unit.forecast_cases import (
@@ -299,18 +298,6 @@ def test_a_step_of_many_micro_batches_is_foretold_by_a_few_groups(rows, choices,
 # What updates on a GPU cost a rule that has no kernel there: torch's operations, one by one.
 
 
-class Operations(TorchDispatchMode):
-    """Counts what is launched: views are not."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("rule", "update"), [(Muon, "direction"), (Lion, "lion"), (SGD, "sgd momentum")]
 )
@@ -320,7 +307,7 @@ def test_a_rule_says_what_its_update_launches(rule, update, monkeypatch):
     weights, remainder = (torch.zeros(1 << 14, dtype=d) for d in (torch.bfloat16, torch.int16))
     states = [] if rule is Muon else [torch.zeros(1 << 14)]
     tile = TileRange(weights, remainder, states, weights.clone())
-    with Operations() as operations:
+    with Counting(lambda function, _: not function.is_view) as operations:
         reference.update(update, tile, Scalars(-1e-3, 1.0, 0.9, 0.1, 0.9, 0.1), UpdateOptions())
     assert operations.count / 16 == pytest.approx(rule.launches, rel=0.1)
 

@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from megatrain.errors import InputError
 from tests.inside import program_of
+from tests.parity.cases import frozen
 from tests.sweeps import few, quick, swept
 from tests.unit.data_cases import chat_tokenizer
 from tests.unit.trainer_cases import (
@@ -201,12 +202,6 @@ def test_a_checkpoint_of_weights_alone_is_refused_before_the_engine_is_closed(tm
     made.train()
 
 
-def frozen():
-    model = small()
-    model.lm_head.requires_grad_(False)
-    return model
-
-
 def test_a_checkpoint_of_another_model_is_not_gone_on_with(tmp_path):
     """Its engine would take the place of the one that the trainer was given."""
     steps = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no"}
@@ -214,7 +209,7 @@ def test_a_checkpoint_of_another_model_is_not_gone_on_with(tmp_path):
     others = type("Decaying", (Streamed,), {"get_decay_parameter_names": lambda *_: ["lm_head"]})
     parameters = "set of trained or decayed parameters"
     for model, kind, other in (
-        (frozen, Streamed, parameters),
+        (lambda: frozen(small(), lambda name: "lm_head" not in name), Streamed, parameters),
         (small, others, parameters),
         (partial(small, num_hidden_layers=2), Streamed, "number of parameters"),
         (partial(small, rms_norm_eps=0.1), Streamed, "rms_norm_eps"),
