@@ -167,14 +167,16 @@ def _images(sizes: Sequence[str], path: str | None, run: "Config | None") -> Med
     if not sizes:
         return None
     from megatrain.data import ImageProcessor
+    from megatrain.train.resolve import ResolvedModel, run_images
 
-    trusted = run is not None and run.model.trust_remote_code
-    folder = path if run is None else run.model.path
-    processor = ImageProcessor(Path(folder or "").expanduser(), trust_remote_code=trusted)
-    if not folder or not processor.identity:
+    if run is None:
+        processor = ImageProcessor(Path(path or "").expanduser())
+    else:
+        processor = run_images(ResolvedModel.of(run.model).section, weights=False)
+    if not processor.identity:
         raise InputError(
-            f"--image: {folder} has no processor's files, so the model takes no images; leave "
-            "--image out, or name the folder of a model that has them"
+            f"--image: {path if run is None else run.model.path} has no processor's files, so the "
+            "model takes no images; leave --image out, or name the folder of a model that has them"
         )
     parsed = [re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text) for text in sizes]
     if not all(parsed):

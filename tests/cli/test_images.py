@@ -290,6 +290,11 @@ def test_an_adapter_s_own_processor_makes_the_images_it_is_trained_on(megatrain,
         megatrain.done("train", file, *sets(**keys))
         losses.append(steps(tmp_path / f"{start.name}-2")[0]["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    machine = ["--gpu", "4090", "--host-memory", "64GiB", "--cores", "8", "--image", "9x12"]
+    options = [file, *machine, *sets(model__path=str(tuned))]
+    assert megatrain.planned(*options)["forecast"]["device_bytes"]["images"] > 0
+    (tuned / "model/processor_config.json").write_text('{"processor_class": "NoProcessor"}')
+    megatrain.refused(str(tuned / "model"), "plan", *options)
 
 
 def gif(path):
