@@ -22,13 +22,14 @@ GENERATION = "generation_config.json"
 
 _MOST_BYTES = 256 * MIB  # of all files; the largest known tokenizers have 34 MB
 _TEMPLATES = "additional_chat_templates"
+_GENERATE = "custom_generate"  # code that `model.generate` of transformers runs
 # sentence-transformers' files: the modules of a model, and how it pools tokens' hidden states.
 _MODULES, _POOLING = "modules.json", "1_Pooling/config.json"
 _TEXTS = "sentence_bert_config.json"
 
 _GO_ALONG = re.compile(
     r"[^/]+\.(json|jinja|txt|model(\.v\w+)?|tiktoken|bpe|spm|vocab|py)"
-    rf"|{_TEMPLATES}/[^/]+\.jinja|{_POOLING}"
+    rf"|{_TEMPLATES}/[^/]+\.jinja|{_POOLING}|{_GENERATE}/[^/]+\.(py|txt)"
     r"|(licen[cs]e|notice|copying|copyright|use_policy|acceptable_use)[^/]*",
     re.IGNORECASE,
 )
@@ -48,11 +49,12 @@ log = logging.getLogger(__name__)
 def companions(folder: Path) -> dict[str, bytes]:
     """The files of a model's folder that are copied with its weights.
 
-    Python files are among them only if a configuration names code (`auto_map`).
+    Python files beside the weights are among them only if a configuration names code (`auto_map`).
 
     Raises InputError: a file cannot be read.
     """
-    paths = [*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*"), *folder.glob(_POOLING)]
+    below = (f"{_TEMPLATES}/*", _POOLING, f"{_GENERATE}/*")
+    paths = [*folder.iterdir(), *(path for pattern in below for path in folder.glob(pattern))]
     named = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
     chosen = {
         name: path
@@ -60,7 +62,7 @@ def companions(folder: Path) -> dict[str, bytes]:
         if name.isprintable() and "\\" not in name  # names that checkpoints can hold
         if _GO_ALONG.fullmatch(name) and not _STAY.fullmatch(name)
     }
-    code = {name: chosen.pop(name) for name in list(chosen) if name.endswith(".py")}
+    code = {name: chosen.pop(name) for name in list(chosen) if re.fullmatch(r"[^/]+\.py", name)}
     files, configuration = read_files(chosen), read_files({"config.json": folder / "config.json"})
     needs_code = any(b'"auto_map"' in data for data in [*configuration.values(), *files.values()])
     return files | (read_files(code) if needs_code else {})

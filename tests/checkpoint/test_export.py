@@ -126,6 +126,7 @@ ALONG = {
     "generation_config.json": '{"eos_token_id": [96, 97, 98],\n "temperature": 0.6}',
     "chat_template.jinja": "{{ messages }}",
     "additional_chat_templates/tools.jinja": "{{ tools }}",
+    "custom_generate/generate.py": "def generate(model, **arguments): ...",
     "tokenizer.json": '{"not": "read"}',
     "tokenizer_config.json": '{ "spaces" : 1 }',
     "tokenizer.model": "pieces",
