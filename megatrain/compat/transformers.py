@@ -85,12 +85,6 @@ def encoders(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in modules if module not in others]
 
 
-SEQUENCE_CLASSES = frozenset(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
-"""Names of transformers' classes that score whole rows."""
-
-TOKEN_CLASSES = frozenset(auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values())
-"""Names of transformers' classes that classify each token."""
-
 BASE_CLASSES: dict[str, str] = {
     kind: name
     for kind, name in auto.MODEL_MAPPING_NAMES.items()
@@ -98,29 +92,25 @@ BASE_CLASSES: dict[str, str] = {
 }
 """Names of the classes of language models without a head, by model type."""
 
-CLASSIFIERS = SEQUENCE_CLASSES | TOKEN_CLASSES
-TEXT_CLASSES = CAUSAL_LM_CLASSES.union(
-    CLASSIFIERS, BASE_CLASSES.values(), MULTIMODAL_CLASSES.values()
-)
-"""Names of all classes that may be trained on text."""
+Task = Literal["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION"]
+"""PEFT's names of tasks. Models give logits of next tokens, scores or classes of rows, classes of
+tokens, or without a head hidden states."""
+
+TASKS: dict[str, Task] = {
+    **dict.fromkeys(CAUSAL_LM_CLASSES.union(MULTIMODAL_CLASSES.values()), "CAUSAL_LM"),
+    **dict.fromkeys(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values(), "SEQ_CLS"),
+    **dict.fromkeys(auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values(), "TOKEN_CLS"),
+    **dict.fromkeys(BASE_CLASSES.values(), "FEATURE_EXTRACTION"),
+}
+"""The tasks of all classes that may be trained on text, by name."""
 
 MODULE_MARKS = frozenset({"_is_hf_initialized"})
 """Attributes that transformers leaves on modules, and that no forward reads."""
 
 
-Task = Literal["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION"]
-"""PEFT's names of tasks. Models give logits of next tokens, scores or classes of rows, classes of
-tokens, or without a head hidden states."""
-
-
 def task_of(model: object) -> Task:
     """The task of a model's class."""
-    name = type(model).__name__
-    if name in BASE_CLASSES.values():
-        return "FEATURE_EXTRACTION"
-    if name in SEQUENCE_CLASSES:
-        return "SEQ_CLS"
-    return "TOKEN_CLS" if name in TOKEN_CLASSES else "CAUSAL_LM"
+    return TASKS.get(type(model).__name__, "CAUSAL_LM")
 
 
 def quantises(module: str, left_out: Iterable[str]) -> bool:
@@ -254,7 +244,6 @@ class Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """The sum of the gradients of each token's copies."""
         return _summed(grads[0], *ctx.saved_tensors), None, None
 
 
@@ -269,7 +258,6 @@ class _Combined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of each row is that of its token."""
         return grads[0][ctx.saved_tensors[0]], None, None
 
 

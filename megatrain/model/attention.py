@@ -430,7 +430,6 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Any, *
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    """Save the arguments and results that the backward needs."""
     *saved, ctx.longest, ctx.window, ctx.scale, ctx.cap, lengths = inputs
     ctx.save_for_backward(*saved, *output, lengths)
 

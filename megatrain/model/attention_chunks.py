@@ -206,7 +206,6 @@ def _slopes(
 
 @cache
 def _fused(function: Callable[..., Any], on_gpu: bool) -> Any:
-    """The function, compiled on a GPU."""
     if not (on_gpu and can_compile()):
         return function
     let_triton_launch()

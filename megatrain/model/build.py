@@ -130,7 +130,7 @@ def model_class(
     if not names and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         names = [name for kind, name in hf.MULTIMODAL_CLASSES.items() if kind == config.model_type]
     for name in names:  # the text model of a larger one has no mapping
-        if name in hf.TEXT_CLASSES:
+        if name in hf.TASKS:
             named = getattr(transformers, name)
             if (
                 type(config) is named.config_class
@@ -139,7 +139,7 @@ def model_class(
                 return partial(hf.model_of, named)
     if AutoModelForCausalLM.__name__ not in getattr(config, "auto_map", ()):
         usable = [name for name in names if hasattr(transformers, name)]
-        if usable and hf.TEXT_CLASSES.isdisjoint(names):
+        if usable and hf.TASKS.keys().isdisjoint(names):
             raise InputError(
                 f"the model's configuration names {usable[0]} (architectures); give a language "
                 "model (...ForCausalLM, ...ForConditionalGeneration without an encoder of text) or "

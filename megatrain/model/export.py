@@ -275,7 +275,6 @@ def write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> N
 
 
 def _made(pieces: Sequence[ExportPiece]) -> Iterator[Tensor]:
-    """The values of pieces, one tensor after the other."""
     for piece in pieces:
         tensors = piece.read()
         for name in piece.blanks:

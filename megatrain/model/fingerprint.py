@@ -66,7 +66,6 @@ class Reader:
         self.reads_dictionaries = False  # True if a function reads attributes by way of `__dict__`
 
     def of(self, value: Any) -> Any:
-        """The value that describes an object."""
         kind = type(value)
         if kind in _VALUES:
             return kind, value

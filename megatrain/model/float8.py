@@ -44,7 +44,6 @@ class FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        """The gradient of `x`."""
         scales, turned = ctx.saved_tensors
         return _product(dy * scales, turned, scales.new_ones(1, len(turned))), None, None, None
 

@@ -105,7 +105,6 @@ class ModelProgram:
         return modules
 
     def train(self, mode: bool) -> None:
-        """Training mode (dropout on) or evaluation mode, for the captured model and templates."""
         if self.capture.model.training == mode:
             return
         self.capture.model.train(mode)

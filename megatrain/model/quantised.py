@@ -160,7 +160,6 @@ class Packed(Stored):
         return tensors
 
     def kept_open(self, opened: Callable[[Path], BinaryIO]) -> "Packed":
-        """The same weight, whose parts are in files that stay open."""
         return replace(self, parts=tuple(part.kept_open(opened) for part in self.parts))
 
 

@@ -143,7 +143,6 @@ def _attributes(model: nn.Module) -> Described:
 
 
 def _shown(value: Any) -> str:
-    """An attribute's value as a short text."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"another {type(value).__name__}"
 

@@ -16,7 +16,7 @@ Legend: B rows, N ranks, T tokens of a row, S of one rank's share (T = N x S), H
 
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +31,7 @@ from megatrain.errors import InputError
 from megatrain.loss import IGNORED, JointLoss, Loss
 from megatrain.model.attention import FORWARD, OURS
 from megatrain.model.capture import Call
-from megatrain.model.documents import TOLERANCE, at_least_two, change_of, limits_of
+from megatrain.model.documents import TOLERANCE, Micro, at_least_two, change_of, limits_of
 from megatrain.model.micro_batch import TrialRun
 from megatrain.model.program import ModelProgram
 from megatrain.parallel.distributed import ALONE, ProcessGroups, Ranks, exchange, numbered
@@ -39,7 +39,6 @@ from megatrain.parallel.distributed import ALONE, ProcessGroups, Ranks, exchange
 _TOKENS = 8  # of a share that is tried
 _TAKEN = ("input_ids", "labels", "position_ids", "attention_mask")
 Judged = tuple[Tensor, list[Tensor]]  # a micro-batch's targets, and the loss's other inputs
-Micro = Mapping[str, Tensor]
 
 
 def _refused(why: str) -> InputError:
@@ -52,7 +51,6 @@ class SequenceShare:
     """A rank's share of every row; a single rank has whole rows."""
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
-        """Args: `ranks`: which share every row."""
         self.ranks, self._size = ranks, ranks.size
 
     @property

@@ -131,7 +131,6 @@ class ModelSpec(Structure):
 
     @cached_property
     def read(self) -> set[Ref]:
-        """Activations that layers read."""
         return {ref for layer in self.layers for ref in layer.inputs}
 
     @cached_property

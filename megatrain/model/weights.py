@@ -446,7 +446,7 @@ def _check_complete(
         n for n in report.unexpected_keys if not any(layer in f".{n}" for layer in further)
     }
     named = (read_json(folder / "config.json").get("architectures") or [""])[0]
-    if hf.task_of(model) != "CAUSAL_LM" and named not in hf.CLASSIFIERS:
+    if hf.task_of(model) != "CAUSAL_LM" and hf.TASKS.get(named) not in ("SEQ_CLS", "TOKEN_CLS"):
         head = "score.", "classifier.", "pooler."
         report.missing_keys = {n for n in report.missing_keys if not n.startswith(head)}
         report.unexpected_keys = {n for n in report.unexpected_keys if not n.startswith(_HEADS)}

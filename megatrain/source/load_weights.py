@@ -1,7 +1,7 @@
 """Loads a model's weights and buffers from its source into a store."""
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from megatrain.model.init import initialise
 from megatrain.model.safetensors_io import read_header
 from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
-from megatrain.model.weights import read_weights
+from megatrain.model.weights import Write, read_weights
 from megatrain.parallel.distributed import Ranks
 from megatrain.source import state_io
 from megatrain.source.source import Source
@@ -30,8 +30,6 @@ from megatrain.telemetry.host import update_threads
 from megatrain.tile.formats import FP32
 
 _log = logging.getLogger(__name__)
-
-Write = Callable[[str, Tensor], None]
 
 
 def load_weights(source: Source, spec: ModelSpec, store: Store, seed: int, ranks: Ranks) -> None:
@@ -106,7 +104,6 @@ class _Loading:
         return {source.names.get(name, name) for name in missing}
 
     def _draw(self, names: Collection[str]) -> None:
-        """Initialise the weights with these names at random."""
         source, threads = self._source, update_threads()
         frozen = {name: entry for name, (_, entry) in self._places.items() if entry.group is None}
 

@@ -64,7 +64,6 @@ def check_call(opened: EngineSetup, steps: int, loss: object, alike: Any = None)
 
 
 def _fits(loss: Any, spec: ModelSpec) -> bool:
-    """True if a loss is for the model's head."""
     task = spec.capture.task
     if loss.embeds or task == "FEATURE_EXTRACTION":
         return bool(loss.embeds) and task == "FEATURE_EXTRACTION"

@@ -286,7 +286,6 @@ def _open_plain(
 
 
 def _open_folder(model: str | Path, head: ClassHead | None, **code: Any) -> Source:
-    """Open a model's folder, GGUF file or hub id."""
     folder = resolve_model(model)
     config = build.load_config(folder, trust_remote_code=code.get("trust_remote_code", False))
     quantised = quantised_base(read_json(folder / "config.json"), folder)

@@ -41,8 +41,6 @@ from megatrain.placement import Placement, renamed
 from megatrain.telemetry.host import update_threads
 from megatrain.tile.formats import PACKINGS, WeightFormat
 
-Write = Callable[[str, Tensor], None]
-
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PUT_BACK = "put the base back as it was; of one that has moved a link in its old place will do"
 
@@ -265,7 +263,7 @@ def left_out_names(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, 
 
 
 def read_left_out(
-    checkpoint: Checkpoint, model: PreTrainedModel, write: Write, *, as_computed: bool
+    checkpoint: Checkpoint, model: PreTrainedModel, write: weights.Write, *, as_computed: bool
 ) -> set[str]:
     """Read the parameters that a checkpoint leaves out, and call `write` from many threads.
 
