@@ -31,6 +31,7 @@ from transformers.video_utils import load_video, make_batched_metadata
 
 from megatrain.base.changed import changed
 from megatrain.compat.torch import FORWARD_HOOKS, contiguous_copy
+from megatrain.errors import InputError
 
 __all__ = [
     "auto", "eager_mask", "flatten_dict", "get_model_conversion_mapping", "load_audio", "loading",
@@ -441,6 +442,8 @@ def film_of(
         sample = partial(videos.sample_frames, **settings)
 
     def frame_indices(metadata: Any, **_: Any) -> Any:
+        if metadata.total_num_frames < 1:
+            raise InputError("its header does not say how many frames it has: write it as .mp4")
         all_frames = np.arange(metadata.total_num_frames)
         sampled = all_frames if sample is None else sample(metadata=metadata)
         check(len(sampled), metadata)

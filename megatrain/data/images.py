@@ -285,7 +285,10 @@ def _wave(data: bytes, rate: int) -> NDArray[np.float32]:
     """A sound `[samples]`, as transformers decodes it; plain .wav needs no package for that."""
     if has_decoder_of_sound():
         encoded = base64.b64encode(data).decode()
-        return np.asarray(load_audio(f"data:;base64,{encoded}", sampling_rate=rate), np.float32)
+        sound = np.asarray(load_audio(f"data:;base64,{encoded}", sampling_rate=rate), np.float32)
+        if not np.isfinite(sound).all():
+            raise InputError("it has samples that are NaN or infinite")
+        return sound
     with wave.open(io.BytesIO(data)) as file:
         form = file.getparams()
         samples = file.readframes(file.getnframes())
@@ -309,6 +312,7 @@ class ImageProcessor:
         self._folder, self._trusted = folder, trust_remote_code
         self._lock, self._of_thread = threading.Lock(), threading.local()
         self._loaded: Any = None
+        self._heard = 0  # samples of the longest sound whose end is known to be heard
         self.replacement = lru_cache(_SHAPES)(self._replacement)
 
     @property
@@ -335,7 +339,9 @@ class ImageProcessor:
     @property
     def rate(self) -> int:
         """The rate (Hz) of the sounds that the model takes."""
-        return int(getattr(_hearing(self._processor()), "sampling_rate", 0))
+        processor = self._processor()  # whose part for sounds has one of two names
+        hearing = getattr(processor, "audio_processor", getattr(processor, "feature_extractor", 0))
+        return int(getattr(hearing, "sampling_rate", 0))
 
     def token(self, kind: str) -> str:
         """The token with which chat templates mark a medium. Raises InputError: there is none."""
@@ -369,14 +375,29 @@ class ImageProcessor:
         with explained(problem, "give it another size, or leave the row out"):
             processed = self._processed(blank, 1, return_text_replacement_offsets=True)
         text = str(processed["text_replacement_offsets"][0][0]["replacement"])
-        longest = int(getattr(_hearing(self._processor()), "n_samples", None) or 0)
-        is_longer = kind == "audio" and 0 < longest < size[0]
-        if is_longer and text == self.replacement(kind, (longest,)):  # the model hears no more
+        if kind == "audio" and self.token(kind) not in text:
             raise InputError(
-                f"a sound of {size[0] / self.rate:.1f} seconds, and the model hears "
-                f"{longest / self.rate:.0f} of them: cut it"
+                f"a sound of {size[0]} samples, of which the model's processor makes no token: "
+                "leave it out"
+            )
+        if kind == "audio" and not self._hears_end(size[0]):
+            raise InputError(
+                f"a sound of {size[0] / self.rate:.1f} seconds, whose end the model does not hear: "
+                "cut it"
             )
         return text
+
+    def _hears_end(self, samples: int) -> bool:
+        """True if the processor's tensors depend on the last 50 ms of a sound."""
+        if samples <= self._heard:
+            return True
+        silence = np.zeros(samples, np.float32)
+        noise = np.random.default_rng(0).normal(size=max(1, self.rate // 20))
+        sound = np.concatenate((silence, noise.astype(np.float32)))[-samples:]
+        quiet, loud = (self._processed({"audio": [[wave]]}, 1) for wave in (silence, sound))
+        differs = any(not torch.equal(loud[name], value) for name, value in quiet.items())
+        self._heard = samples if differs else self._heard
+        return differs
 
     def inputs(self, ids: Any, rows: Sequence[Sequence[Medium]]) -> dict[str, Tensor]:
         """The processor's tensors of rows' media, and the type of each of the tokens `[B, T]`."""
@@ -450,11 +471,6 @@ class ImageProcessor:
 
 
 _NAMES = {"video": "videos", "audio": "audio"}
-
-
-def _hearing(processor: Any) -> Any:
-    """The part of a processor for sounds, which has one of two names; None: there is none."""
-    return getattr(processor, "audio_processor", getattr(processor, "feature_extractor", None))
 
 
 def _refuse_large(frames: int, film: Any) -> None:

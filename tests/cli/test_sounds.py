@@ -107,7 +107,9 @@ WRONG = {
     "at another rate": (lambda path: sound(path.parent, path.name, 1, 300, 1600),
                         "a.wav: 1600 Hz in 16 bits: write it in 800 Hz"),
     "too long": (lambda path: sound(path.parent, path.name, 1, 1200),
-                 "a sound of 1.5 seconds, and the model hears 1 of them: cut it"),
+                 "a sound of 1.5 seconds, whose end the model does not hear: cut it"),
+    "too short": (lambda path: sound(path.parent, path.name, 1, 9),
+                  "a sound of 9 samples, of which the model's processor makes no token"),
 }  # fmt: skip
 
 
