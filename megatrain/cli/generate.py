@@ -21,7 +21,7 @@ from megatrain.errors import InputError, explained
 from megatrain.generate import Sampling, generate
 from megatrain.model.weights import resolve_model
 from megatrain.placement import Precision
-from megatrain.train.resolve import ResolvedModel, run_images, run_tokenizer
+from megatrain.train.resolve import ResolvedModel
 
 _UNREAD = ("system", "tools", "history", "chat_template_kwargs")  # training heeds them
 
@@ -43,7 +43,7 @@ def opened(
     """
     resolved = ResolvedModel.of(ModelSection(path=model, trust_remote_code=trust_remote_code))
     resolve_model(str(resolved.section.path))  # first, for its message on a misspelt folder
-    tokenizer = run_tokenizer(resolved.section)
+    tokenizer = resolved.tokenizer
     with Engine(
         resolved.source,
         trust_remote_code=trust_remote_code,
@@ -53,7 +53,7 @@ def opened(
         host_memory=host_memory,
     ) as engine:
         _ = engine.generation_config  # raises for a model that writes no texts
-        yield engine, tokenizer, run_images(resolved.section)
+        yield engine, tokenizer, resolved.images
 
 
 def print_texts(

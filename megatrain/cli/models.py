@@ -86,13 +86,13 @@ def model_of_run(
 ) -> NamedModel:
     """The model of a run file's section; `head`: a ClassHead in place of its own, or None."""
     from megatrain.model.build import with_head
-    from megatrain.train.resolve import model_config, run_tokenizer
+    from megatrain.train.resolve import ResolvedModel
 
     if section.path is not None:
         config = named_config(section.path, trust_remote_code=section.trust_remote_code)
         adapter = adapter or _adapter_of(section)
     else:
-        config = model_config(section, run_tokenizer(section))
+        config = ResolvedModel.of(section).config
     config = with_head(config, head) if head else config
     code = section.model_dump(include={"trust_remote_code", "attn_implementation"})
     trained = section.model_dump(include={"freeze", "train_only"})

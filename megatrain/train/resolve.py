@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -76,24 +77,71 @@ class ResolvedModel:
     section: ModelSection
     # the source for `Engine`; None: the run file writes out a configuration
     source: Checkpoint | str | None
+    weights: bool = True  # as `resolve_model` takes it
 
     @classmethod
-    def of(cls, section: ModelSection) -> Self:
+    def of(cls, section: ModelSection, *, weights: bool = True) -> Self:
         """Resolve a section. Raises InputError: a checkpoint cannot be used."""
         if section.path is None:
-            return cls(section, None)
+            return cls(section, None, weights)
         source = trained_model(section.path)
         adapter = None if isinstance(source, Checkpoint) else adapter_folder(source)
         if adapter is not None:
             base = cls.of(section.model_copy(update={"path": folder_adapter(adapter)[1]}))
             files = section.tokenizer or (str(adapter) if any(tokenizer_files(adapter)) else None)
-            return cls(base.section.model_copy(update={"tokenizer": files}), source)
+            return cls(base.section.model_copy(update={"tokenizer": files}), source, weights)
         folder = str(source.model_folder) if isinstance(source, Checkpoint) else source
-        return cls(section.model_copy(update={"path": folder}), source)
+        return cls(section.model_copy(update={"path": folder}), source, weights)
 
-    def for_engine(self, tokenizer: PreTrainedTokenizerBase) -> Checkpoint | PreTrainedConfig | str:
+    @property
+    def for_engine(self) -> Checkpoint | PreTrainedConfig | str:
         """The source for `Engine`. Raises InputError: a written-out configuration is wrong."""
-        return model_config(self.section, tokenizer) if self.source is None else self.source
+        return deepcopy(self.config) if self.source is None else self.source
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        """The configuration of `model.path`, or the one written out in `model.config`.
+
+        Raises InputError: it cannot be read, or has unknown fields or impossible values.
+        """
+        section = self.section
+        if section.config is not None:
+            return _written_out(dict(section.config), self.tokenizer)
+        assert section.path is not None
+        folder = resolve_model(section.path, weights=self.weights)
+        return load_config(folder, trust_remote_code=section.trust_remote_code)
+
+    @property
+    def text_config(self) -> PreTrainedConfig:
+        """The part of the configuration for text."""
+        return self.config.get_text_config(decoder=True)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, with the run's chat template and end token."""
+        section = self.section
+        name, trusted = section.tokenizer or str(section.path), section.trust_remote_code
+        tokenizer = load_tokenizer(name, trust_remote_code=trusted)
+        if section.chat_template is not None:
+            tokenizer.chat_template = read_template(Path(section.chat_template).expanduser())
+        if section.eos_token is not None:
+            if section.eos_token not in tokenizer.get_vocab():
+                tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+                hint = nearest(section.eos_token, tokens)
+                raise InputError(f"model.eos_token: no token {section.eos_token!r}{hint}")
+            tokenizer.eos_token = section.eos_token
+        return tokenizer
+
+    @cached_property
+    def images(self) -> ImageProcessor:
+        """The image processor of an adapter's folder, if it has one, else of the model's."""
+        path, trusted = self.section.path, self.section.trust_remote_code
+        folder = None if path is None else resolve_model(path, weights=self.weights)
+        own, of_model = (
+            ImageProcessor(each, trust_remote_code=trusted)
+            for each in (adapter_folder(self.section.tokenizer), folder)
+        )
+        return own if own.identity not in ([], of_model.identity) else of_model
 
     @cached_property
     def key(self) -> str:
@@ -120,22 +168,6 @@ class ResolvedModel:
         return hashlib.blake2b(json.dumps(files).encode(), digest_size=12).hexdigest()
 
 
-def model_config(
-    section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, weights: bool = True
-) -> PreTrainedConfig:
-    """The configuration of `model.path`, or the one written out in `model.config`.
-
-    Args: `weights`: as `resolve_model` takes it.
-
-    Raises InputError: it cannot be read, or has unknown fields or impossible values.
-    """
-    if section.config is not None:
-        return _written_out(dict(section.config), tokenizer)
-    assert section.path is not None
-    folder = resolve_model(section.path, weights=weights)
-    return load_config(folder, trust_remote_code=section.trust_remote_code)
-
-
 def _written_out(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """The configuration of `fields`, with the tokenizer's vocabulary size and special tokens."""
     model_type = fields.pop("model_type")
@@ -157,7 +189,7 @@ def _written_out(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def open_data(
-    config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, images: ImageProcessor
+    config: Config, model: ResolvedModel
 ) -> tuple[PackedDataset | Prompts, dict[str, PackedDataset | Prompts]]:
     """Open the training rows, and the evaluation rows (of separate files, or held out) by name.
 
@@ -165,7 +197,8 @@ def open_data(
     """
     data = config.data
     options = data.model_dump(include={"fields", "bad_rows", "hub_config", "hub_split"})
-    options |= {"tokenizer": tokenizer, "seed": config.training.seed, "vocab_size": vocab_size}
+    options |= {"tokenizer": model.tokenizer, "seed": config.training.seed}
+    options |= {"vocab_size": model.text_config.vocab_size}
     layout_options = data.model_dump(include={"sequence_length", "packing", "overlong"})
 
     def opened(path: Any, **mix_options: Any) -> PackedDataset | Prompts:
@@ -177,7 +210,7 @@ def open_data(
             path,
             kind=config.loss.kind or data.kind,
             cache_dir=data.cache_dir or user_cache("tokens"),
-            images=images,
+            images=model.images,
             labels=config.loss.labels or (),
             lines=config.loss.lines,
             **(options | layout_options | mix_options),
@@ -188,34 +221,6 @@ def open_data(
     if not sets and data.eval_fraction:
         training, sets[""] = training.hold_out(data.eval_fraction)
     return training, sets
-
-
-def run_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run, with the run's chat template and end token."""
-    trusted = model.trust_remote_code
-    tokenizer = load_tokenizer(model.tokenizer or str(model.path), trust_remote_code=trusted)
-    if model.chat_template is not None:
-        tokenizer.chat_template = read_template(Path(model.chat_template).expanduser())
-    if model.eos_token is not None:
-        if model.eos_token not in tokenizer.get_vocab():
-            tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-            hint = nearest(model.eos_token, tokens)
-            raise InputError(f"model.eos_token: no token {model.eos_token!r}{hint}")
-        tokenizer.eos_token = model.eos_token
-    return tokenizer
-
-
-def run_images(model: ModelSection, *, weights: bool = True) -> ImageProcessor:
-    """The image processor of an adapter's folder, if it has one of its own, else of the model's.
-
-    Args: `weights`: as `resolve_model` takes it.
-    """
-    folder = None if model.path is None else resolve_model(model.path, weights=weights)
-    own, of_model = (
-        ImageProcessor(path, trust_remote_code=model.trust_remote_code)
-        for path in (adapter_folder(model.tokenizer), folder)
-    )
-    return own if own.identity not in ([], of_model.identity) else of_model
 
 
 def run_ends(
@@ -236,13 +241,10 @@ def data_alone(
     config: Config,
 ) -> tuple[PreTrainedTokenizerBase, PackedDataset, dict[str, PackedDataset]]:
     """Tokenizer, training and evaluation rows of a run, without the model's weights."""
-    model = ResolvedModel.of(config.model).section
-    tokenizer, images = run_tokenizer(model), run_images(model, weights=False)
-    hf_config = model_config(model, tokenizer, weights=False)
-    check_sequence_length(hf_config, config.data.sequence_length)
-    vocab_size = hf_config.get_text_config(decoder=True).vocab_size
+    model = ResolvedModel.of(config.model, weights=False)
+    check_sequence_length(model.config, config.data.sequence_length)
     evaluation: Any  # data sets of the class of `training`
-    training, evaluation = open_data(config, tokenizer, vocab_size, images)
+    training, evaluation = open_data(config, model)
     if isinstance(training, Prompts):
         raise InputError(f"loss.name {config.loss.name}: prompts have no labels to show")
-    return tokenizer, training, evaluation
+    return model.tokenizer, training, evaluation

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.api import Engine
 from megatrain.base.json_yaml import json_crc32
@@ -26,7 +25,7 @@ from megatrain.model.sizes import check_sequence_length
 from megatrain.placement import Placement
 from megatrain.run_folder.layout import REFERENCES
 from megatrain.telemetry.gpu import find_gpu
-from megatrain.train.resolve import ResolvedModel, model_config, run_tokenizer
+from megatrain.train.resolve import ResolvedModel
 from megatrain.train.resume import Start
 from megatrain.train.sharing import logprobs
 
@@ -34,9 +33,7 @@ _IMPOSSIBLE = -1e9  # the log-probability of a token that the trained model does
 log = logging.getLogger(__name__)
 
 
-def open_reference(
-    config: Config, model: ResolvedModel, tokenizer: PreTrainedTokenizerBase, group: Any = None
-) -> Engine:
+def open_reference(config: Config, model: ResolvedModel, group: Any = None) -> Engine:
     """Open the model at the run's beginning in an engine of `group` without an optimizer."""
     log.info("the reference model rests in host memory beside the one that is trained")
     placement = config.engine.placement
@@ -46,7 +43,7 @@ def open_reference(
         compiled = config.engine.device != "cpu" and find_gpu() is not None and can_compile()
     return _frozen_engine(
         config,
-        model.for_engine(tokenizer),
+        model.for_engine,
         placement=Placement(compile=compiled),
         seed=config.training.seed,
         base=config.model.base,
@@ -198,23 +195,20 @@ class Teacher:
         return answered
 
 
-def find_teacher(
-    config: Config, tokenizer: PreTrainedTokenizerBase, text_config: PreTrainedConfig
-) -> ResolvedModel | None:
+def find_teacher(config: Config, model: ResolvedModel) -> ResolvedModel | None:
     """The teacher that a run file names; None: it names none.
 
-    Raises InputError: there is no such model, or it cannot teach this one.
+    Raises InputError: there is no such model, or it cannot teach `model`.
     """
     name, trusted = config.loss.teacher, config.model.trust_remote_code
     if name is None:
         return None
     with explained("loss.teacher", of=InputError):
         resolved = ResolvedModel.of(ModelSection(path=name, trust_remote_code=trusted))
-        teacher_config = model_config(resolved.section, tokenizer)
-        check_sequence_length(teacher_config, config.data.sequence_length)
-        vocab = run_tokenizer(resolved.section).get_vocab()
-    sizes = teacher_config.get_text_config(decoder=True).vocab_size, text_config.vocab_size
-    if vocab != tokenizer.get_vocab():
+        check_sequence_length(resolved.config, config.data.sequence_length)
+        vocab = resolved.tokenizer.get_vocab()
+    sizes = resolved.text_config.vocab_size, model.text_config.vocab_size
+    if vocab != model.tokenizer.get_vocab():
         raise InputError(
             f"loss.teacher: {name} has another vocabulary than the model that is trained, so their "
             "tokens cannot be compared; take a teacher with the same tokenizer"

@@ -115,27 +115,20 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     # checkpoint; it needs the initial model only as a reference.
     initial_model = cache(partial(resolve.ResolvedModel.of, config.model))
     if start is None:
-        section = initial_model().section
+        model = initial_model()
     else:
         saved = {"path": str(start.checkpoint / MODEL), "config": None}
-        section = config.model.model_copy(update=saved)
-    tokenizer = resolve.run_tokenizer(section)
-    hf_config = resolve.model_config(section, tokenizer)
-    check_sequence_length(hf_config, config.data.sequence_length)
-    text_config = hf_config.get_text_config(decoder=True)
-    teacher_model = second_model.find_teacher(config, tokenizer, text_config)
-    source = _structure(config, initial_model().for_engine(tokenizer)) if start is None else None
+        model = resolve.ResolvedModel(config.model.model_copy(update=saved), saved["path"])
+    tokenizer = model.tokenizer
+    check_sequence_length(model.config, config.data.sequence_length)
+    teacher_model = second_model.find_teacher(config, model)
+    source = _structure(config, model.for_engine) if start is None else None
     opened = source or start
     assert opened is not None
     ranks.agree(lambda: check_disk(config, opened, config.training.steps))
 
     # The data, and the number of steps.
-    training, evaluation = in_turn(
-        ranks,
-        lambda: resolve.open_data(
-            config, tokenizer, text_config.vocab_size, resolve.run_images(section)
-        ),
-    )
+    training, evaluation = in_turn(ranks, lambda: resolve.open_data(config, model))
     _check_images(config, [training, *evaluation.values()], teacher_model)
     loader = _loader(config, training, ranks)
     stack.callback(loader.close)
@@ -154,7 +147,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     teacher = None
     if teacher_model is not None:
         # The teacher comes first: `auto` places the trained model in the memory that is left.
-        teacher = Teacher(config, teacher_model, text_config.vocab_size, ranks.host)
+        teacher = Teacher(config, teacher_model, model.text_config.vocab_size, ranks.host)
         stack.enter_context(teacher.engine)
     media = training.most_images() if isinstance(training, PackedDataset) else None
     engine = _engine(config, source, media, start, ranks, stack)
@@ -169,8 +162,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     if config.loss.kind == "prompts":
         reference = None
         if needs_reference:
-            model = initial_model()
-            reference = second_model.open_reference(config, model, tokenizer, ranks.host)
+            reference = second_model.open_reference(config, initial_model(), ranks.host)
             stack.enter_context(reference)
         rollouts = Rollouts(
             config, rewards, engine, tokenizer, loader, reference, total_steps, ranks
@@ -221,7 +213,7 @@ def _check_images(
     if not pictured:
         return
     if teacher is not None:
-        processor = resolve.run_images(teacher.section)
+        processor = teacher.images
         if processor.digest != pictured[0].image_processor.digest:
             difference = "another" if processor.identity else "no"
             raise InputError(

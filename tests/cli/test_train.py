@@ -132,9 +132,11 @@ def test_each_key_of_a_run_file_reaches_whom_it_is_for(run_file, monkeypatch):
     assert FOR_DATA.keys() == DataSection.model_fields.keys() - {"eval_fraction"}
     of_data = [f"data.{key}={json.dumps(value)}" for key, value in FOR_DATA.items()]
     config = load(run_file, [*CHANGED, *of_data, "data.eval_fraction=0"])
+    model = SimpleNamespace(for_engine="", tokenizer="tokenizer", images=None)
+    model.text_config = SimpleNamespace(vocab_size=9)
     with monkeypatch.context() as patch:
         patch.setattr(resolve, "open_dataset", lambda path, **options: {"path": path} | options)
-        training, evaluation = resolve.open_data(config, "tokenizer", 9, None)
+        training, evaluation = resolve.open_data(config, model)
     wanted = {name: value for name, value in FOR_DATA.items() if name != "eval_path"}
     wanted |= {"seed": 7, "vocab_size": 9, "tokenizer": "tokenizer"}
     assert {name: training[name] for name in wanted} == wanted
@@ -145,7 +147,7 @@ def test_each_key_of_a_run_file_reaches_whom_it_is_for(run_file, monkeypatch):
     assert {name: engine.call_args.kwargs[name] for name in FOR_ENGINE} == FOR_ENGINE
     assert (loader.call_args.kwargs["seed"], loader.call_args.kwargs["rows_per_step"]) == (7, 6)
     with pytest.raises(InterruptedError):
-        second_model.open_reference(config, SimpleNamespace(for_engine=str), "tokenizer")
+        second_model.open_reference(config, model)
     wanted = {name: FOR_ENGINE[name] for name in OF_SECOND} | {"host_memory": "9GiB"}
     assert {name: engine.call_args.kwargs[name] for name in wanted} == wanted
 
