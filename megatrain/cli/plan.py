@@ -167,12 +167,12 @@ def _images(sizes: Sequence[str], path: str | None, run: "Config | None") -> Med
     if not sizes:
         return None
     from megatrain.data import ImageProcessor
-    from megatrain.train.resolve import ResolvedModel, run_images
+    from megatrain.train.resolve import ResolvedModel
 
     if run is None:
         processor = ImageProcessor(Path(path or "").expanduser())
     else:
-        processor = run_images(ResolvedModel.of(run.model).section, weights=False)
+        processor = ResolvedModel.of(run.model, weights=False).images
     if not processor.identity:
         raise InputError(
             f"--image: {path if run is None else run.model.path} has no processor's files, so the "
