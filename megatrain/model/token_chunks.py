@@ -33,8 +33,9 @@ def parts(module: nn.Module, names: Collection[str] | None = None) -> list[nn.Mo
     """Modules that may run in tiles; `names`: only those whose parameters are among these."""
     usable = []
     for name, part in module.named_modules():
-        names_here = {f"{name}.{n}" for n, _ in part.named_parameters()}
-        among = names is None or (names_here and names_here <= {*names})
+        among = names is None or any(each.startswith(f"{name}.") for each in names)
+        if names is not None and among:
+            among = all(f"{name}.{n}" in names for n, _ in part.named_parameters())
         # Tiles spare nothing of a linear map or an activation, which keep only their input.
         own = list(part.parameters(recurse=False))
         has_one_operation = not own or any(parameter.ndim > 1 for parameter in own)
