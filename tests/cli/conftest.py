@@ -138,7 +138,8 @@ def talker(base, tmp_path_factory):
         base,
         model={"path": str(base)},
         data={"path": str(chats), "sequence_length": 32, "cache_dir": str(folder / "cache")},
-        training__steps=40,
+        optimizer__lr=0.02,
+        training__steps=20,
         training__eval_every=None,
         schedule={"name": "constant"},
     )

@@ -17,12 +17,12 @@ from tests.families.tiny import tiny_model
 from tests.inside import store_of
 from tests.parity.cases import llama, make_batches, make_engine, masters, same
 from tests.parity.ranks import assert_as_one, refused, run_ranks, train_as_one, training
+from tests.parity.test_adapters import EXPERTS
 from tests.parity.test_ranks import ROUTED, SHAPES, pairs, part_of, weighed
 from tests.sweeps import few
 
 SIX = {"num_experts": 6}  # which 2 and 3 ranks can share
 GPT_OSS = {"num_local_experts": 4, "intermediate_size": 32, "hidden_size": 64}
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ON_DISK = {"slots": 2, "disk_moments": 9, "disk_remainder": 9, "disk_weights": 9}
 RESIDENT = {"slots": 2, "passes": 2, "resident": ("layer 1",), "keep_weights": 2}
 

@@ -41,13 +41,13 @@ from tests.parity.cases import (
     same,
 )
 from tests.parity.ranks import refused, run_ranks, train_as_one, training
+from tests.parity.test_dropout import RATES
 from tests.sweeps import few
 
 SHAPES = ((2, 12), (1, 7), (3, 5), (2, 9))
 LORA = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
 FP32 = {"dtype": torch.float32}
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-RATES = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
 
 
 def published():

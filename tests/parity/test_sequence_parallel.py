@@ -27,7 +27,8 @@ from tests.parity.cases import (
     same,
 )
 from tests.parity.ranks import refused, run_ranks, train_as_one, training
-from tests.parity.test_ranks import LORA, RATES
+from tests.parity.test_dropout import RATES
+from tests.parity.test_ranks import LORA
 from tests.parity.test_ranks import case as case_of
 
 SHAPES = ((2, 12), (1, 7), (3, 5), (1, 2))  # of which no length is a multiple of 5, and two are odd

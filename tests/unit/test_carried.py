@@ -6,13 +6,14 @@ import shutil
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from megatrain import AdamW, Engine, InputError
 from megatrain.checkpoint import open_checkpoint
 from megatrain.checkpoint.manifest import signed
 from megatrain.source.write_model import write_saved
 from megatrain.train.export import export
+from tests.families.folders import tensors_of
 from tests.families.tiny import tiny_config
 from tests.refusals import refused
 from tests.sweeps import few
@@ -46,19 +47,15 @@ def folder(request, tmp_path):
     model = getattr(transformers, WHOLE[request.param])._from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(path := tmp_path / "model")
     more = predicts_further(request.param, count)
-    save_file(stored(path) | more, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors_of(path) | more, path / "model.safetensors", metadata={"format": "pt"})
     for name in PROCESSORS:
         (path / name).write_text("{}")
     return path
 
 
-def stored(folder):
-    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
-
-
 def assert_carried(out, source, config):
     """All tensors under their names; what is not of the text model as it was."""
-    written = stored(out)
+    written = tensors_of(out)
     assert written.keys() == source.keys()
     changed = {name for name, each in written.items() if not torch.equal(each, source[name])}
     assert changed
@@ -78,7 +75,7 @@ def engine(model, **options):
 
 @pytest.mark.parametrize("folder", few(sorted(WHOLE), 1, 2), indirect=True)
 def test_everything_is_exported_though_the_folder_has_gone(folder, tmp_path):
-    source, config = stored(folder), json.loads((folder / "config.json").read_text())
+    source, config = tensors_of(folder), json.loads((folder / "config.json").read_text())
     towers = sum(each.numel() for name, each in source.items() if "vis" in name)
     with engine(folder) as first:
         assert first.computing[0] <= first.num_parameters - towers
@@ -96,15 +93,15 @@ def test_everything_is_exported_though_the_folder_has_gone(folder, tmp_path):
         shutil.rmtree(tmp_path / "checkpoint")
         resumed.step(STEP)
         resumed.save_pretrained(tmp_path / "resumed")
-    for name, each in stored(tmp_path / "two steps").items():
-        assert torch.equal(stored(tmp_path / "resumed")[name], each)
+    for name, each in tensors_of(tmp_path / "two steps").items():
+        assert torch.equal(tensors_of(tmp_path / "resumed")[name], each)
     kind = getattr(transformers, config["architectures"][0])
     kind.from_pretrained(tmp_path / "out", dtype=torch.float32)(input_ids=IDS)
 
 
 @pytest.mark.parametrize("folder", few(sorted(WHOLE), 2), indirect=True)
 def test_merged_adapters_are_exported_with_everything(folder, tmp_path):
-    source, config = stored(folder), json.loads((folder / "config.json").read_text())
+    source, config = tensors_of(folder), json.loads((folder / "config.json").read_text())
     with engine(folder, adapter={"r": 2, "target_modules": ["o_proj"]}) as trained:
         trained.step(STEP)
         trained.save(tmp_path / "checkpoint")
@@ -128,7 +125,7 @@ def test_a_base_whose_carried_tensors_have_changed_is_refused(folder, tmp_path):
     content = json.loads(manifest.read_text())
     del content["settings"]["left_out"]["carried"]
     manifest.write_text(json.dumps(signed(content)))
-    tensors = stored(folder)
+    tensors = tensors_of(folder)
     tensors["model.layers.3.eh_proj.weight"][2] += 1
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     said = f"{folder}: its weights are not those that {tmp_path / 'checkpoint'} was trained on"
