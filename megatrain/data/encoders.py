@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain.data.conversation import ROLES, Conversation
-from megatrain.data.images import ImageProcessor, Medium, read_media, with_media
+from megatrain.data.images import ImageProcessor, Medium
 from megatrain.data.readers import TextPiece, read_rows, read_text, split_text
 from megatrain.data.refused_fields import OF_CALLS, empty
 from megatrain.data.reply_spans import ReplySpans
@@ -174,11 +174,8 @@ class Encoder:
     Pieces are tokenised in batches, which the tokenizer spreads over all cores.
     """
 
-    def __init__(
-        self, tokenizer: Any, vocab_size: int | None, images: ImageProcessor | None = None
-    ) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._images = images or ImageProcessor(None)
+    def __init__(self, tokenizer: Any, vocab_size: int | None, images: ImageProcessor) -> None:
+        self._tokenizer, self._vocab_size, self._images = tokenizer, vocab_size, images
 
     @cached_property
     def _added(self) -> set[int]:
@@ -263,7 +260,7 @@ class Encoder:
                 "no processor for them: use the folder of one that has, or leave them out"
             )
         folder = Path(examples.sources[placed.source].name).parent
-        images = read_media(talk.images, folder, placed.where, self._images)
+        images = self._images.read(talk.images, folder, placed.where)
         return self.conversation(talk._replace(images=images), placed.where)
 
     def _pieces(self, pieces: Sequence[tuple[PlacedExample, TextPiece]]) -> Iterator[Document]:
@@ -328,7 +325,7 @@ class Encoder:
         replies = ReplySpans(self._template, self._names, talk, where)
         if not talk.images:
             self._refuse_tokens(replies.text, where)
-        text, media_end, moved = with_media(replies.text, talk.images, self._images, where)
+        text, media_end, moved = self._images.place(replies.text, talk.images, where)
         unchecked, offsets = placed_tokens(self._tokenizer, text, where)
         ids = token_ids(unchecked, self._vocab_size, where)
         starts = offsets[:, 0]

@@ -112,7 +112,7 @@ class Medium(NamedTuple):
                 f"{self.path or 'an image'}: the file has changed since the row was tokenised: "
                 "restore the file, or start a new run"
             )
-        return _decoded(self.kind, data, self.path, processor)
+        return processor.decode(self.kind, data, self.path)
 
 
 def sources(field: object, kind: str, where: str) -> list[Source]:
@@ -191,49 +191,6 @@ def place_media(
     return [m._replace(source=m.source or next(of_fields[m.kind])) for m in placed]
 
 
-def read_media(
-    sources: Sequence[MediumSource], folder: Path, where: str, processor: "ImageProcessor"
-) -> list[Medium]:
-    """A conversation's media, each as `_read_medium` reads it."""
-    media = [_read_medium(source, folder, where, processor) for source in sources]
-    count = sum(medium.kind == "image" for medium in media)
-    if count < 2 or not processor.counts_images:
-        return media
-    return [medium._replace(together=count) for medium in media]
-
-
-def _read_medium(
-    medium: MediumSource, folder: Path, where: str, processor: "ImageProcessor"
-) -> Medium:
-    """A medium, decoded once to check it. Raises InputError: it is broken, or not supported."""
-    kind, source = medium
-    with explained(where, of=InputError):
-        processor.token(kind)
-    parts = source if isinstance(source, tuple) else (source,)
-    paths = [str(folder / Path(part).expanduser()) for part in parts if isinstance(part, str)]
-    if paths:
-        name = f"{where}: {kind} {paths[0]}"
-        encoded = [_read(path, f"{where}: {kind} {path}") for path in paths]
-        state = _state(paths)
-    else:
-        name = f"{where}: the {kind} in the row"
-        encoded = [part for part in parts if isinstance(part, bytes)]
-        state = tuple(map(len, encoded)) if len(encoded) > 1 else ()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns of sizes and of palettes
-        decoded = _decoded(kind, encoded, name, processor)
-    film = ""
-    if kind == "video":
-        frames, facts = decoded
-        size = len(frames), frames.shape[2], frames.shape[1]
-        film = json.dumps(facts, default=methodcaller("tolist"))
-    else:
-        size = tuple(decoded.size if kind == "image" else decoded.shape)
-    data = b"".join(encoded)
-    kept = b"" if paths else data
-    return Medium("\n".join(paths), _digest(data), size, state, kept, kind, film)
-
-
 def _state(paths: Sequence[str]) -> tuple[int, ...]:
     """Size and time (ns) of each file."""
     statuses = [Path(path).stat() for path in paths]
@@ -252,21 +209,6 @@ def _read(path: str, name: str) -> bytes:
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _decoded(kind: str, data: Sequence[bytes], name: str, processor: "ImageProcessor") -> Any:
-    """A decoded medium, as of `Medium.decoded`. Raises InputError: it is broken or too large."""
-    try:
-        if kind == "audio":
-            return _wave(data[0], processor.rate)
-        return _image(data[0]) if kind == "image" else processor.film(data)
-    except InputError as error:
-        raise InputError(f"{name}: {error}") from error
-    except Exception as error:  # decoders raise errors of many types
-        reason = in_one_line(error).partition(" <")[0]
-        raise InputError(
-            f"{name}: not a whole {kind}: {reason}: replace it, or leave the row out"
-        ) from error
 
 
 def _image(data: bytes) -> Image.Image:
@@ -299,6 +241,17 @@ def _wave(data: bytes, rate: int) -> NDArray[np.float32]:
         )
     values = np.frombuffer(samples, "<i2").reshape(-1, form.nchannels).astype(np.float32)
     return values.mean(1) / np.float32(2**15)
+
+
+class TextWithMedia(NamedTuple):
+    """A text with all tokens of media, the end of the last medium's tokens in it, and `moved`.
+
+    `moved` maps places in the chat template's text, which has one token of each, to this text.
+    """
+
+    text: str
+    media_end: int = 0
+    moved: Callable[[int], int] = lambda place: place
 
 
 class ImageProcessor:
@@ -364,6 +317,92 @@ class ImageProcessor:
             file.write(data[0])
             file.flush()
             return film_of(self._processor(), file.name, _refuse_large)
+
+    def read(self, sources: Sequence[MediumSource], folder: Path, where: str) -> list[Medium]:
+        """A conversation's media, each as `_read_medium` reads it."""
+        media = [self._read_medium(source, folder, where) for source in sources]
+        count = sum(medium.kind == "image" for medium in media)
+        if count < 2 or not self.counts_images:
+            return media
+        return [medium._replace(together=count) for medium in media]
+
+    def _read_medium(self, medium: MediumSource, folder: Path, where: str) -> Medium:
+        """A medium, decoded once to check it. Raises InputError: it is broken, or not supported."""
+        kind, source = medium
+        with explained(where, of=InputError):
+            self.token(kind)
+        parts = source if isinstance(source, tuple) else (source,)
+        paths = [str(folder / Path(part).expanduser()) for part in parts if isinstance(part, str)]
+        if paths:
+            name = f"{where}: {kind} {paths[0]}"
+            encoded = [_read(path, f"{where}: {kind} {path}") for path in paths]
+            state = _state(paths)
+        else:
+            name = f"{where}: the {kind} in the row"
+            encoded = [part for part in parts if isinstance(part, bytes)]
+            state = tuple(map(len, encoded)) if len(encoded) > 1 else ()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow warns of sizes and of palettes
+            decoded = self.decode(kind, encoded, name)
+        film = ""
+        if kind == "video":
+            frames, facts = decoded
+            size = len(frames), frames.shape[2], frames.shape[1]
+            film = json.dumps(facts, default=methodcaller("tolist"))
+        else:
+            size = tuple(decoded.size if kind == "image" else decoded.shape)
+        data = b"".join(encoded)
+        kept = b"" if paths else data
+        return Medium("\n".join(paths), _digest(data), size, state, kept, kind, film)
+
+    def decode(self, kind: str, data: Sequence[bytes], name: str) -> Any:
+        """Decode a medium, as `Medium.decoded` has it. Raises InputError: broken, or too large."""
+        try:
+            if kind == "audio":
+                return _wave(data[0], self.rate)
+            return _image(data[0]) if kind == "image" else self.film(data)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from error
+        except Exception as error:  # decoders raise errors of many types
+            reason = in_one_line(error).partition(" <")[0]
+            raise InputError(
+                f"{name}: not a whole {kind}: {reason}: replace it, or leave the row out"
+            ) from error
+
+    def place(self, text: str, media: Sequence[Medium], where: str) -> TextWithMedia:
+        """A chat template's text with the tokens of media in place of their marks.
+
+        Raises InputError: the text has not one mark for each medium.
+        """
+        if not media:
+            return TextWithMedia(text)
+        of_kind: dict[str, list[str]] = {}
+        with explained(where):
+            for medium in media:
+                token = self.token(medium.kind)
+                of_kind.setdefault(token, []).append(self.replacement(*medium.shape))
+        matches = [*re.finditer("|".join(map(re.escape, of_kind)), text)]
+        for token, parts in of_kind.items():
+            number = sum(match[0] == token for match in matches)
+            if number != len(parts):
+                kind = next(medium.kind for medium in media if self.token(medium.kind) == token)
+                raise InputError(
+                    f"{where}: the chat template's text has {number} places of {kind}s "
+                    f"({token!r}), and the row {len(parts)} {kind}s: use a template with a place "
+                    "for each"
+                )
+        unplaced = {token: iter(parts) for token, parts in of_kind.items()}
+        parts = [next(unplaced[match[0]]) for match in matches]
+        places = [match.start() for match in matches]
+        longer = (len(part) - len(match[0]) for part, match in zip(parts, matches, strict=True))
+        grown = np.cumsum([0, *longer]).tolist()
+
+        def moved(place: int) -> int:
+            return place + int(grown[int(np.searchsorted(places, place))])
+
+        filler = iter(parts)
+        expanded = re.sub("|".join(map(re.escape, of_kind)), lambda _: next(filler), text)
+        return TextWithMedia(expanded, moved(places[-1]) + len(parts[-1]), moved)
 
     def _replacement(
         self, kind: str, size: tuple[int, ...], film: str = "", together: int = 1
@@ -487,51 +526,3 @@ def _blank(kind: str, size: tuple[int, ...], film: str = "") -> Any:
     if kind == "audio":
         return np.zeros(size, np.float32)
     return np.zeros((size[0], size[2], size[1], 3), np.uint8), json.loads(film or "{}")
-
-
-class TextWithMedia(NamedTuple):
-    """A text with all tokens of media, the end of the last medium's tokens in it, and `moved`.
-
-    `moved` maps places in the chat template's text, which has one token of each, to this text.
-    """
-
-    text: str
-    media_end: int = 0
-    moved: Callable[[int], int] = lambda place: place
-
-
-def with_media(
-    text: str, media: Sequence[Medium], processor: ImageProcessor | None, where: str
-) -> TextWithMedia:
-    """A chat template's text with the tokens of media in place of their marks.
-
-    Raises InputError: the text has not one mark for each medium.
-    """
-    if not media or processor is None:
-        return TextWithMedia(text)
-    of_kind: dict[str, list[str]] = {}
-    with explained(where):
-        for medium in media:
-            token = processor.token(medium.kind)
-            of_kind.setdefault(token, []).append(processor.replacement(*medium.shape))
-    matches = [*re.finditer("|".join(map(re.escape, of_kind)), text)]
-    for token, parts in of_kind.items():
-        number = sum(match[0] == token for match in matches)
-        if number != len(parts):
-            kind = next(medium.kind for medium in media if processor.token(medium.kind) == token)
-            raise InputError(
-                f"{where}: the chat template's text has {number} places of {kind}s ({token!r}), "
-                f"and the row {len(parts)} {kind}s: use a template with a place for each"
-            )
-    unplaced = {token: iter(parts) for token, parts in of_kind.items()}
-    parts = [next(unplaced[match[0]]) for match in matches]
-    places = [match.start() for match in matches]
-    longer = (len(part) - len(match[0]) for part, match in zip(parts, matches, strict=True))
-    grown = np.cumsum([0, *longer]).tolist()
-
-    def moved(place: int) -> int:
-        return place + int(grown[int(np.searchsorted(places, place))])
-
-    filler = iter(parts)
-    expanded = re.sub("|".join(map(re.escape, of_kind)), lambda _: next(filler), text)
-    return TextWithMedia(expanded, moved(places[-1]) + len(parts[-1]), moved)

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatrain.data.conversation import Conversation, messages, text_or_messages
 from megatrain.data.encoders import BadRows, SpecialTokens, refuse_unplaced, say_left_out
-from megatrain.data.images import ImageProcessor, Medium, place_media, read_media, with_media
+from megatrain.data.images import ImageProcessor, Medium, place_media
 from megatrain.data.readers import DataRow, read_rows
 from megatrain.data.refused_fields import BESIDE_PROMPTS, refuse_unheeded
 from megatrain.data.reply_spans import ReplySpans
@@ -55,13 +55,13 @@ def prompt_ids(
     else:
         talk = Conversation(*messages(prompt, "messages", where, images=images is not None))
         sources = place_media(talk.messages, {}, where)
-        pictures = read_media(sources, Path(), where, images) if images else []
+        pictures = images.read(sources, Path(), where) if images else []
         if talk.messages[-1]["role"] == "assistant":
             raise InputError(f"{where}: ends with a reply; end it with what is to be replied to")
         template = Template(tokenizer)
         refuse_unplaced(talk, template, where)
-        rendered = template.render(talk, where, add_generation_prompt=True)
-        text = with_media(rendered.text, pictures, images, where).text
+        text = template.render(talk, where, add_generation_prompt=True).text
+        text = images.place(text, pictures, where).text if images else text
     check_encodable(text, where)
     with tokenising(where):
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

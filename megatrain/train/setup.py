@@ -323,15 +323,16 @@ def _engine(
         attn_implementation=config.model.attn_implementation,
         sequence_parallel=config.engine.sequence_parallel,
         verify=config.engine.verify,
+        media=media,
     )
     try:
         if start is not None:
-            engine = _saved_engine(config, start, options | {"media": media}, stack)
+            engine = _saved_engine(config, start, options, stack)
         else:
             assert source is not None
             engine = Engine(
                 source,
-                **Workload.of_run(config).for_engine | {"media": media},
+                **Workload.of_run(config).for_engine,
                 seed=config.training.seed,
                 trained=Trained(config.model.freeze, config.model.train_only),
                 **options,

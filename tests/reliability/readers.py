@@ -24,6 +24,7 @@ from megatrain.config import load
 from megatrain.config.load import validate
 from megatrain.data import load_tokenizer, open_dataset, train_bpe_tokenizer
 from megatrain.data.encoders import Encoder, Examples
+from megatrain.data.images import ImageProcessor
 from megatrain.data.rows import Reading
 from megatrain.data.sources import find_files
 from megatrain.errors import MegatrainError
@@ -261,7 +262,7 @@ def _tokenizer(folder: Path, whole: Path) -> Reader:
 
     def read() -> None:
         examples = Examples(find_files(text, "text"), Reading("text", {}), "stop")
-        list(Encoder(load_tokenizer(copy), None).documents(examples))
+        list(Encoder(load_tokenizer(copy), None, ImageProcessor(None)).documents(examples))
 
     return _of_file(path, tree, read)
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatrain.data.conversation import Conversation
 from megatrain.data.encoders import Encoder
+from megatrain.data.images import ImageProcessor
 from megatrain.data.rows import Reading
 from tests.refusals import table
 
@@ -102,7 +103,7 @@ def encode_row(tokenizer: Any, row: dict[str, Any], where: str = "rows.jsonl:1")
     reading = Reading("auto", {})
     example, _ = reading.example(reading.find(row, where), row, where)
     assert isinstance(example, Conversation)
-    found = Encoder(tokenizer, None).conversation(example, where)
+    found = Encoder(tokenizer, None, ImageProcessor(None)).conversation(example, where)
     return found.ids, found.targets
 
 
