@@ -57,7 +57,7 @@ def settle(
 
     A size that is None has the default of `Workload`.
 
-    Raises InputError: a size is not a number of 1 or more; on any rank, there is no such disk;
+    Raises InputError: a size is not a whole number above 0, or a rank lacks the disk's folder;
     DoesNotFit: no placement fits, or the given one does not.
     """
     sizes = {"tokens_per_step": tokens_per_step, "sequence_length": sequence_length}
@@ -97,7 +97,7 @@ def settle(
         )
     if trained and opened.disk is not None and not settled.placement.on_disk:
         _log.info(
-            "disk: nothing rests in %s; placement.disk_moments says of how many tiles moments do",
+            "disk: nothing rests in %s; placement.disk_moments: how many tiles keep moments there",
             opened.disk,
         )
     if trained and opened.dtype in opened.device.can.slow_dtypes:
@@ -108,8 +108,8 @@ def settle(
     if generation is not None and generation.reference:
         tokens = workload.tokens_per_step
         reference = second_needs(model.spec, opened.precision, tokens, workload.all_ranks)
-    of_rank = tokens_per_step and -(-tokens_per_step // ranks.size)
-    check_fits(opened, settled.placement, of_rank, reference)
+    tokens_of_rank = tokens_per_step and -(-tokens_per_step // ranks.size)
+    check_fits(opened, settled.placement, tokens_of_rank, reference)
     _log.log(PASSING, "taking memory, and bringing weights there...")
     return settled
 

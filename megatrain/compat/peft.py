@@ -25,7 +25,7 @@ KEYS = frozenset((
     "bias", "use_rslora", "modules_to_save", "init_lora_weights", "layers_to_transform",
     "layers_pattern", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "target_parameters",
 ))  # fmt: skip
-_OF_FILES = frozenset((
+_FILE_KEYS = frozenset((  # keys of adapter_config.json that are no settings of training
     "peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode",
     "auto_mapping", "peft_version",
 ))  # fmt: skip
@@ -93,7 +93,7 @@ def lora_config(keys: Mapping[str, Any]) -> Any:
     """
     if (kind := str(keys.get("peft_type") or "LORA")) not in ("LORA", "PeftType.LORA"):
         raise InputError(f"the adapter's peft_type is {kind}; only LORA is supported")
-    defaults, accepted = _library().LoraConfig().to_dict(), KEYS | _OF_FILES
+    defaults, accepted = _library().LoraConfig().to_dict(), KEYS | _FILE_KEYS
     unknown = keys.keys() - accepted
     # None, False and empty values count as equal.
     changed = sorted(n for n in unknown if (keys[n] or None) != (defaults.get(n) or None))
@@ -123,7 +123,7 @@ def check(config: Any) -> None:
             f"the adapter's init_lora_weights is {init!r}; take true, false or gaussian"
         )
     defaults, settings = lora().to_dict(), config.to_dict()
-    for name in sorted(settings.keys() - KEYS - _OF_FILES):
+    for name in sorted(settings.keys() - KEYS - _FILE_KEYS):
         if (settings[name] or None) != (defaults.get(name) or None):  # PEFT adds empty values
             value = in_one_line(repr(settings[name]), 60)
             instead = "; modules_to_save trains whole embeddings" if "token" in name else ""

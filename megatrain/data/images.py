@@ -520,9 +520,10 @@ def _refuse_large(frames: int, film: Any) -> None:
         )
 
 
-def _blank(kind: str, size: tuple[int, ...], film: str = "") -> Any:
+def _blank(kind: str, size: tuple[int, ...], film_metadata: str = "") -> Any:
+    """A medium of zeros; `size`: width and height, samples, or frames, width and height."""
     if kind == "image":
         return Image.new("RGB", (size[0], size[1]))
     if kind == "audio":
         return np.zeros(size, np.float32)
-    return np.zeros((size[0], size[2], size[1], 3), np.uint8), json.loads(film or "{}")
+    return np.zeros((size[0], size[2], size[1], 3), np.uint8), json.loads(film_metadata or "{}")

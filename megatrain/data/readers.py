@@ -285,7 +285,8 @@ def _unusable(where: str, error: Exception) -> InputError:
     if isinstance(error, json.JSONDecodeError):
         remedy = "correct the row (one that takes several lines needs a file named .json)"
         return InputError(f"{where}: not JSON: {error.msg} (column {error.colno}): {remedy}")
-    reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).split(";")[0]
+    reason = str(error).split(";")[0]  # without that error's remedy
+    reason = "nested too deeply" if isinstance(error, RecursionError) else reason
     return InputError(f"{where}: not usable JSON: {reason}: correct the row")
 
 

@@ -412,13 +412,13 @@ class Reading:
                 )
         example = form.read(values, where)
         if isinstance(example, Pair):
-            example = self._of_all_lines(example, where)
+            example = self._cut_to_lines(example, where)
         elif isinstance(example, Labelled):
             example = example._replace(labels=self._numbers(example.labels, where))
         return example, [n for n, v in others.items() if not empty(v)]
 
-    def _of_all_lines(self, example: Pair, where: str) -> Pair:
-        """The example with as many texts as each row has. Raises InputError: it has fewer."""
+    def _cut_to_lines(self, example: Pair, where: str) -> Pair:
+        """Keep the first `lines` texts of the example. Raises InputError: their number is wrong."""
         surplus = len(example.replies) - 2
         if surplus < self.lines - 2 or (surplus and self.lines == 2):
             raise InputError(

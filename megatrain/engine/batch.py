@@ -110,7 +110,7 @@ class Intake:
             before=sum(part.num for part in parts[: ranks.rank]),
             own=own_slice,
             all_tokens=all_tokens,
-            most=most_micro,
+            most_micro=most_micro,
             idle=len(shares) - own_part.num,
             has_media=any(part.has_media for part in parts),
         )

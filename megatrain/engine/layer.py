@@ -89,7 +89,8 @@ class Layer(StreamedModule):
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The activations after this layer, for every micro-batch."""
-        out, train = [], train and self.needs_backward
+        train = train and self.needs_backward
+        out = []
         offloads = train and self.policy.where == "host"
         for index, micro in enumerate(batch.micro):
             self.seed(batch, index)

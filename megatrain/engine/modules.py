@@ -229,7 +229,7 @@ class Prologue(StreamedModule):
         h: Activations,
         dh: Activations,
     ) -> Activations:
-        """`vjp` of one micro-batch; returns the gradient of its features, if it has any."""
+        """Accumulate a micro-batch's gradients; return those of its media's features, if any."""
         weights, features = self.leaves(slot), differentiable(h if micro.media else {})
         tables: dict[Any, Tensor] = {n: micro.rows.tables[n] for n in self.embedding.trained}
         with torch.enable_grad():

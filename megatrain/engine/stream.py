@@ -72,7 +72,7 @@ class Stream:
         self._unpacked = device.empty(name, max(unpacked, default=0), dtype)
         self._itinerary: list[StreamedModule] = []
         self._places: list[_Place] = []
-        self._loaded = self._visited = 0
+        self._loaded = self._visited = 0  # visits of the itinerary
         self._stacks: Stacks = {}
 
     def keeps(self, tile: Tile) -> bool:

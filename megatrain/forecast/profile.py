@@ -136,8 +136,8 @@ class Profile(Once):
                 micro[-1].media = dict(self.media.tensors) if self.media is not None else {}
             tokens = rows * self.tokens
             batch = Batch(micro, tokens, tokens, unique_U, seed=0)
-            batch.most, batch.all_tokens = len(micro), tokens
-            batch.loss_inputs = [(micro_batch.rows.ids, []) for micro_batch in micro]
+            batch.most_micro, batch.all_tokens = len(micro), tokens
+            batch.loss_inputs = [(group.rows.ids, []) for group in micro]
             return batch
 
         return self.once(("batch", rows, micro_batch, cap, passes), make)
@@ -271,8 +271,8 @@ class Profile(Once):
         def peak(rows: int) -> int:
             h = {ref: self.shape(ref, rows) for ref in self.spec.epilogue_inputs}
             epilogue = self._measurer.projected(rows, chunk, h)
-            hidden = sum(shape.num_bytes for shape in epilogue.outputs.values())
-            return epilogue.backward.peak_bytes + 2 * hidden
+            hidden_bytes = sum(shape.num_bytes for shape in epilogue.outputs.values())
+            return epilogue.backward.peak_bytes + 2 * hidden_bytes  # and their gradients
 
         def noted(rows: int) -> int:
             return self._notes.noted(int, (*self._key, "hidden", rows, chunk), lambda: peak(rows))

@@ -374,7 +374,7 @@ def process_bytes(
 def assembled(
     device: Device, model: Model, placement: Placement, measured: Profile | None = None, **rest: Any
 ) -> Assembly:
-    """An assembly for a forecast: its units do not compute. `rest`: arguments of `Assembly`."""
+    """Make an `Assembly` for a forecast, without a model. `rest`: its further arguments."""
 
     def repeats(visit: int, batch: MicroBatch) -> bool:
         assert measured is not None
@@ -382,9 +382,9 @@ def assembled(
 
     dtype, spec = DTYPES[model.precision], model.spec
     store = Store(device, model.layouts, dtype, rule=model.rule, placement=placement)
-    unrun = SimpleNamespace(spec=spec, capture=spec.capture, repeats=repeats)
-    eager = replace(placement, compile=False, chunk_tokens=None)
-    return Assembly(device, cast("ModelProgram", unrun), store, dtype, eager, **rest)
+    program = SimpleNamespace(spec=spec, capture=spec.capture, repeats=repeats)
+    uncompiled = replace(placement, compile=False, chunk_tokens=None)
+    return Assembly(device, cast("ModelProgram", program), store, dtype, uncompiled, **rest)
 
 
 class CoarseSink(Sink):

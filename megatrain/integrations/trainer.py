@@ -84,15 +84,15 @@ class StreamedTrainer(_Trainer):
         args = options.get("args", next(iter(arguments), None))
         heeded.check_arguments(args)
         classes = {kind.__name__ for kind in type(self).__mro__}
-        paired, scores = "DPOTrainer" in classes, "RewardTrainer" in classes
+        is_dpo, scores = "DPOTrainer" in classes, "RewardTrainer" in classes
         model = trainer_model.opened(model, args, options, scores=scores)
         attributes, text = {*vars(model)}, model.config.get_text_config()
         pad = text.pad_token_id
         self._routers = {name: getattr(text, name) for name in _ROUTERS if hasattr(text, name)}
         reference, wrapped = options.pop("ref_model", None), is_peft_model(model)
-        if paired and args is None:
+        if is_dpo and args is None:
             raise InputError("StreamedTrainer needs args=DPOConfig(...)")
-        if paired:
+        if is_dpo:
             # TRL's reference has no weights: ours computes the log-probabilities.
             options["ref_model"] = without_weights = torch.nn.Module()
             vars(without_weights).update(config=model.config)
@@ -106,7 +106,7 @@ class StreamedTrainer(_Trainer):
         for name, patched in product(_PATCHES - attributes, (model_given, inner)):
             vars(patched).pop(name, None)
         text = model_given.config.get_text_config()
-        kind = objectives.Preferences if paired else objectives.Objective
+        kind = objectives.Preferences if is_dpo else objectives.Objective
         self._objective: objectives.Objective = (
             objectives.Scores(self.args, text.pad_token_id, pad) if scores else kind(self.args)
         )
@@ -114,10 +114,10 @@ class StreamedTrainer(_Trainer):
         self._refuse()
         if getattr(self.args, "disable_dropout", False):
             trainer_model.without_dropout(model_given)
-        if paired:
+        if is_dpo:
             self.ref_model = None
-            is_base = reference is None and not wrapped and is_peft_model(model_given)
-            adapters = model_given.peft_config.values() if is_base else ()
+            base_is_reference = reference is None and not wrapped and is_peft_model(model_given)
+            adapters = model_given.peft_config.values() if base_is_reference else ()
             if not all(getattr(config, "init_lora_weights", True) for config in adapters):
                 refuse("peft_config with init_lora_weights: False", _NOT_THE_BASE)
         decayed = set(self.get_decay_parameter_names(model_given))

@@ -130,10 +130,10 @@ def attend_by_kernel(spec: ModelSpec, precision: Precision) -> None:
         return
     kinds = {id(layer.kind): layer.kind for layer in spec.layers}.values()
     modules = [module for kind in kinds for module in kind.module.modules()]
-    eager = [m for m in modules if _has_cap(m) or (half and has_sinks(m))]
+    eager = [m for m in modules if _has_softcap(m) or (half and has_sinks(m))]
     of_modules = [module.config for module in modules if hasattr(module, "config")]
     for config in [model.config, model.config.get_text_config(), *of_modules]:
-        if eager and all(map(_is_plain, eager)) and attention_of(config) == "eager":
+        if eager and all(map(_is_replaceable, eager)) and attention_of(config) == "eager":
             set_attention(config, BY_SINKS)
         if half and getattr(config, "sliding_window", None) and attention_of(config) == BY_MASKS:
             set_attention(config, BY_WINDOWS)
@@ -145,26 +145,25 @@ def takes_lengths(model: PreTrainedModel, *, fp32: bool) -> bool:
     has_kernel = not fp32 and (name == BY_SINKS or chosen_attention(name) == BY_MASKS)
     if name in ("eager", BY_EAGER):
         with_sinks = [module for module in model.modules() if has_sinks(module)]
-        has_kernel = bool(with_sinks) and all(map(_is_plain, with_sinks))
+        has_kernel = bool(with_sinks) and all(map(_is_replaceable, with_sinks))
     return has_kernel and takes_flash_attention(model)
 
 
-def _has_cap(module: nn.Module) -> bool:
+def _has_softcap(module: nn.Module) -> bool:
     return bool(getattr(module, "attn_logit_softcapping", None))
 
 
-def _eager(module: nn.Module) -> Callable[..., tuple[Tensor, Any]] | None:
+def _eager_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Any]] | None:
     """The eager attention in the file of a module's forward; None: there is none."""
     return inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """True if a module's attention has a width of our kernels, no dropout, and an eager form."""
+def _is_replaceable(module: nn.Module) -> bool:
+    """True if our kernels compute a module's attention: heads' width fits, without dropout."""
     width = getattr(module, "head_dim", None)
-    has_width = isinstance(width, int) and width % 8 == 0 and width <= MOST_WIDTH
-    fits = has_width or _has_cap(module)
-    plain = not getattr(module, "attention_dropout", 0.0)
-    return fits and plain and _eager(module) is not None
+    fits = isinstance(width, int) and width % 8 == 0 and width <= MOST_WIDTH
+    no_dropout = not getattr(module, "attention_dropout", 0.0)
+    return (fits or _has_softcap(module)) and no_dropout and _eager_attention(module) is not None
 
 
 def _mask_if_needed(make: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
@@ -263,8 +262,8 @@ def _attention_with_sinks(
     if attention_mask is not None and attention_mask.dtype == torch.int32:
         lengths = attention_mask.flatten()
     elif attention_mask is not None:
-        eager = _eager(module)
-        assert eager is not None  # see `_is_plain`
+        eager = _eager_attention(module)
+        assert eager is not None  # see `_is_replaceable`
         return eager(module, query, key, value, attention_mask, scaling=scaling, **options)
     sinks = getattr(module, "sinks", None)
     sinks = None if sinks is None else sinks.to(query.dtype)  # None: a layer of another kind

@@ -75,16 +75,15 @@ class Batch:
     # the slice of `unique_U` whose rows this rank keeps
     own: slice = field(default_factory=lambda: slice(None))
     all_tokens: int = 0  # positions of all ranks, in the caller's micro-batches
-    most: int = 0  # micro-batches of the rank that has most; others may have passes without any
-    # the weight of each micro-batch's router loss; None: routers have one loss of all tokens
-    # together
+    most_micro: int = 0  # micro-batches of the rank that has most; others may have empty passes
+    # each micro-batch's weight in the routers' loss; None: it is one loss of all tokens together
     router_shares: Sequence[float] | None = None
     has_media: bool = False  # True if any rank's micro-batch has images or sounds
     idle: int = 0  # the number of last micro-batches without labels, which only exchange tokens
 
     def passes(self, count: int) -> list["Batch"]:
         """The micro-batches, in order, as at most `count` batches of about equal size."""
-        count = min(count, max(self.most, len(self.micro)))
+        count = min(count, max(self.most_micro, len(self.micro)))
         ends = [len(self.micro) * part // count for part in range(count + 1)]
         return [
             replace(self, micro=self.micro[start:stop], first=start)

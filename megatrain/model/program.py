@@ -69,8 +69,8 @@ class ModelProgram:
         self.attends_by_lengths = self.exchanges = False  # until `attend` and `set_owners`
         self._kept = dict[str, Tensor]()
         self._supported_media = set[frozenset[str]]()  # kinds of media for which a check passed
-        # By shape of ids: which calls of `_document_indices`, in a forward of ids alone, find None.
-        self._undivided: dict[torch.Size, set[int]] = {}
+        # By shape of ids: calls of `_document_indices` that find None in a forward of ids alone.
+        self._one_document_calls: dict[torch.Size, set[int]] = {}
         self._encoder_calls = calls_of(model, spec.media)
         if self._encoder_calls:
             attention.attend_by_images(model)
@@ -139,7 +139,7 @@ class ModelProgram:
         """
         for part in self.rest:
             part.__dict__.pop("forward", None)  # of tiles of another size
-            part.forward = ChunkedOverTokens(part, tokens, lambda function, what: function)
+            part.forward = ChunkedOverTokens(part, tokens, lambda function, what: function)  # eager
 
     @cached_property
     def rest(self) -> list[nn.Module]:
@@ -343,8 +343,8 @@ class ModelProgram:
         documents = batch.documents if self.attends_by_lengths else {}
         arguments = {**self.capture.inputs(inputs), **documents}
         shape = batch.inputs["input_ids"].shape
-        if uses is None and shape not in self._undivided and _gives_ids_alone(batch):
-            self._undivided[shape] = set()
+        if uses is None and shape not in self._one_document_calls and _gives_ids_alone(batch):
+            self._one_document_calls[shape] = set()
             uses = Uses(derived={id(v): v for v in arguments.values() if isinstance(v, Tensor)})
         find = partial(self._document_indices, batch, uses)
         has_lengths = changed([attention.FORWARD], has_lengths=bool(documents))
@@ -359,14 +359,14 @@ class ModelProgram:
         self,
         batch: MicroBatch,
         uses: Uses | None,
-        look: Callable[[Tensor], Tensor | None],
+        find: Callable[[Tensor], Tensor | None],
         position_ids: Tensor,
     ) -> Tensor | None:
-        """The document of each token of packed rows; None: each row is one document.
+        """The index of each token's document in packed rows; None: each row is one document.
 
-        `look` finds out, but waits for the device: it is called only if nothing else shows. The
-        batch's positions are known on the CPU. A model's own positions, of ids alone, are the same
-        for all rows of a length, unless they are computed from the ids.
+        `find` reads positions from the device and waits for it, so it is called last. Positions in
+        the batch are known on the CPU. Those that a model makes itself are the same for all rows
+        of a length, unless it computes them from the token ids.
         """
         of_batch = batch.inputs.get("position_ids")
         if of_batch is not None and batch.is_packed is not None:
@@ -374,13 +374,13 @@ class ModelProgram:
             if identity(of_batch) == identity(position_ids):
                 starts = attention.document_starts(of_batch)
                 return starts.cumsum(-1) - 1 if batch.is_packed else None
-        undivided = self._undivided.get(batch.inputs["input_ids"].shape, set())
-        number = len(batch.document_indices)
-        if number in undivided and _gives_ids_alone(batch):
+        one_document = self._one_document_calls.get(batch.inputs["input_ids"].shape, set())
+        call = len(batch.document_indices)
+        if call in one_document and _gives_ids_alone(batch):
             return None
-        indices = look(position_ids)
+        indices = find(position_ids)
         if indices is None and uses is not None and id(position_ids) not in uses.derived:
-            undivided.add(number)
+            one_document.add(call)
         return indices
 
 

@@ -100,17 +100,17 @@ def _again(model: PreTrainedModel, dtype: torch.dtype, with_code: bool) -> PreTr
 
 
 def _unlike(model: nn.Module, again: nn.Module) -> Iterator[str]:
-    """The differences as "... is ..., and ...": modules and tensors first, then attributes."""
+    """Describe each difference in a sentence: modules and tensors first, then attributes."""
     for described in (_parts, _attributes):
         ours, rebuilt = described(model), described(again)
         for name in {**ours, **rebuilt}:
-            value, shown = ours.get(name, _ABSENT)
-            other, other_shown = rebuilt.get(name, _ABSENT)
+            value, words = ours.get(name, _ABSENT)
+            other, other_words = rebuilt.get(name, _ABSENT)
             if value != other:
-                yield f"{name or 'the model'} is {shown()} in the model given, and {other_shown()}"
+                yield f"{name or 'the model'} is {words()} in the model given, and {other_words()}"
 
 
-Described = Mapping[str, tuple[Any, Callable[[], str]]]  # by name, a value to compare, and words
+Described = Mapping[str, tuple[Any, Callable[[], str]]]  # by name: value, its words
 _ABSENT = None, partial(str, "not there")
 
 

@@ -433,20 +433,22 @@ def _same_values(one: Recipe, other: Recipe) -> bool:
 def _check_complete(
     folder: Path, model: PreTrainedModel, missing: set[str], unexpected: dict[str, list[Stored]]
 ) -> tuple[str, ...]:
-    """The missing names, sorted. Raises InputError: the class does not permit all of these."""
+    """Sort the missing names. Raises InputError: one is needed, or the model lacks `unexpected`."""
     report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
     hf.drop_ignorable(model, report)
-    # transformers has fixed names of layers that predict further tokens: here the configuration has
-    # their number.
+    # transformers ignores layers of multi-token prediction by fixed names; here by their numbers.
     text = model.config.get_text_config(decoder=True)
-    count = getattr(text, "num_hidden_layers", 0)
-    more = range(count, count + (getattr(text, "num_nextn_predict_layers", None) or 0))
-    further = [f".layers.{number}." for number in more]
+    start = getattr(text, "num_hidden_layers", 0)
+    stop = start + (getattr(text, "num_nextn_predict_layers", None) or 0)
+    ignored_layers = [f".layers.{number}." for number in range(start, stop)]
     report.unexpected_keys = {
-        n for n in report.unexpected_keys if not any(layer in f".{n}" for layer in further)
+        n for n in report.unexpected_keys if not any(layer in f".{n}" for layer in ignored_layers)
     }
-    named = (read_json(folder / "config.json").get("architectures") or [""])[0]
-    if hf.task_of(model) != "CAUSAL_LM" and hf.TASKS.get(named) not in ("SEQ_CLS", "TOKEN_CLS"):
+    architecture = (read_json(folder / "config.json").get("architectures") or [""])[0]
+    if hf.task_of(model) != "CAUSAL_LM" and hf.TASKS.get(architecture) not in (
+        "SEQ_CLS",
+        "TOKEN_CLS",
+    ):
         head = "score.", "classifier.", "pooler."
         report.missing_keys = {n for n in report.missing_keys if not n.startswith(head)}
         report.unexpected_keys = {n for n in report.unexpected_keys if not n.startswith(_HEADS)}

@@ -175,7 +175,7 @@ class TileLayout:
         self.ranks, self._row = ranks, row
         self.owned = frozenset(owned) if ranks > 1 else frozenset()
         self.copies: dict[str, list[tuple[int, int, int]]] = {}
-        cut = ranks * lcm(ALIGNMENT, row) if ranks > 1 else ALIGNMENT
+        part_alignment = ranks * lcm(ALIGNMENT, row) if ranks > 1 else ALIGNMENT
         entries: list[Entry] = []
         self.parts: list[tuple[int, int]] = []
         self.moved: list[int] = []
@@ -183,19 +183,19 @@ class TileLayout:
         in_order = sorted(parameters, key=_order)
         for (is_frozen, _, owned_name), members in groupby(in_order, key=self._part):
             if is_frozen and not any(entry.group is None for entry in entries):
-                offset = self._place_copies(entries, offset, cut)
+                offset = self._place_copies(entries, offset, part_alignment)
             start = offset
             self.moved.append(start - one_rank_offset)
             for entry in members:
                 entries.append(replace(entry, offset=offset))
                 offset = align(offset + entry.stored, ALIGNMENT)
             one_rank_offset += offset - start
-            offset = start + align(offset - start, ALIGNMENT if owned_name else cut)
+            offset = start + align(offset - start, ALIGNMENT if owned_name else part_alignment)
             self.parts.append((start, offset))
             if not is_frozen:
                 self.trainable_numel = offset
         if all(entry.group is not None for entry in entries):
-            offset = self._place_copies(entries, offset, cut)
+            offset = self._place_copies(entries, offset, part_alignment)
         self.entries, self.numel = tuple(entries), offset
         self.by_name = {entry.name: entry for entry in entries}
         self.trainable = tuple(entry for entry in entries if entry.group is not None)
@@ -212,21 +212,21 @@ class TileLayout:
             self.name, entries, self.kind, ranks=self.ranks, row=self._row, owned=self.owned
         )
 
-    def _place_copies(self, trained: Sequence[Entry], start: int, cut: int) -> int:
+    def _place_copies(self, trained: Sequence[Entry], start: int, part_alignment: int) -> int:
         """Lay out the ranks' fp32 copies of their blocks from `start` on; return the end."""
         longest = 0
         places: list[tuple[str, int, int, int, int]] = []
         for rank in range(self.ranks):
             copy_start, blocks = 0, [*self.blocks(rank)]
             copied = [entry for entry in trained if entry.copied]
-            for entry, (begin, size) in product(copied, blocks):
-                first = max(entry.offset, begin)
-                stop = min(entry.offset + entry.numel, begin + size)
+            for entry, (block_start, block_size) in product(copied, blocks):
+                first = max(entry.offset, block_start)
+                stop = min(entry.offset + entry.numel, block_start + block_size)
                 if first < stop:
                     places.append((entry.name, first, stop, rank, copy_start))
                     copy_start = align(copy_start + 2 * (stop - first), ALIGNMENT)
             longest = max(longest, copy_start)
-        length = align(longest, cut // self.ranks)
+        length = align(longest, part_alignment // self.ranks)
         for name, first, stop, rank, copy_start in places:
             pieces = self.copies.setdefault(name, [])
             pieces.append((first, stop, start + rank * length + copy_start))

@@ -290,7 +290,7 @@ def _structure(config: Config, model: Any) -> Source:
     choose_trained(source, trained, rule, config.engine.precision)
     opened = open_structure(source, rule, ALONE, config.engine.precision, saveable=True)
     if isinstance(placement := config.engine.placement_value(), Placement):
-        resting(placement, opened.layouts)
+        resting(placement, opened.layouts)  # raises if a resident tile is unknown
     if config.data.packing and config.loss.kind is None:
         check_documents(opened.spec)
     if opened.spec.capture.task == "FEATURE_EXTRACTION" and config.loss.head is None:
