@@ -445,10 +445,8 @@ def _check_complete(
         n for n in report.unexpected_keys if not any(layer in f".{n}" for layer in ignored_layers)
     }
     architecture = (read_json(folder / "config.json").get("architectures") or [""])[0]
-    if hf.task_of(model) != "CAUSAL_LM" and hf.TASKS.get(architecture) not in (
-        "SEQ_CLS",
-        "TOKEN_CLS",
-    ):
+    from_classifier = hf.TASKS.get(architecture) in ("SEQ_CLS", "TOKEN_CLS")
+    if hf.task_of(model) != "CAUSAL_LM" and not from_classifier:
         head = "score.", "classifier.", "pooler."
         report.missing_keys = {n for n in report.missing_keys if not n.startswith(head)}
         report.unexpected_keys = {n for n in report.unexpected_keys if not n.startswith(_HEADS)}
