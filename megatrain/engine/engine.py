@@ -131,7 +131,7 @@ class PlacedEngine:
         )
         importing = importing_compiler() if placement.compile else nullcontext()
         with importing, self._undisturbed():
-            load_weights(opened.source, self._spec, self._store, opened.seed, self.ranks)
+            load_weights(opened, self._store)
         if opened.source.saved is not None and opened.source.resumes:
             settings = opened.source.saved.settings
             self._steps = settings.steps

@@ -126,16 +126,13 @@ def model_class(
 
     Raises InputError: it names a class of another kind, or transformers has no causal LM for it.
     """
-    names = config.architectures or []
-    if not names and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        names = [name for kind, name in hf.MULTIMODAL_CLASSES.items() if kind == config.model_type]
+    names, whole = config.architectures or [], hf.MULTIMODAL_CLASSES.get(config.model_type)
+    if whole and not names and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        names = [whole]
     for name in names:  # the text model of a larger one has no mapping
         if name in hf.TASKS:
             named = getattr(transformers, name)
-            if (
-                type(config) is named.config_class
-                or hf.MULTIMODAL_CLASSES.get(config.model_type) == name
-            ):
+            if type(config) is named.config_class or name == whole:
                 return partial(hf.model_of, named)
     if AutoModelForCausalLM.__name__ not in getattr(config, "auto_map", ()):
         usable = [name for name in names if hasattr(transformers, name)]

@@ -18,12 +18,10 @@ from megatrain.model.adapters import Adapted, adapted, draw_adapters, plain
 from megatrain.model.build import loaded_types
 from megatrain.model.init import initialise
 from megatrain.model.safetensors_io import read_header
-from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
 from megatrain.model.weights import Write, read_weights
-from megatrain.parallel.distributed import Ranks
 from megatrain.source import state_io
-from megatrain.source.source import Source
+from megatrain.source.source import EngineSetup, Source
 from megatrain.store.store import Store
 from megatrain.telemetry.console import PASSING, Share, end_passing
 from megatrain.telemetry.host import update_threads
@@ -32,19 +30,19 @@ from megatrain.tile.formats import FP32
 _log = logging.getLogger(__name__)
 
 
-def load_weights(source: Source, spec: ModelSpec, store: Store, seed: int, ranks: Ranks) -> None:
+def load_weights(opened: EngineSetup, store: Store) -> None:
     """Fill a store with weights and persistent buffers: read, copied or randomly initialised.
 
     With a checkpoint that is resumed, all planes of tiles are read. All ranks call this.
     """
-    loading = _Loading(source, spec, store, seed)
+    source, ranks, loading = opened.source, opened.ranks, _Loading(opened, store)
     ranks.agree(loading.run)
     from_nothing = source.stored is None and source.copied is None
     new = adapted(source.model) is not None and (source.grows or from_nothing)
     if new and not source.adapter_folder:  # last, as their first values may depend on the base
         read = source.untrained.values
         read |= {e.name: partial(t.whole_master, e, ranks) for t, e in store.entries()}
-        ranks.agree(lambda: draw_adapters(source.model, read, loading.write, seed))
+        ranks.agree(lambda: draw_adapters(source.model, read, loading.write, opened.seed))
     for tile in store.tiles:
         tile.copy_masters(update_threads())
     end_passing()
@@ -53,8 +51,9 @@ def load_weights(source: Source, spec: ModelSpec, store: Store, seed: int, ranks
 class _Loading:
     """Fills a store with the weights of a source."""
 
-    def __init__(self, source: Source, spec: ModelSpec, store: Store, seed: int) -> None:
-        self._source, self._spec, self._store, self._seed = source, spec, store, seed
+    def __init__(self, opened: EngineSetup, store: Store) -> None:
+        self._source, self._spec, self._store = opened.source, opened.model.spec, store
+        self._seed, source = opened.seed, opened.source
         self._places = {entry.name: (tile, entry) for tile, entry in store.entries()}
         self._share = Share(_log, "weights", sum(e.numel for _, e in self._places.values()))
         self._origin = None if adapted(source.model) is None else source.origin
