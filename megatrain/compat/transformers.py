@@ -1,7 +1,7 @@
 """All private parts of transformers that the package uses."""
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count
@@ -207,7 +207,7 @@ def set_experts(config: PreTrainedConfig, name: Any) -> None:
     config._experts_implementation = name
 
 
-def takes_grouped_products(experts: nn.Module, names: list[str]) -> bool:
+def takes_grouped_products(experts: nn.Module, names: Sequence[str] = ()) -> bool:
     """True if `experts_forward` can compute a module's forward, and multiplies by these weights.
 
     That holds for all families for which transformers has several implementations of experts.
@@ -297,13 +297,13 @@ def experts_forward(
         out = moe._grouped_linear(rows, weight, ends, bias=bias, is_transposed=transposed)
         if name not in factors:
             return out
-        first, second, scale = factors[name]
+        lora_a, lora_b, scale = factors[name]
         if owners is not None:
-            first, second = owners.own(first), owners.own(second)
-        padding = -first.shape[-1] % 8  # GPU kernels take rows of whole 16 bytes
-        first, second = pad(first, (0, padding)), contiguous_copy(pad(second, (0, 0, 0, padding)))
-        inner = moe._grouped_mm(rows, first, offs=ends)
-        return torch.add(out, moe._grouped_mm(inner, second, offs=ends), alpha=scale)
+            lora_a, lora_b = owners.own(lora_a), owners.own(lora_b)
+        padding = -lora_a.shape[-1] % 8  # GPU kernels take rows of whole 16 bytes
+        lora_a, lora_b = pad(lora_a, (0, padding)), contiguous_copy(pad(lora_b, (0, 0, 0, padding)))
+        inner = moe._grouped_mm(rows, lora_a, offs=ends)
+        return torch.add(out, moe._grouped_mm(inner, lora_b, offs=ends), alpha=scale)
 
     rows = product("gate_up_proj" if experts.has_gate else "up_proj", rows)
     rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
@@ -320,14 +320,14 @@ def experts_forward(
 def without_atomic_sums(layer: nn.Module) -> None:
     """Let a layer's experts run `experts_forward`, whose gradients use no atomic additions."""
     for part in layer.modules():
-        if takes_grouped_products(part, []) and experts_of(part.config) == "grouped_mm":
+        if takes_grouped_products(part) and experts_of(part.config) == "grouped_mm":
             part.forward = partial(experts_forward, part, {})
 
 
 def set_owners(module: nn.Module, owners: Any) -> None:
     """Let experts compute on the ranks that own them (model/owned_experts.py); None: on all."""
     for part in module.modules():
-        if takes_grouped_products(part, []):
+        if takes_grouped_products(part):
             vars(part)["owners"] = owners
             if owners is not None:
                 part.forward = partial(experts_forward, part, {})
@@ -479,12 +479,12 @@ def unpacked() -> Iterator[None]:
 
 
 def finding_once(
-    packed: list[Tensor | None], find: Callable[..., Tensor | None], *, padded: bool
+    document_indices: list[Tensor | None], find: Callable[..., Tensor | None], *, padded: bool
 ) -> AbstractContextManager[None]:
     """Within this context masks are made with few reads of values, each of which waits for a GPU.
 
     Args:
-        packed: document indices that this forward has computed for these rows, in the order of its
+        document_indices: those that this forward has computed for these rows, in the order of its
             calls; new ones are appended.
         find: computes document indices, given transformers' function and the positions.
         padded: True if the attention mask hides tokens, so that it cannot be left out.
@@ -493,9 +493,9 @@ def finding_once(
 
     def find_or_reuse(position_ids: Tensor) -> Tensor | None:
         number = next(calls)
-        if number == len(packed):
-            packed.append(find(original, position_ids))
-        return packed[number]
+        if number == len(document_indices):
+            document_indices.append(find(original, position_ids))
+        return document_indices[number]
 
     can_be_ignored = masking_utils._ignore_causal_mask_sdpa
 

@@ -324,7 +324,7 @@ class ImageProcessor:
         count = sum(medium.kind == "image" for medium in media)
         if count < 2 or not self.counts_images:
             return media
-        return [medium._replace(together=count) for medium in media]
+        return [medium._replace(together=count) for medium in media]  # tokens depend on it
 
     def _read_medium(self, medium: MediumSource, folder: Path, where: str) -> Medium:
         """A medium, decoded once to check it. Raises InputError: it is broken, or not supported."""

@@ -301,7 +301,7 @@ def read_hub(source: DataSource, wanted: Wanted) -> Rows:
     encoded = source.rows.with_format("arrow")  # without decoding images
     names = encoded.column_names
     yield from _rows(
-        source, names, wanted, lambda some: encoded.select_columns(some).iter(_BATCH_ROWS)
+        source, names, wanted, lambda kept: encoded.select_columns(kept).iter(_BATCH_ROWS)
     )
 
 

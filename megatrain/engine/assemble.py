@@ -96,17 +96,17 @@ class Assembly(Shared):
             trunk.append(Layer(self, visit, policy, self._offload))
 
         @cache
-        def summed(loss: Loss) -> Summed:
+        def compiled_sums(loss: Loss) -> Summed:
             return self._compiled(loss.summed, "the loss")
 
         tokens = self.placement.head_tokens
-        head = Head(self.device, self.program, self.head, tokens, summed, self.collectives)
-        encoded = self._encoded(trunk, embedding)
+        head = Head(self.device, self.program, self.head, tokens, compiled_sums, self.collectives)
+        with_media = self._trunk_with_media(trunk, embedding)
         _end_backward(trunk)
         stream = Stream(self, self.unpacking or self._unpack())
-        return Parts(trunk, head, embedding, stream, encoded)
+        return Parts(trunk, head, embedding, stream, with_media)
 
-    def _encoded(self, trunk: Sequence[Unit], embedding: Embedding) -> list[Unit]:
+    def _trunk_with_media(self, trunk: Sequence[Unit], embedding: Embedding) -> list[Unit]:
         """The trunk of a step with images or sounds; empty if the model has no encoders."""
         prologue, *layers = map(copy, trunk)
         if not self.media or not isinstance(prologue, Prologue):
@@ -116,16 +116,16 @@ class Assembly(Shared):
         for unit in layers:
             if isinstance(unit, Layer):
                 unit.take_added()
-        encoded = [media, prologue, *layers]
-        _end_backward(encoded)
-        return encoded
+        units = [media, prologue, *layers]
+        _end_backward(units)
+        return units
 
     def _compiled(self, function: Any, name: str) -> Any:
         return compile_and_tell(function, name) if self.placement.compile else function
 
 
 def host_bytes(store: Store, parts: Parts) -> dict[str, int]:
-    """Bytes of host memory by use: planes, gradients, rows, boundaries, graphs, disk lanes."""
+    """Bytes of host memory by use: planes, gradients, rows, layer inputs, graphs, disk lanes."""
     sizes = {f"host_{k}_bytes": v for k, v in store.bytes_by_plane().items()}
     sizes["host_rows_bytes"] = parts.embedding.host_bytes
     sizes["host_disk_lanes_bytes"] = parts.stream.disk.host_bytes

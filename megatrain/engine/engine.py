@@ -263,7 +263,7 @@ class PlacedEngine:
         # A loss over all micro-batches at once takes one pass, whose graphs need too much memory.
         one_pass = parts.passes > 1 and (isinstance(loss, JointLoss) or self._spec.balances)
         with self._undisturbed():
-            for encoders in parts.encoded[:1]:
+            for encoders in parts.trunk_with_media[:1]:
                 if not batch.has_media and encoders.trained:
                     parts.sink.leave_out(encoders.tile)
             policies = self._policies(device=saves and not one_pass, host=saves)
@@ -346,8 +346,8 @@ class PlacedEngine:
             check_call(self._opened, self._steps, NO_LABELS)
             if self._opened.sequence_ranks.size > 1:
                 raise InputError(
-                    "the model as a whole, for texts, is not for ranks that share rows yet; make "
-                    "an engine without sequence_parallel"
+                    "whole_model and generate are not for ranks that share rows yet; make an "
+                    "engine without sequence_parallel"
                 )
             self._require_texts()
             self.flush()
@@ -521,7 +521,7 @@ class PlacedEngine:
         return self._steps
 
     def memory(self) -> dict[str, int]:
-        """Bytes in use: host planes, rows, gradients, boundaries; disk; device and its peak."""
+        """Bytes in use: host planes, rows, gradients, layer inputs; disk; device and its peak."""
         sizes = host_bytes(self._store, self._parts)
         sizes["host_checkpoint_bytes"] = self._saver.spare.num_bytes
         totals = {"host_bytes": sum(sizes.values()), "disk_bytes": self._store.disk.num_bytes}

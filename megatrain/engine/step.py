@@ -34,19 +34,18 @@ Finish = Callable[[Head, Buffer, Batch, State], Result]  # from the last layer's
 class Parts:
     """The parts of a forward.
 
-    `trunk` is the prologue and the layers, in order; `encoded` is the trunk of a step with images
-    or sounds: their encoders come first.
+    `trunk` is the prologue and the layers, in order; `trunk_with_media` has encoders before them.
     """
 
     trunk: list[Unit]
     head: Head
     embedding: Embedding
     stream: Stream
-    encoded: list[Unit]
+    trunk_with_media: list[Unit]
 
     def for_batch(self, batch: Batch) -> Self:
         """The parts of a step on this batch: with encoders, if it has images or sounds."""
-        return replace(self, trunk=self.encoded) if batch.has_media else self
+        return replace(self, trunk=self.trunk_with_media) if batch.has_media else self
 
 
 @dataclass

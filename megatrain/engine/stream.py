@@ -100,7 +100,7 @@ class Stream:
         self._load_until(self._distance)
 
     def _assigned_places(self) -> Iterator[_Place]:
-        """Each visit's place: slots in turn; a tile too large for the last ones takes the first."""
+        """Each visit's place: the next free slots, from the first again if too few are left."""
         start = 0
         for unit in self._itinerary:
             if (place := self._staying.get(unit.tile.index)) is not None:

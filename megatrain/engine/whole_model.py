@@ -174,7 +174,7 @@ def _experts(model: PreTrainedModel, units: Iterable[StreamedModule]) -> Iterato
         if on_host and tile.layout.ranks == 1:
             by_name |= {entry.name: (tile, entry) for entry in tile.layout.entries}
     for path, part in model.named_modules():
-        if not takes_grouped_products(part, []):
+        if not takes_grouped_products(part):
             continue
         names = (f"{path}.{name}" for name, _ in part.named_parameters(recurse=False))
         entries = [by_name[name] for name in names if name in by_name]

@@ -33,7 +33,7 @@ _FREE_BETWEEN_STEPS = tuple(value for name, value in vars(Place).items() if name
 
 # The part of `Needs.device` that stands for the least working set of any step.
 UNSUMMED = "gradients before they are summed"
-_BOUNDARIES = "boundaries"
+_LAYER_INPUTS = "boundaries"
 
 
 @dataclass
@@ -89,7 +89,7 @@ def needs_of(
         numels = [e.numel() // prod(PROBE_SHAPE) for e in examples if torch.is_tensor(e)]
         tokens_of_pass = (tokens or 0) // placement.passes  # of the smallest pass
         where = host if placement.layer_inputs == "host" else device
-        where[_BOUNDARIES] += sum(numels) * dtype.itemsize * tokens_of_pass
+        where[_LAYER_INPUTS] += sum(numels) * dtype.itemsize * tokens_of_pass
     return counting.needs
 
 
@@ -119,7 +119,7 @@ class ForecastCache(Once):
 
     def needs(self, workload: Workload, placement: Placement) -> Needs:
         """The memory that lives as long as an engine for the workload."""
-        # Placements that differ in these choices alone have the same needs, or boundaries moved.
+        # These choices change no needs, but for layer inputs on the host, which are moved below.
         choices = replace(placement, head_tokens=1, layer_inputs="device", layer_input_lanes=1)
         choices = replace(choices, chunk_tokens=None, save_attention="none")
 
@@ -136,7 +136,7 @@ class ForecastCache(Once):
         needs = self.once((workload, choices), count)
         if placement.layer_inputs == "host":
             needs = Needs(needs.device.copy(), needs.host.copy())
-            needs.host[_BOUNDARIES] = needs.device.pop(_BOUNDARIES)
+            needs.host[_LAYER_INPUTS] = needs.device.pop(_LAYER_INPUTS)
         return needs
 
     def least_host_bytes(self, workload: Workload, placement: Placement) -> int:

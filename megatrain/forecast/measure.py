@@ -361,7 +361,7 @@ class Measurer:
         """Within this context a layer can run without data; its experts have their owners."""
         named = foreseeing(self.spec.layers[visit].name)
         modules = self.spec.layers[visit].kind.module.modules()
-        experts = [part for part in modules if hf.takes_grouped_products(part, [])]
+        experts = [part for part in modules if hf.takes_grouped_products(part)]
         for part in experts:
             vars(part)["owners"] = self._owners
         try:

@@ -125,8 +125,8 @@ class CostModel:
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         place = _PLACES[kind_of(name, Memory.OTHER)]
         memory = torch.empty(numel, dtype=dtype, device="meta")
-        grouped = self.group if place == _LANES else 1
-        return self._declared.ledger.count(memory, place, memory.nbytes // grouped)
+        copies = self.group if place == _LANES else 1  # a lane serves one micro-batch of a group
+        return self._declared.ledger.count(memory, place, memory.nbytes // copies)
 
     def copy(self, stream: str, num_bytes: int) -> float:
         return num_bytes / self._rate[stream]

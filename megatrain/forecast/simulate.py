@@ -293,7 +293,7 @@ def forecast(
     if is_joint and parts.passes > 1:  # an engine takes a step of a joint loss in one pass
         parts = replace(parts.with_policies(assembly.policies(device=False)), passes=1)
     if measured.media is not None:
-        parts = replace(parts, trunk=parts.encoded)
+        parts = replace(parts, trunk=parts.trunk_with_media)
         ledger.add_bytes("images", rows * measured.media_bytes)
     if not steady:  # for memory alone: updates that wait take none on the device
         parts.update.finish = lambda sink: (0.0, 0.0)  # type: ignore[method-assign]

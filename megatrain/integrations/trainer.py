@@ -98,6 +98,7 @@ class StreamedTrainer(_Trainer):
             vars(without_weights).update(config=model.config)
         with changed([args], model_init_kwargs=None, precompute_ref_log_probs=False):
             super().__init__(model, *arguments, **options)
+        self._is_trl = hasattr(self, "_metrics")
         heeded.check_arguments(self.args)
         model_given: Any = self.model
         # Undo TRL's patches: a forward with the head's loss in chunks (the engine's own), tags of a
@@ -141,7 +142,7 @@ class StreamedTrainer(_Trainer):
                 self._check_rows(self._objective.reference.vocab_size)
             common |= self._step_sizes(model) | self.engine_options
             weight = getattr(self, "router_aux_loss_coef", 0.0)
-            if hasattr(self, "_metrics") and (weight or len(self._routers) == len(_ROUTERS)):
+            if self._is_trl and (weight or len(self._routers) == len(_ROUTERS)):
                 # TRL's trainers have their own setting for the routers' loss.
                 set_router_losses(without_wrapper(model), {"router_aux_loss_coef": weight})
             engine = Engine(
@@ -303,12 +304,11 @@ class StreamedTrainer(_Trainer):
         """The weight of each micro-batch's routers' loss: with TRL, the mean over them."""
         if not self.engine.balances_experts:
             return None
-        mean = hasattr(self, "_metrics")
-        return [1 / m.num_micro if mean or m.items is None else 1.0 for m in waiting]
+        return [1 / m.num_micro if self._is_trl or m.items is None else 1.0 for m in waiting]
 
     def _add_measures(self, mode: str, measures: Mapping[str, float]) -> None:
         """Add measures for TRL's trainers, whose next log has their means."""
-        if hasattr(self, "_metrics"):
+        if self._is_trl:
             for name, value in measures.items():
                 self._metrics[mode][name].append(value)
 
@@ -330,7 +330,7 @@ class StreamedTrainer(_Trainer):
         if not is_cross_entropy:
             raise InputError("there are no predictions for pairs; use megatrain.Engine.logits")
         extra_outputs = [name for name in _OUTPUTS if getattr(self.engine.config, name, False)]
-        if not hasattr(self, "_metrics") and (extra_outputs or "logits" in (ignore_keys or ())):
+        if not self._is_trl and (extra_outputs or "logits" in (ignore_keys or ())):
             refuse(", ".join(extra_outputs) or "ignore_keys", "predictions are logits alone")
         loss, logits, labels = objectives.predicted(self.engine, rows, self._num_items(rows))
         if loss is not None and (self.engine.balances_experts or loss.isnan()):  # no label: NaN
@@ -345,7 +345,7 @@ class StreamedTrainer(_Trainer):
 
     def _num_items(self, rows: dict[str, Tensor]) -> float | None:
         """The divisor of an evaluation's loss, as in the Trainer; None: TRL takes the mean."""
-        return None if hasattr(self, "_metrics") else num_items(self, rows)
+        return None if self._is_trl else num_items(self, rows)
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         """Log, with the measures of the last step."""

@@ -440,8 +440,8 @@ class Distillation(Loss):
             return _kl(teacher_NK, model_NK)
         if self.beta == 1:
             return _kl(model_NK, teacher_NK)
-        model_log, teacher_log = math.log1p(-self.beta), math.log(self.beta)  # of their shares
-        mixed_NK = torch.logaddexp(model_NK + model_log, teacher_NK + teacher_log)
+        model_log_share, teacher_log_share = math.log1p(-self.beta), math.log(self.beta)
+        mixed_NK = torch.logaddexp(model_NK + model_log_share, teacher_NK + teacher_log_share)
         return self.beta * _kl(teacher_NK, mixed_NK) + (1 - self.beta) * _kl(model_NK, mixed_NK)
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:

@@ -108,24 +108,24 @@ def gradients_in_chunks(
 def cost_of_chunks(
     query: Tensor, key: Tensor, reach: int, *, backward: bool
 ) -> tuple[int, int, int]:
-    """The logits that a call computes, its chunks, and the bytes that it takes beside its results.
+    """Numbers of logits and chunks of a call, and the bytes that it takes beside its results.
 
     The bytes are the same for few rows and many: forecasts need costs that are affine in rows.
 
     Args: `query`, `key`: `[B, T, H, D]`; `reach`: as of `Seen`.
     """
     rows, tokens, heads, width = query.shape
-    of_keys = key.shape[2]
-    num_rows, num_heads = _at_once(tokens, of_keys)
-    most = _most_tokens(heads // of_keys, on_gpu=True)  # chunks on a CPU take less
-    spans = [(q.stop - q.start, k.stop - k.start) for q, k in _spans(tokens, most, reach)]
-    chunks = rows * -(-of_keys // num_heads) * len(spans) // num_rows
-    queries, keys = (max(sizes) for sizes in zip(*spans, strict=True))
-    queries *= heads // of_keys
-    of_logits, copies, sums = (4, 3, 8) if backward else (2, 2, 0)
-    numbers = of_logits * queries * keys + width * (copies * tokens + 6 * queries)
+    key_heads = key.shape[2]
+    num_rows, num_heads = _at_once(tokens, key_heads)
+    most = _most_tokens(heads // key_heads, on_gpu=True)  # chunks on a CPU take less
+    lengths = [(q.stop - q.start, k.stop - k.start) for q, k in _spans(tokens, most, reach)]
+    chunks = rows * -(-key_heads // num_heads) * len(lengths) // num_rows
+    queries = max(queries for queries, _ in lengths) * (heads // key_heads)
+    keys = max(keys for _, keys in lengths)
+    logit_copies, key_copies, sums = (4, 3, 8) if backward else (2, 2, 0)  # sums: bytes
+    numbers = logit_copies * queries * keys + width * (key_copies * tokens + 6 * queries)
     scratch = num_rows * num_heads * (numbers * query.itemsize + width * tokens * sums)
-    return rows * heads * sum(a * b for a, b in spans), chunks, scratch
+    return rows * heads * sum(a * b for a, b in lengths), chunks, scratch
 
 
 def _at_once(tokens: int, heads: int) -> tuple[int, int]:

@@ -69,7 +69,7 @@ class Batch:
     measured: dict[str, Tensor] = field(default_factory=dict)
     # the tokens of each expert `[L, E]`, on the device, once the head has been visited
     loads: list[Tensor] = field(default_factory=list)
-    before: int = 0  # micro-batches of earlier ranks; seeds depend on the number among all ranks'
+    before: int = 0  # micro-batches of earlier ranks; seeds depend on the number among all ranks
     # the slice of `unique_U` whose rows this rank keeps
     own: slice = field(default_factory=lambda: slice(None))
     all_tokens: int = 0  # positions of all ranks, in the caller's micro-batches

@@ -65,7 +65,7 @@ def spec(model: PreTrainedModel, *, trained: bool = True) -> ModelSpec:
             f"{layer.name}.{path}.{name}"
             for layer in structure.layers
             for path, module in layer.module.named_modules()
-            if takes_grouped_products(module, [])
+            if takes_grouped_products(module)
             for name, _ in module.named_parameters(recurse=False)
         ]
         return structure

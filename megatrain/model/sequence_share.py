@@ -133,10 +133,10 @@ class SequenceShare:
     def _cut(self, values: Tensor, fill: int) -> Tensor:
         if self._size == 1:
             return values
-        of_rank = self.tokens(values.shape[1])
-        short = of_rank * self._size - values.shape[1]
-        filled = F.pad(values, (0, 0) * (values.ndim - 2) + (0, short), value=fill)
-        return filled[:, self.ranks.rank * of_rank :][:, :of_rank].contiguous()
+        tokens_of_rank = self.tokens(values.shape[1])
+        lacking = tokens_of_rank * self._size - values.shape[1]
+        filled = F.pad(values, (0, 0) * (values.ndim - 2) + (0, lacking), value=fill)
+        return filled[:, self.ranks.rank * tokens_of_rank :][:, :tokens_of_rank].contiguous()
 
     def joined(self, parts: Sequence[Tensor], micro_batches: Sequence[Micro]) -> list[Tensor]:
         """Whole rows `[B, T, ...]` on the CPU, joined from the shares of all ranks."""
@@ -228,13 +228,13 @@ class RowTrial:
         ranks' shares; then the shares as rows of one micro-batch; then each share alone.
         """
         pool = at_least_two(pool)  # rows of a single token would not show attention
-        size, of_rank = self._share.ranks.size, max(2, self._share.tokens(tokens))
-        short = min(_TOKENS, of_rank)
+        size, tokens_of_rank = self._share.ranks.size, max(2, self._share.tokens(tokens))
+        short = min(_TOKENS, tokens_of_rank)
         generator = torch.Generator().manual_seed(0)
         ids_NS, labels_NS = (
             pool[torch.randint(len(pool), (size, short), generator=generator)] for _ in range(2)
         )
-        ends = torch.arange(1, size + 1)[:, None] * of_rank
+        ends = torch.arange(1, size + 1)[:, None] * tokens_of_rank
         places_NS = ends - short + torch.arange(short)
         shares = {"input_ids": ids_NS, "labels": labels_NS, "position_ids": places_NS}
         rows = [{name: value[n : n + 1] for name, value in shares.items()} for n in range(size)]

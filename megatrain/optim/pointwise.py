@@ -140,7 +140,8 @@ class SGD(Rule):
 
     def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
         # As in torch, dampening does not apply to the first gradient.
-        weight = 1.0 if options.step == 1 else 1 - group["dampening"]
-        scalars = Scalars(-float(group["lr"]), group["weight_decay"], group["momentum"], weight)
+        gradient_weight = 1.0 if options.step == 1 else 1 - group["dampening"]
+        decay, momentum = group["weight_decay"], group["momentum"]
+        scalars = Scalars(-float(group["lr"]), decay, momentum, gradient_weight)
         rule = "sgd nesterov" if self.nesterov else "sgd momentum" if tile.states else "sgd"
         kernels.update(rule, tile, scalars, options)

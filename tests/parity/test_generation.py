@@ -98,7 +98,7 @@ def test_few_tokens_read_the_experts_that_they_choose(name):
     """Each token of a reply; layers are read whole for the prompt, and where no cache is kept."""
     family, options = KEPT.get(name, (name, {"precision": "fp32"}))
     model = None if family in NOT_TRAINABLE else tiny_model(family).eval()
-    experts = [m for m in model.modules() if takes_grouped_products(m, [])] if model else []
+    experts = [m for m in model.modules() if takes_grouped_products(m)] if model else []
     if not experts or documented()[family][0] != PASSES:
         pytest.skip("it has no stacked experts, or does not pass")
     cached = counts_tokens(model.config.get_text_config(decoder=True))
