@@ -50,7 +50,7 @@ def loss_of(
     master = torch.nn.Parameter(known * begin + (1 - 0.9 * known) * start)
     rule = AdamW(lr=lr, eps=1e-8 * scale, weight_decay=0.0, states=kind)  # type: ignore[arg-type]
     planes = rule.state_planes
-    states = [torch.zeros(master.numel() // plane.per, dtype=plane.dtype) for plane in planes]
+    states = [torch.zeros(master.numel() // p.group_size, dtype=p.dtype) for p in planes]
     weights = master.detach().view(-1)
     for step in range(1, steps + 1):
         words_B = torch.multinomial(often_W, BATCH, replacement=True, generator=generator)

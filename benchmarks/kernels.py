@@ -108,7 +108,7 @@ def states_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
     grad, cases = grad_fp32.bfloat16(), []
     for name in ("fp32", "bf16", "int8"):
         rule, size = AdamW(states=name), master.numel()
-        states = [torch.zeros(-(-size // p.per), dtype=p.dtype) for p in rule.state_planes]
+        states = [torch.zeros(-(-size // p.group_size), dtype=p.dtype) for p in rule.state_planes]
         planes, tile = (
             (weights, remainder, *states, grad),
             TileRange(weights, remainder, states, grad),

@@ -225,7 +225,7 @@ def _host_refusal(needs: Counter[str], host_memory: int | None, has_gpu: bool) -
     available, process = host_available_bytes(host_memory), process_bytes()
     machine = host_limit_bytes()
     limit = machine if host_memory is None else min(machine, host_memory)
-    limit_binds = limit - process < available + MIB  # else memory that other programs have taken
+    limit_binds = limit - process < available + MIB  # else other programs take the memory
     allowed = limit if limit_binds else available + process
     total = sum(needs.values())
     raising_helps = limit_binds and limit == host_memory and total <= machine
@@ -235,7 +235,7 @@ def _host_refusal(needs: Counter[str], host_memory: int | None, has_gpu: bool) -
     elif needs["moments"]:
         remedies += ["keep fewer bits (states: int8)", "train an adapter (LoRA)"]
     remedies += ["take a smaller model", *(["let tiles rest on the GPU"] if has_gpu else [])]
-    return _refusal("host", needs, 0, allowed) + "; " + ", or ".join(remedies)
+    return _refusal("host", needs, more_bytes=0, allowed=allowed) + "; " + ", or ".join(remedies)
 
 
 def _refusal(place: str, needs: Counter[str], more_bytes: int, allowed: int) -> str:

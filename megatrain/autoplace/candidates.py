@@ -270,8 +270,8 @@ class Spending:
         self._costs = CostModel(budget.machine, workload.rule, workload.ranks)
         # Bytes of a layer's graph, and those that a whole one (`save_all`) has beyond it.
         self._graph_bytes = self._work.keeping.kept_bytes * at_once
-        self._whole_bytes = max(0, self._work.again.kept_bytes * at_once - self._graph_bytes)
-        self._attention_bytes = self._work.again.attention_bytes * at_once
+        self._whole_bytes = max(0, self._work.recompute.kept_bytes * at_once - self._graph_bytes)
+        self._attention_bytes = self._work.recompute.attention_bytes * at_once
         self._spare = budget.spare(frame)
         if passes > 1:
             waiting = frame.device_bytes.get(Place.ACTIVATIONS, 0)
@@ -391,9 +391,9 @@ class Spending:
         work, seconds, micro_batches = self._work, self._costs.seconds, self._micro_batches
         saved = sum(map(seconds, work.computed_twice))
         if self._frame.placement.save_attention != "none":
-            saved -= seconds(work.again) - seconds(work.again._replace(attention_flops=0))
+            saved -= seconds(work.recompute) - seconds(work.recompute._replace(attention_flops=0))
         halves = seconds(work.keeping) + seconds(work.kept_backward)
-        gain = halves - seconds(work.again) - seconds(work.backward)
+        gain = halves - seconds(work.recompute) - seconds(work.backward)
         spared = (graphs.kept + graphs.offloaded) * max(0.0, saved - halves) * micro_batches
         return self._frame.bounds[COMPUTE] - spared - graphs.whole * max(0.0, gain) * micro_batches
 

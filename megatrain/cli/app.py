@@ -49,7 +49,7 @@ States = Annotated[
     Option(help="Keep AdamW's moments in this type; the default is fp32."),
 ]
 Master = Annotated[
-    int | None, Option(min=1, help="Keep so many bits of AdamW's master: 32, exact fp32, or 24.")
+    int | None, Option(min=1, help="Bits kept of AdamW's master weights: 32, exact fp32, or 24.")
 ]
 LoraRank = Annotated[
     int, Option(min=0, help="Train LoRA of this rank on all linear layers; 0 trains everything.")
@@ -130,7 +130,7 @@ def train(
 def data(
     run: Annotated[Path, Argument(help="The run file (YAML).")],
     overrides: Overrides = None,
-    rows: Annotated[int, Option(min=0, help="Show so many rows.")] = 2,
+    rows: Annotated[int, Option(min=0, help="Number of rows to show.")] = 2,
 ) -> None:
     """Show the data of a run as it will be trained on.
 
@@ -173,24 +173,22 @@ def plan(
     ] = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
-    memory: Annotated[
-        str | None, Option(help="Plan for so much memory that GPU and host share, as 128GiB.")
-    ] = None,
-    cores: Annotated[int | None, Option(min=1, help="Count with so many cores of the CPU.")] = None,
+    memory: Annotated[str | None, Option(help="Memory that GPU and host share, as 128GiB.")] = None,
+    cores: Annotated[int | None, Option(min=1, help="CPU cores to plan with.")] = None,
     tokens: Annotated[
-        int | None, Option(min=1, help="Take so many tokens a step; the default is 98304.")
+        int | None, Option(min=1, help="Tokens of a step; the default is 98304.")
     ] = None,
     sequence_length: Annotated[
-        int | None, Option(min=2, help="Take so many tokens a row; the default is 1024.")
+        int | None, Option(min=2, help="Tokens of a row; the default is 1024.")
     ] = None,
     micro_batch: Annotated[
-        int | None, Option(min=1, help="Take so many rows at once; otherwise chosen.")
+        int | None, Option(min=1, help="Rows of a micro-batch; otherwise chosen.")
     ] = None,
     total_tokens: Annotated[
-        float | None, Option(min=1, max=1e18, help="Count so many tokens of the run, as 1e9.")
+        float | None, Option(min=1, max=1e18, help="Tokens of the whole run, as 1e9.")
     ] = None,
     gpus: Annotated[
-        int | None, Option(min=1, max=64, help="Plan for so many GPUs of one host.")
+        int | None, Option(min=1, max=64, help="Number of GPUs of one host to plan for.")
     ] = None,
     image: Annotated[
         list[str] | None,
@@ -258,7 +256,7 @@ def export(
 ModelArgument = Annotated[
     str, Argument(help="The folder of a run, checkpoint or model, a GGUF file, or a hub id.")
 ]
-MaxNewTokens = Annotated[int, Option(min=1, help="Add at most so many tokens.")]
+MaxNewTokens = Annotated[int, Option(min=1, help="Add at most this number of tokens.")]
 Temperature = Annotated[
     float | None,
     Option(
@@ -277,7 +275,7 @@ TopP = Annotated[
     ),
 ]
 TopK = Annotated[
-    int | None, Option(min=0, help="Draw from so many of the likeliest tokens; 0: all.")
+    int | None, Option(min=0, help="Draw from this number of the likeliest tokens; 0: all.")
 ]
 RepetitionPenalty = Annotated[
     float | None, Option(min=0.01, help="Above 1: make tokens that have occurred less likely.")
@@ -303,7 +301,7 @@ def generate(
     output: Annotated[
         Path | None, Option(help="Write prompts and completions to this new .jsonl file.")
     ] = None,
-    batch_size: Annotated[int, Option(min=1, help="Continue so many prompts together.")] = 16,
+    batch_size: Annotated[int, Option(min=1, help="Prompts to continue together.")] = 16,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = None,
     top_p: TopP = None,

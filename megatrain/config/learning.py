@@ -225,7 +225,7 @@ class LossSection(NamedSection):
         if not self.labels:
             return self.loss().head
         problem = self.problem_type or "single_label_classification"
-        return ClassHead(tuple(self.labels), self.kind == "tags", problem)
+        return ClassHead(tuple(self.labels), of_tokens=self.kind == "tags", problem_type=problem)
 
     @property
     def kind(self) -> Any:

@@ -240,7 +240,7 @@ class Encoder:
         source, line = placed.source, placed.number
         margin = example.margin if isinstance(example, Pair) else 0.0
         return [
-            document._replace(source=source, line=line, good=not number, margin=margin)
+            document._replace(source=source, line=line, good=number == 0, margin=margin)
             for number, document in enumerate(documents)
         ]
 

@@ -265,7 +265,7 @@ class ImageProcessor:
         self._folder, self._trusted = folder, trust_remote_code
         self._lock, self._of_thread = threading.Lock(), threading.local()
         self._loaded: Any = None
-        self._heard = 0  # samples of the longest sound whose end is known to be heard
+        self._longest_heard = 0  # samples of a sound that the processor is known not to cut
         self.replacement = lru_cache(_SHAPES)(self._replacement)
 
     @property
@@ -428,14 +428,14 @@ class ImageProcessor:
 
     def _hears_end(self, samples: int) -> bool:
         """True if the processor's tensors depend on the last 50 ms of a sound."""
-        if samples <= self._heard:
+        if samples <= self._longest_heard:
             return True
         silence = np.zeros(samples, np.float32)
         noise = np.random.default_rng(0).normal(size=max(1, self.rate // 20))
         sound = np.concatenate((silence, noise.astype(np.float32)))[-samples:]
         quiet, loud = (self._processed({"audio": [[wave]]}, 1) for wave in (silence, sound))
         differs = any(not torch.equal(loud[name], value) for name, value in quiet.items())
-        self._heard = samples if differs else self._heard
+        self._longest_heard = samples if differs else self._longest_heard
         return differs
 
     def inputs(self, ids: Any, rows: Sequence[Sequence[Medium]]) -> dict[str, Tensor]:

@@ -96,7 +96,7 @@ class Intake:
         else:
             all_tokens = sum(part.num_tokens for part in parts)
         most_micro = max(part.num for part in parts)
-        if self._program.exchanges:  # all ranks need equally many: add micro-batches of padding
+        if self._program.exchanges_tokens:  # all ranks need equally many: add some of padding
             ids = torch.full_like(shares[0]["input_ids"][:1], int(own_part.unique[0]))
             uncounted = {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}
             shares.extend([uncounted] * (most_micro - own_part.num))

@@ -171,13 +171,13 @@ class BitChecks:
             self._weights.pop(part.copy_key(version - 2), None)
             self._weights[part.copy_key(version)] = checksum
 
-    def _sum(self, buffer: Buffer, start: int, stop: int, at: int = 0) -> Tensor:
-        """The checksum of values `start` to `stop` of a buffer that begins `at` in its plane."""
-        size, blocks = buffer.data.itemsize, _zero_sums(at + stop, buffer)
+    def _sum(self, buffer: Buffer, start: int, stop: int, offset: int = 0) -> Tensor:
+        """The checksum of a buffer's values `start` to `stop`; `offset`: its own in the plane."""
+        size, blocks = buffer.data.itemsize, _zero_sums(offset + stop, buffer)
         piece = disk.PIECE if isinstance(buffer, disk.DiskBuffer) else max(1, stop - start)
         for first in range(start, stop, piece):
             values = buffer.values(slice(first, min(first + piece, stop))).view(torch.uint8)
-            kernels.checksum(values, blocks, (at + first) * size, threads=self._threads)
+            kernels.checksum(values, blocks, (offset + first) * size, threads=self._threads)
         return blocks
 
     def begin(self) -> None:

@@ -142,9 +142,9 @@ class Declared:
         if saves is not None:
             done = self._forward_with_graph(layer, turn, visit, saves, leaving)
         elif train and layer.policy.saves == "attention":
-            again = visit.work.again
-            results = ledger.hold(Place.KEPT_ATTENTION, again.attention_bytes * count)
-            forward = _beside_attention(again)
+            recompute = visit.work.recompute
+            results = ledger.hold(Place.KEPT_ATTENTION, recompute.attention_bytes * count)
+            forward = _beside_attention(recompute)
             others_bytes = (count - 1) * visit.produced_bytes
             ledger.note_peak(forward.peak_bytes, others_bytes, Place.WORKING_SET)
             ledger.note_peak(forward.kept_bytes)
@@ -164,7 +164,7 @@ class Declared:
         ledger, count, work = self.ledger, grouped(turn.micro), visit.work
         forward, backward, place = {
             "graph": (work.keeping, work.kept_backward, Place.KEPT_GRAPHS),
-            "all": (work.again, work.backward, Place.KEPT_GRAPHS),
+            "all": (work.recompute, work.backward, Place.KEPT_GRAPHS),
             "nothing": (work.forward, work.repeating or work.backward, Place.WORKING_SET),
         }[saves]
         graph_bytes = forward.kept_bytes
@@ -199,7 +199,7 @@ class Declared:
             crossing = _CROSSING * sum(memory.nbytes for memory in returned)
             done = Work(touched_bytes=crossing) if crossing else _NO_WORK
         else:
-            forward, backward, least_peak = visit.work.again, visit.work.backward, 0
+            forward, backward, least_peak = visit.work.recompute, visit.work.backward, 0
             if waiting is not None:
                 forward = _beside_attention(forward)._replace(attention_flops=0)
             # Micro-batches of a group follow each other: one graph is alive at a time.
@@ -245,7 +245,7 @@ class Declared:
         self, media: Media, slot: Any, sums: Any, micro: MicroBatch, dh: Values
     ) -> Any:
         work = self.measured.media_work(micro.inputs["input_ids"].shape[0])
-        done = self._of_group(work.again, grouped(micro))
+        done = self._of_group(work.recompute, grouped(micro))
         micro.kept.clear()
         return done, None
 

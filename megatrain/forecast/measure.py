@@ -152,7 +152,7 @@ class _AllTiles(torch.autograd.Function):
         summing = Work(touched_bytes=moved, kernels=len(trained) + 1)
         # A tile's gradients and result are alive until the next tile has computed its own.
         peak = work.backward.peak_bytes + grad_bytes + tile_bytes + out.num_bytes
-        _count(added(added(work.again, work.backward), summing), ctx.count, peak)
+        _count(added(added(work.recompute, work.backward), summing), ctx.count, peak)
         rounded = iter([s.to(v.dtype) for s, v in zip(sums, trained, strict=True)])
         return None, None, dx_BTD, *(next(rounded) if is_one else None for is_one in is_trained)
 

@@ -144,7 +144,7 @@ class MediaWork(NamedTuple):
     """The work of one micro-batch's images and sounds."""
 
     encoding: Work  # a forward of the encoders that keeps nothing
-    again: Work  # the encoders' forward and backward in the backward sweep; 0 if all are frozen
+    recompute: Work  # the encoders' forward and backward in the backward sweep; 0 if all are frozen
     # entering, leaving: forward, and forward with backward, of what puts features among tokens
     entering: Work
     leaving: Work
@@ -160,7 +160,7 @@ class MediaWork(NamedTuple):
         work: MediaWork = on_line(self, of_two, rows - 1, 1)
         return work._replace(
             encoding=on_line(Work(), self.encoding, rows, 1),
-            again=on_line(Work(), self.again, rows, 1),
+            recompute=on_line(Work(), self.recompute, rows, 1),
             kept_bytes=self.kept_bytes * rows,
         )
 
@@ -170,12 +170,12 @@ class LayerWork:
     """The work of one micro-batch in a layer."""
 
     forward: Work  # a forward that keeps nothing
-    again: Work  # the forward of the backward sweep, which keeps a graph for `backward`
+    recompute: Work  # the forward of the backward sweep, which keeps a graph for `backward`
     backward: Work
     # keeping, kept_backward: of a layer that keeps its graph between the sweeps
     keeping: Work
     kept_backward: Work
-    # the backward of a graph that holds nothing and computes `forward` again itself (then `again`
+    # the backward of a graph that holds nothing and computes `forward` again itself (`recompute`
     # does not run); None: the layer does not make such graphs
     repeating: Work | None
     outputs: dict[int, Shape]
@@ -188,7 +188,7 @@ class LayerWork:
             if isinstance(work, Work)
         }
         if trained:
-            for forward, backward in (("again", "backward"), ("keeping", "kept_backward")):
+            for forward, backward in (("recompute", "backward"), ("keeping", "kept_backward")):
                 kept_bytes = int(_FLOAT8_KEPT * works[forward].kept_bytes)
                 peak_bytes = works[backward].peak_bytes + kept_bytes - works[forward].kept_bytes
                 works[forward] = works[forward]._replace(kept_bytes=kept_bytes)
@@ -200,7 +200,7 @@ class LayerWork:
         """All that runs, in a step, of a layer that keeps nothing between the sweeps."""
         if self.repeating is not None:
             return [self.forward, self.repeating]
-        return [self.forward, self.again, self.backward]
+        return [self.forward, self.recompute, self.backward]
 
 
 class Held:

@@ -286,11 +286,11 @@ class Profile(Once):
         self, rows: int, tokens: int, chunk: int, loss: Loss, *, losses: bool = False
     ) -> Work:
         """The measured work of a head for `tokens` tokens, shaped as one row or as several."""
-        # One row stays one, as code views a single row where it copies several. No row is longer
-        # than those of a step: a model may have no more positions.
-        least = max(min(rows, 2), -(-tokens // self.tokens))
-        count = next(n for n in range(least, tokens + 1) if tokens % n == 0 or tokens < n + 1)
-        sizes = count, tokens // count
+        # A single row stays single: torch makes views of one row where it copies several. No row is
+        # longer than those of a step: a model may have no more positions.
+        fewest_rows = max(min(rows, 2), -(-tokens // self.tokens))
+        num_rows = next(n for n in range(fewest_rows, tokens + 1) if tokens % n == 0)
+        sizes = num_rows, tokens // num_rows
 
         def resized(ref: Ref) -> Shape:
             of_rows = self.shape(ref, rows)

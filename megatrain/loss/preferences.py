@@ -113,7 +113,8 @@ class PairLoss(JointLoss):
         check_numbers("pair", pair)
         if not ((chosen == 0) | (chosen == 1)).all():
             raise InputError("chosen must be 1 at labels of chosen replies, 0 at those of rejected")
-        with_chosen, with_rejected = (set(pair[chosen == side].tolist()) for side in (1, 0))
+        with_chosen = set(pair[chosen == 1].tolist())
+        with_rejected = set(pair[chosen == 0].tolist())
         if incomplete := with_chosen ^ with_rejected:
             missing = "rejected" if min(incomplete) in with_chosen else "chosen"
             raise InputError(

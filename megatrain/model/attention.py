@@ -236,12 +236,12 @@ def row_edges(rows: int, tokens: int, device: torch.device) -> Tensor:
 
 
 def document_mask(edges: Tensor, rows: int, tokens: int, window: int | None) -> Tensor:
-    """A mask `[B, 1, T, T]`: True for the tokens to which each token attends."""
+    """A mask `[B, 1, T, T]`: True if a token attends to another; `edges`: of documents."""
     places = torch.arange(rows * tokens, device=edges.device, dtype=edges.dtype)
     document_BT = torch.searchsorted(edges, places, right=True).view(rows, 1, tokens)
     place_T = places[:tokens]
-    back_TT = place_T[:, None] - place_T[None]
-    near_TT = (back_TT >= 0) & (back_TT < window) if window else back_TT >= 0
+    distance_TT = place_T[:, None] - place_T[None]
+    near_TT = (distance_TT >= 0) & (distance_TT < window) if window else distance_TT >= 0
     return (document_BT[..., :, None] == document_BT[..., None, :]) & near_TT
 
 

@@ -69,7 +69,7 @@ class FrozenLinear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
-def multiplied(spec: ModelSpec) -> set[str]:
+def frozen_operands(spec: ModelSpec) -> set[str]:
     """Names of the frozen weights under an adapter that products in float8 read as operands."""
     adapters, types = adapted(spec.capture.model), loaded_types(spec.capture.model, torch.bfloat16)
     under = {} if adapters is None else adapters.held
@@ -82,7 +82,7 @@ def multiplied(spec: ModelSpec) -> set[str]:
     }
 
 
-def multiply(module: nn.Module, names: Iterable[str]) -> None:
+def use_frozen_linear(module: nn.Module, names: Iterable[str]) -> None:
     """Turn linear modules of a layer's template, by their weights' names, into `FrozenLinear`."""
     for name in names:
         linear = module.get_submodule(name.removesuffix(".weight"))

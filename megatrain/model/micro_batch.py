@@ -41,8 +41,7 @@ class MicroBatch:
     document_indices: list[Tensor | None] = field(default_factory=list)
     # True if positions in `inputs` restart within a row; None: only the device knows
     is_packed: bool | None = None
-    # the forward's arguments that describe images and sounds
-    media: dict[str, Tensor] = field(default_factory=dict)
+    media: dict[str, Tensor] = field(default_factory=dict)  # the forward's images and sounds
     # the calls of encoders, known once these have run
     encoded: list[Encoded] = field(default_factory=list)
     # results of frozen parts of encoders, for the backward of trained parts

@@ -32,7 +32,7 @@ from megatrain.model.capture import (
     last_hidden,
     stop,
 )
-from megatrain.model.float8 import convert, multiplied, multiply, require_float8
+from megatrain.model.float8 import convert, frozen_operands, require_float8, use_frozen_linear
 from megatrain.model.layer_template import move_buffers
 from megatrain.model.media import FrozenParts, Recorder, calls_of, in_one_row, replaced, replayed
 from megatrain.model.micro_batch import Activations, MicroBatch, Weights
@@ -54,8 +54,8 @@ class ModelProgram:
         self.spec, self.device, self.dtype = spec, device, dtype
         self.capture = spec.capture
         model = self.capture.model
-        wide = dict.fromkeys(spec.router_biases, torch.float32)
-        self._types = types = {**loaded_types(model, dtype), **wide}
+        fp32_biases = dict.fromkeys(spec.router_biases, torch.float32)
+        self._types = types = {**loaded_types(model, dtype), **fp32_biases}
         refuse_rounding(types, spec.gathered, dtype)
         move_buffers(model, device, types)
         self.kinds = list({id(layer.kind): layer.kind for layer in spec.layers}.values())
@@ -66,7 +66,7 @@ class ModelProgram:
         fp32_on_gpu = device.type != "cpu" and dtype == torch.float32
         by_lengths = attention.takes_lengths(model, fp32=fp32_on_gpu)
         self.may_attend_by_lengths = self.capture.takes_any and by_lengths  # any keyword arguments
-        self.attends_by_lengths = self.exchanges = False  # until `attend` and `set_owners`
+        self.attends_by_lengths = self.exchanges_tokens = False  # until `attend` and `set_owners`
         self._kept = dict[str, Tensor]()
         self._supported_media = set[frozenset[str]]()  # kinds of media for which a check passed
         # By shape of ids: calls of `_document_indices` that find None in a forward of ids alone.
@@ -90,14 +90,14 @@ class ModelProgram:
         """Let linear modules compute in float8; returns those with one scale for all tokens."""
         require_float8(self.device)
         modules: list[nn.Module] = []
-        frozen = multiplied(self.spec)
+        frozen = frozen_operands(self.spec)
         for kind in self.kinds:
             layer = next(layer for layer in self.spec.layers if layer.kind is kind)
             names = {n: f"{layer.name}.{n}" for n, _ in kind.module.named_parameters()}
             if adapted(self.spec.capture.model) is None:
-                wide = {n for n, full in names.items() if self.type_of(full) != self.dtype}
-                modules += convert(kind.module, self.device, wide)
-            multiply(kind.module, (n for n, full in names.items() if full in frozen))
+                fp32_names = {n for n, full in names.items() if self.type_of(full) != self.dtype}
+                modules += convert(kind.module, self.device, fp32_names)
+            use_frozen_linear(kind.module, (n for n, full in names.items() if full in frozen))
         if not modules and not frozen:
             raise InputError(
                 "precision is 'fp8', but no nn.Linear's sizes are multiples of 16; take bf16"
@@ -128,7 +128,7 @@ class ModelProgram:
 
     def set_owners(self, owners: ExpertOwners | None) -> None:
         """Send tokens to the ranks that own their experts; None: each rank has all experts."""
-        self.exchanges = owners is not None
+        self.exchanges_tokens = owners is not None
         for module in (self.capture.model, *(kind.module for kind in self.kinds)):
             set_owners(module, owners)
 

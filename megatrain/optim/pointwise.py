@@ -61,7 +61,7 @@ class AdamW(Rule):
         moments = [Plane(*pair) for pair in zip(names, _MOMENTS[self.states], strict=True)]
         if self.states != "int8":
             return tuple(moments)
-        scales = [Plane(f"{name} scale", torch.float32, per=states.GROUP) for name in names]
+        scales = [Plane(f"{name} scale", torch.float32, group_size=states.GROUP) for name in names]
         return (*moments, *scales)
 
     def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:

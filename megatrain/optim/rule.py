@@ -45,7 +45,7 @@ class Plane:
 
     name: str  # unique in the tile; a key of checkpoints
     dtype: torch.dtype
-    per: int = 1  # elements that share one value (more than 1 for a scale); divides tile.ALIGNMENT
+    group_size: int = 1  # elements that share one value, such as a scale; divides tile.ALIGNMENT
     frozen: bool = False  # True if frozen parameters have this plane, too
     # True for the parameters that have this plane; None: all have it
     only: Callable[[Entry], bool] | None = None
@@ -57,7 +57,7 @@ class Plane:
 
     @property
     def bytes_per_parameter(self) -> float:
-        return self.dtype.itemsize / self.per
+        return self.dtype.itemsize / self.group_size
 
     def num_bytes(self, layout: TileLayout) -> int:
         """Bytes of this plane for a tile on rank 0, which has most of several ranks."""
@@ -78,18 +78,18 @@ class Plane:
         stop = align(last.offset + last.stored, ALIGNMENT)
         if layout.ranks > 1 and self.only is None:  # whole parts: all ranks have blocks of each
             stop = min((end for _, end in layout.parts if end >= stop), default=0)
-        return stop // self.per
+        return stop // self.group_size
 
     @lru_cache(1 << 14)  # noqa: B019  forecasts repeat calls thousands of times
     def own_numel(self, layout: TileLayout, rank: int) -> int:
         """Length of this plane for a rank's blocks of a tile."""
-        stop = self.numel(layout) * self.per
+        stop = self.numel(layout) * self.group_size
         parts = (min(numel, stop - start) for start, numel in layout.blocks(rank))
-        return sum(numel for numel in parts if numel > 0) // self.per
+        return sum(numel for numel in parts if numel > 0) // self.group_size
 
     def place(self, start: int, stop: int) -> slice:
         """The slice of values for elements `start` to `stop`; `start` begins a group of `per`."""
-        return slice(start // self.per, -(-stop // self.per))
+        return slice(start // self.group_size, -(-stop // self.group_size))
 
 
 @dataclass(frozen=True)

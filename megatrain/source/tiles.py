@@ -60,9 +60,9 @@ class Model:
         unmoved, in_fp32 = {*spec.unused, *spec.fixed}, spec.in_fp32(DTYPES[self.precision])
         operands: Collection[str] = ()
         if self.precision == "fp8":
-            from megatrain.model.float8 import multiplied
+            from megatrain.model.float8 import frozen_operands
 
-            operands = multiplied(spec)
+            operands = frozen_operands(spec)
 
         def unplaced(name: str) -> Entry:
             shape, group = tuple(shapes[name]), None if name in unmoved else groups.get(name)

@@ -142,8 +142,9 @@ class Tile:
 
     def shards(self, plane: Plane, numel: int) -> Iterator[Span]:
         """Yield this rank's spans of a plane, in values of the plane; `numel`: of the tile."""
-        for span in self.spans_of(0, numel * plane.per):
-            yield Span(span.start // plane.per, span.at // plane.per, span.numel // plane.per)
+        size = plane.group_size
+        for span in self.spans_of(0, numel * size):
+            yield Span(span.start // size, span.at // size, span.numel // size)
 
     def spans_of(self, first: int, last: int) -> Iterator[Span]:
         """Yield this rank's parts of the tile's elements `first` to `last` (excluded)."""

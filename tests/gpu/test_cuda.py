@@ -139,7 +139,7 @@ def test_the_gpu_updates_as_the_host_does(name, split, grad_dtype):
     if split:
         weights, remainder = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel).short()
         kernels.split(master, weights, remainder)
-    states = [torch.zeros(-(-numel // p.per), dtype=p.dtype) for p in rule.state_planes]
+    states = [torch.zeros(-(-numel // p.group_size), dtype=p.dtype) for p in rule.state_planes]
     planes = [weights, remainder, *states]
     there = [None if plane is None else plane.cuda() for plane in planes]
     for step in range(1, 6):

@@ -89,7 +89,7 @@ def _gradient(size: int, step: int) -> Tensor:
 def zero_moments(size: int, kind: str) -> dict[str, Any]:
     """Zero moments as AdamW's `states` call them."""
     planes = AdamW(states=kind).state_planes
-    first, second, *scales = (torch.zeros(-(-size // p.per), dtype=p.dtype) for p in planes)
+    first, second, *scales = (torch.zeros(-(-size // p.group_size), dtype=p.dtype) for p in planes)
     return {"exp_avg": first, "exp_avg_sq": second, "scales": scales}
 
 

@@ -188,7 +188,7 @@ def measured():
 def peak_of(work, saves):
     """From the start of the forward to the end of the backward."""
     if saves is None:
-        return max(work.again.peak_bytes, work.backward.peak_bytes)
+        return max(work.recompute.peak_bytes, work.backward.peak_bytes)
     if saves == "graph":
         return max(work.keeping.peak_bytes, work.kept_backward.peak_bytes)
     assert work.repeating is not None
@@ -277,20 +277,20 @@ def test_the_backward_of_a_kept_graph_computes_products_of_experts_again():
     products = 2 * rows * 256 * (2 * 256 + 256)
     assert work.kept_backward.expert_flops - work.backward.expert_flops == products
     assert work.in_float8(trained=True).backward.expert_flops == work.backward.expert_flops
-    assert work.keeping.kept_bytes < work.again.kept_bytes / 4
+    assert work.keeping.kept_bytes < work.recompute.kept_bytes / 4
 
 
 def test_what_a_backward_makes_is_counted_beside_what_was_kept_for_it():
     """Here the kept matrix is let go of before most is made; of a graph on the host it stays."""
     x, matrix = torch.empty(64, device="meta", requires_grad=True), 64 * 64 * 4
     work = eager_work(lambda: {Ref(0, 0): (x[:, None] * x).exp().sum(1)}, [x])
-    assert work.again.kept_bytes == matrix
+    assert work.recompute.kept_bytes == matrix
     assert matrix * 3 <= work.backward.made_bytes < matrix * 3.5
-    assert work.backward.peak_bytes - work.again.kept_bytes < matrix * 2.5
+    assert work.backward.peak_bytes - work.recompute.kept_bytes < matrix * 2.5
     x = x.view(8, 8).detach().requires_grad_()
     work = compiled_work(traced(lambda: {Ref(0, 0): ((x @ x).exp() @ x).exp()}, [x]))
     made = work.kept_backward.made_bytes
-    assert made > work.kept_backward.peak_bytes - work.again.kept_bytes > 0
+    assert made > work.kept_backward.peak_bytes - work.recompute.kept_bytes > 0
 
 
 def test_the_last_of_thousands_of_operations_in_a_row_is_followed():

@@ -293,10 +293,10 @@ def test_an_update_sums_what_it_reads_and_writes(instruction_set, states, size):
     for is_summed in (False, True):
         planes = [randn(size, 0).bfloat16(), torch.arange(size).to(torch.int16)]
         for plane in rule.state_planes:
-            planes.append(randn(-(-size // plane.per), 1).abs().mul(9).to(plane.dtype))
+            planes.append(randn(-(-size // plane.group_size), 1).abs().mul(9).to(plane.dtype))
         planes.append(gradient(size, 1).bfloat16())
         tile = TileRange(*planes[:2], planes[2:-1], planes[-1])
-        pers = [1, 1, *(plane.per for plane in rule.state_planes), 1]
+        pers = [1, 1, *(plane.group_size for plane in rule.state_planes), 1]
         first = [at // n * p.element_size() for p, n in zip(planes, pers, strict=True)]
         before = [summed(*each) for each in zip(planes, first, strict=True)]
         sums = Checksums([torch.zeros_like(b) for b in before],

@@ -196,7 +196,7 @@ def test_a_rule_s_update_is_its_plain_form_s_bit_for_bit(name, precision, grad_s
 @pytest.mark.parametrize("name", FLAT)
 def test_a_bad_gradient_is_seen_in_its_weights(name):
     rule, weights = SWEPT[name](), torch.ones(4)
-    states = [torch.zeros(-(-4 // plane.per), dtype=plane.dtype) for plane in rule.state_planes]
+    states = [torch.zeros(-(-4 // p.group_size), dtype=p.dtype) for p in rule.state_planes]
     grad = torch.tensor([math.nan, 1.0, -1.0, 0.0])
     rule.update(TileRange(weights, None, states, grad), vars(rule), UpdateOptions(step=1))
     assert weights.isnan().tolist() == [True, False, False, False]
