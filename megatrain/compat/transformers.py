@@ -182,8 +182,8 @@ experts_of: Callable[[PreTrainedConfig], str | None] = attrgetter("_experts_impl
 
 
 def set_attention(config: PreTrainedConfig, name: Any) -> None:
-    """Set the implementation of attention, also in nested configurations."""
-    config._attn_implementation = name
+    """Set the implementation of attention, but not in nested configurations."""
+    config._attn_implementation = {"": name}
 
 
 def is_causal_alone(arguments: Mapping[str, Any]) -> bool:

@@ -111,6 +111,10 @@ def packed_positions(model: nn.Module, micro: Micro) -> Tensor:
     if not any(map(of_media, micro)):
         return places.expand(4, -1, -1)
     alone, names = unpacked(micro), inspect.signature(index).parameters
+    if "feature_attention_mask" in alone:  # Qwen-Omni's forward makes or renames these two
+        alone["audio_seqlens"] = alone["feature_attention_mask"].sum(1)
+    if "video_second_per_grid" in alone:
+        alone["second_per_grids"] = alone["video_second_per_grid"]
     problem = "packed rows with images or sounds: the model has no positions for these documents"
     with explained(problem, "train them without packing (data.packing: false)"):
         of_media_3NL, _ = index(**{name: alone[name] for name in names if name in alone})

@@ -3,9 +3,13 @@
 import pytest
 import torch
 import transformers
+from torch import nn
 from torch.nn import functional as F
 
 from megatrain import InputError
+from megatrain.compat.transformers import attention_of
+from megatrain.model.attention import BY_LENGTHS, attend
+from megatrain.model.documents import packed_positions
 from megatrain.model.trained import Trained
 from tests.families.media import FORMATS, image_format, micro_batch
 from tests.families.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE
@@ -71,6 +75,33 @@ def test_packed_documents_train_as_in_plain_torch_alone(family):
     assert losses == pytest.approx(trained.losses, rel=LOSS_TOLERANCE)
     errors = [(moved[n] - g).square().sum() for n, g in trained.gradients.items() if g is not None]
     assert sum(errors).sqrt() < GRADIENT_TOLERANCE * trained.norms[0]
+
+
+def test_lengths_of_sounds_and_rates_of_films_give_positions():
+    """Qwen-Omni's forward makes the first of a mask, and has another name for the second."""
+
+    class Omni(nn.Module):
+        def get_rope_index(self, input_ids, audio_seqlens, second_per_grids):
+            places = audio_seqlens[:, None] + second_per_grids[:, None] + 0 * input_ids
+            return places.expand(3, -1, -1), None
+
+    micro = {
+        "input_ids": torch.arange(5)[None],
+        "position_ids": torch.tensor([[0, 1, 0, 1, 2]]),
+        "feature_attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]),
+        "video_second_per_grid": torch.tensor([10, 20]),
+    }
+    positions = packed_positions(Omni(), micro)
+    assert positions[:2, 0].tolist() == [[0, 1, 0, 1, 2], [12, 12, 23, 23, 23]]
+
+
+def test_an_encoder_keeps_its_own_attention_in_packed_rows():
+    """Gemma 4's encoder of sounds takes the masks of eager attention alone."""
+    model = tiny_multimodal("gemma4")
+    attend([model], BY_LENGTHS)
+    config = model.config
+    kinds = [attention_of(part) for part in (config.text_config, config.audio_config)]
+    assert kinds == [BY_LENGTHS, "eager"]
 
 
 @pytest.mark.parametrize("family", few(["qwen3_5", "paligemma", "lfm3_vl"]))
