@@ -208,7 +208,7 @@ class LossSection(NamedSection):
             yield f"{self.name} needs labels: two names or more, each once, as [bad, good]"
 
     def loss(self) -> Loss:
-        if self.label_smoothing:
+        if self.name == "sft" and self.label_smoothing:
             return loss.LabelSmoothing(self.label_smoothing)
         kind = getattr(loss, _LOSSES[self._row][0])
         return kind(**{n: getattr(self, n) for n in _loss_fields(self._row)})

@@ -108,6 +108,7 @@ def continued(
     pad: int,
     batch_size: int,
     apart: bool = False,
+    first: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
     streamer: Any = None,
     media: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({}),
@@ -116,8 +117,9 @@ def continued(
 
     Args:
         of_model, stops, pad: as of `Sampling.settings`; others as of `generate`.
-        apart: the tokens of a prompt depend on the seed and its number in `ids` alone, and several
-            ranks share a batch. `of_model` has no sampling settings then.
+        apart: the tokens of a prompt depend on the seed and its number alone, and several ranks
+            share a batch. `of_model` has no sampling settings then.
+        first: the number of the first prompt.
         tokenizer: for `of_model.stop_strings`.
         media: the tensors of prompts with images, by number; then `batch_size` is 1.
     """
@@ -144,7 +146,8 @@ def continued(
             )
             extras: dict[str, Any] = {"logits_processor": [OnlyNumbers()]}
             if apart and settings.do_sample:  # instead of transformers' sampling
-                draws = OwnDraws(settings, sampling.seed, rows, device)
+                numbers = [first + row for row in rows]
+                draws = OwnDraws(settings, sampling.seed, numbers, device)
                 extras["logits_processor"].append(draws)
                 settings.do_sample = False
                 settings.temperature = settings.top_p = settings.top_k = None

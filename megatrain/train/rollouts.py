@@ -281,7 +281,7 @@ class Rollouts:
 
     def evaluation_replies(self, prompts: Prompts, rows: range) -> list[Reply]:
         """One reply to each of these prompts, the same at each call with the same weights."""
-        return self._replies(prompts.batch(rows), 1, -1 - rows.start)  # no step has these seeds
+        return self._replies(prompts.batch(rows), 1, -1, rows.start)  # no step has this number
 
     def rewarded(self, sets: Mapping[str, Sequence[Reply]], step: int) -> dict[str, float]:
         """The log's values of replies after `step`: over all sets, and over each named set."""
@@ -302,8 +302,10 @@ class Rollouts:
             logged |= {f"{prefix}{name}": value for name, value in values.items()}
         return logged
 
-    def _replies(self, rows: Sequence[PromptRow], count: int, number: int) -> list[Reply]:
-        """Generate `count` replies to each prompt, with the seed of rollout `number`."""
+    def _replies(
+        self, rows: Sequence[PromptRow], count: int, number: int, first: int = 0
+    ) -> list[Reply]:
+        """Generate `count` replies to each prompt, numbered from `first`, of rollout `number`."""
         seed = derived_seed(self.config.training.seed, _SEED, number)
         choices = {"temperature", "top_p", "top_k", "repetition_penalty"}
         settings = self.config.rollout.model_dump(include=choices)
@@ -319,6 +321,7 @@ class Rollouts:
             pad=self._pad,
             batch_size=self.at_once,
             apart=True,
+            first=first,
         )
         return [Reply(row, ids, ids[-1] in stops) for row, ids in zip(copies, replies, strict=True)]
 

@@ -514,7 +514,7 @@ def check_schedule(config: Config, total_steps: int) -> None:
     """Warn if the rate never gets to `optimizer.lr`. Raises InputError: a rate is out of range."""
     warmup = config.schedule.num_warmup_steps(total_steps)
     rates: set[float] = set()
-    for done in sorted({0, 1, warmup + 1, total_steps // 2, total_steps - 1}):
+    for done in sorted({0, 1, warmup, warmup + 1, total_steps // 2, total_steps - 1}):
         if done < total_steps:
             lr = config.optimizer.settings["lr"]
             stand_in = SGD([torch.zeros(1)], lr=lr)
@@ -526,7 +526,7 @@ def check_schedule(config: Config, total_steps: int) -> None:
                     f"schedule: {config.schedule.name} makes the learning rate of step {done + 1} "
                     f"{rate:g}{above}; correct schedule.options (min_lr_rate is a share)"
                 )
-    if rates == {0.0} or warmup >= total_steps:
+    if warmup >= total_steps or max(rates) < lr / 2:
         log.warning(
             "the learning rate never gets to optimizer.lr in %d steps (warm-up %d, largest rate "
             "%g): lower schedule.warmup_steps or warmup_ratio, correct its options, or train "

@@ -31,6 +31,11 @@ def pair(number):
     return {"prompt": asked, "chosen": chosen, "rejected": talk(question, BAD)[1:]}
 
 
+def test_smoothing_of_preferences_is_dpo_s_own():
+    section = LossSection(name="dpo", loss_type="robust", label_smoothing=0.2)
+    assert section.loss() == DPO(loss_type="robust", label_smoothing=0.2)
+
+
 @pytest.fixture
 def preference_file(file_of_rows):
     def made(rows, **loss):

@@ -177,6 +177,18 @@ def test_held_out_prompts_are_rewarded(megatrain, rollout_file, tmp_path):
     assert [(each["step"], each["eval_seen"]) for each in again] == [(1, 1), (2, 2), (3, 3)]
 
 
+def test_held_out_prompts_get_the_same_replies_however_many_are_made_at_once(
+    megatrain, rollout_file, tmp_path
+):
+    replies = []
+    for at_once in (1, 3, None):
+        file = rollout_file({"name": "grpo"}, ["note"], batch_size=at_once)
+        held = {"data__eval_fraction": 0.4, "training__steps": 1}
+        megatrain.done("train", file, *sets(**held, output__folder=f"run-{at_once}"))
+        replies.append(noted(tmp_path)[-1])
+    assert replies[0] == replies[1] == replies[2]
+
+
 def test_other_prompts_and_replies_come_each_step(megatrain, rollout_file, tmp_path):
     file = rollout_file({"name": "grpo"}, ["note"], temperature=0.7, top_k=40, batch_size=5)
     megatrain.done("train", file, *sets(training__steps=2))

@@ -15,7 +15,7 @@ from megatrain.config.load import foreign, validate
 from megatrain.config.schema import Config, EngineSection
 from megatrain.optim import RULES
 from megatrain.placement import RENAMED, renamed
-from megatrain.train.setup import make_schedule
+from megatrain.train.setup import check_schedule, make_schedule
 from tests.refusals import refused, table
 
 MINIMAL = """
@@ -131,6 +131,22 @@ def test_a_warm_up_has_the_steps_and_rates_of_transformers(load, tmp_path, ratio
         assert ours == plain.get_last_lr(), done
         optimizer.step()
         plain.step()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "is_warned"),
+    [
+        ("{warmup_steps: 9}", False),
+        ("{warmup_steps: 10}", True),
+        ("{name: warmup_stable_decay, options: {num_decay_steps: 5}}", False),
+        ("{name: warmup_stable_decay, options: {num_decay_steps: 200}}", True),
+    ],
+)
+def test_a_rate_that_never_gets_near_the_optimizer_s_is_warned_of(
+    load, caplog, schedule, is_warned
+):
+    check_schedule(load(MINIMAL, f"schedule={schedule}"), 10)
+    assert ("the learning rate never gets to optimizer.lr" in caplog.text) == is_warned
 
 
 @pytest.mark.parametrize("number", ["1e-5", "1.5e3", "2E+1", ".5e1", "-1e-3"])
