@@ -61,6 +61,7 @@ from megatrain.tile import TileKind, TileLayout
 
 ENCODER_LAYERS = 20  # an encoder may have as many operations as so many layers of a trunk
 _TRIAL_DIVISOR = 4  # the greatest common divisor of a part's sizes in its first trial
+_CHOICES = 64  # tokens that a teacher's label has, by default
 _MOST = 1 << 24  # parameters of a part that is tried in its own size
 
 
@@ -388,6 +389,9 @@ class Measurer:
             embeds = isinstance(loss, Sloped) and loss.of.embeds  # slopes of each logit
             shape = (*sizes, self.spec.num_logits) if embeds else sizes
             loss_inputs = [torch.empty(shape) for _ in loss.inputs]
+            for name in loss.choices:  # ids of tokens, then numbers of them
+                of_choice = torch.int64 if name == loss.choices[0] else torch.float32
+                loss_inputs.append(torch.empty(*sizes, _CHOICES, dtype=of_choice))
             micro = replace(self.micro_batch(*sizes), loss=loss, extras=loss_inputs)
             values = {ref: shape.empty() for ref, shape in h.items()}
             batch = Batch([micro], 1, tokens, torch.zeros(1), 0)

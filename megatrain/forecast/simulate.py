@@ -255,7 +255,7 @@ def forecast(
 
     Args:
         measured: measurements of the same model; compiled, and in tiles, as the placement is.
-        workload: its loss counts as cross entropy; with a joint loss the head is visited twice.
+        workload: with a joint loss the head is visited twice.
         steps: the number of steps to follow; one is for memory alone, and takes no time.
 
     Raises NotForeseeable: what the model computes depends on its values.
@@ -272,9 +272,8 @@ def forecast(
     batch = measured.batch(rows, micro_batch, _followed(placement, steps), passes)
     if (ranks := model.ranks * model.hosts) > 1:
         batch = measured.with_all_rows(batch, rows * ranks, model.ranks)
-    if is_joint:
-        visits = loss if loss.embeds else TWO_VISITS
-        batch = replace(batch, micro=[replace(micro, loss=visits) for micro in batch.micro])
+    visits = TWO_VISITS if is_joint and not loss.embeds else loss
+    batch = replace(batch, micro=[replace(micro, loss=visits) for micro in batch.micro])
     costs.group = max(map(grouped, batch.micro))
     costs.tokens = micro_batch * measured.tokens
     costs.puts = 3 if placement.layer_inputs == "host" else 2

@@ -17,6 +17,7 @@ from megatrain.compat.transformers import encoders
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.workload import MediaRow, Workload
+from megatrain.loss import CROSS_ENTROPY, LabelSmoothing
 from megatrain.model.attention import attend_by_kernel
 from megatrain.source.source import open_source, structure
 from tests.counted import CountedDevice
@@ -68,6 +69,7 @@ def drawn(seed, layers):
         "precision": draw.choice(("fp32", "bf16")),
         "rule": SWEPT[draw.choice(("adamw", "adamw", "lion", "muon", "adamw int8"))](),
         "clip": draw.random() < 0.7,
+        "loss": draw.choice((CROSS_ENTROPY, LabelSmoothing(0.1))),
     }
     return placement, size
 
@@ -110,7 +112,8 @@ def foretold_and_taken(model, seed, row=None, **how):
         generator = torch.Generator().manual_seed(0)  # the tokens that forecasts count with
         ids = torch.randint(engine.vocab_size, shape, generator=generator)
         for _ in range(2):  # a third takes as much as the second
-            engine.step([_micro_batch(part, workload.media) for part in ids.split(rows)])
+            step = [_micro_batch(part, workload.media) for part in ids.split(rows)]
+            engine.step(step, workload.loss)
         taken = Taken(device.peak_bytes, engine.memory()["host_bytes"])
     beside = sum(told.device_bytes.get(name, 0) for name in _BESIDE)
     on_device = told.device_peak_bytes - beside
