@@ -17,7 +17,7 @@ from megatrain.base.units import on_line
 from megatrain.forecast.notes import Notes, Once, Value
 from megatrain.forecast.op_counter import LayerWork, MediaWork, Prologue, Shape, Work
 from megatrain.forecast.workload import Workload
-from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
+from megatrain.loss import Loss
 from megatrain.model.capture import Ref, Rows
 from megatrain.model.media import as_computed
 from megatrain.model.micro_batch import Batch, MicroBatch
@@ -28,16 +28,6 @@ if TYPE_CHECKING:
 
 _CHUNKS_RUN = 3  # of a head: so many chunks' logits take more memory than all tokens' hidden states
 _ROWS = 2, 3  # that are measured; one row differs: code copies several where it views a single one
-
-
-class TwoVisits(JointLoss):
-    """A loss of all tokens together, which visits the head twice."""
-
-    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-TWO_VISITS = TwoVisits()
 
 
 @dataclass
@@ -222,7 +212,7 @@ class Profile(Once):
             return dict(self.prologue(rows).results)[ref]
         return self.layer(ref.visit, rows).outputs[ref.leaf]
 
-    def head(self, rows: int, chunk: int, loss: Loss = CROSS_ENTROPY) -> Work:
+    def head(self, rows: int, chunk: int, loss: Loss) -> Work:
         """The work of epilogue, logits, loss and their gradients, `chunk` tokens at a time.
 
         Few tokens and chunks are measured; the work of more is affine in both. The peak of a single
@@ -261,7 +251,7 @@ class Profile(Once):
         # The hidden states of all tokens may take more than a chunk's logits.
         return work._replace(peak_bytes=max(work.peak_bytes, self._hidden_bytes(rows, chunk)))
 
-    def head_losses(self, rows: int, chunk: int, loss: Loss = TWO_VISITS) -> Work:
+    def head_losses(self, rows: int, chunk: int, loss: Loss) -> Work:
         """The work of the visit that computes token losses alone, as a joint loss needs first."""
         return self._head(rows, rows * self.tokens, chunk, loss, losses=True)
 

@@ -21,7 +21,7 @@ from megatrain.engine.step import train_step
 from megatrain.forecast.declared import Declared
 from megatrain.forecast.op_counter import Ledger, Place
 from megatrain.forecast.prices import Cost, CostModel
-from megatrain.forecast.profile import TWO_VISITS, Profile, grouped
+from megatrain.forecast.profile import Profile, grouped
 from megatrain.forecast.workload import Workload
 from megatrain.loss import JointLoss
 from megatrain.machine import Machine, mapping_bytes
@@ -272,8 +272,7 @@ def forecast(
     batch = measured.batch(rows, micro_batch, _followed(placement, steps), passes)
     if (ranks := model.ranks * model.hosts) > 1:
         batch = measured.with_all_rows(batch, rows * ranks, model.ranks)
-    visits = TWO_VISITS if is_joint and not loss.embeds else loss
-    batch = replace(batch, micro=[replace(micro, loss=visits) for micro in batch.micro])
+    batch = replace(batch, micro=[replace(micro, loss=loss) for micro in batch.micro])
     costs.group = max(map(grouped, batch.micro))
     costs.tokens = micro_batch * measured.tokens
     costs.puts = 3 if placement.layer_inputs == "host" else 2
