@@ -451,13 +451,13 @@ class ImageProcessor:
         kinds = {medium.kind for row in rows for medium in row}
         decoded: dict[str, list[list[Any]]] = {kind: [] for kind in kinds}
         for row in rows:
-            for kind, of_rows in decoded.items():
-                of_rows.append([medium.decoded(self) for medium in row if medium.kind == kind])
-        of_text = ("input_ids", "attention_mask")
+            for kind, media_by_row in decoded.items():
+                media_by_row.append([medium.decoded(self) for medium in row if medium.kind == kind])
+        text_names = ("input_ids", "attention_mask")
         return types | {
             name: value
             for name, value in self._processed(decoded, len(rows)).items()
-            if name not in of_text and not name.endswith("token_type_ids")
+            if name not in text_names and not name.endswith("token_type_ids")
         }
 
     def example(self, shapes: Sequence[Shape]) -> dict[str, Tensor]:

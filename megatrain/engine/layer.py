@@ -151,7 +151,7 @@ class Layer(StreamedModule):
         for index, values in enumerate(h):  # `h` is exhausted, which frees its lanes
             self.seed(batch, index)
             turn = Turn(index, slot, batch.micro[index], values)
-            for returned, buffers in self._returned():
+            for returned, buffers in self._returned():  # yields once
                 work = partial(self.backward, turn, returned, dh[index], accumulator)
                 reads = [slot, *buffers]
                 out.append(

@@ -160,9 +160,9 @@ class Media(StreamedModule):
     def forward(self, slot: Buffer, micro: MicroBatch, *, train: bool) -> Activations:
         if not micro.media:
             return {FEATURES: torch.empty(0, device=self.program.device)}
-        frozen = self.frozen if train and self.trained else None
+        kept = self.frozen if train and self.trained else None  # for the backward
         with torch.no_grad():
-            return {FEATURES: self.program.encode(self.weights(slot), micro, frozen)}
+            return {FEATURES: self.program.encode(self.weights(slot), micro, frozen=kept)}
 
     def vjp(
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, accumulator: GradAccumulator

@@ -313,7 +313,7 @@ def _views(item: _Item, buffer: Buffer) -> list[Tensor]:
 class DeviceBoundaries:
     """Keeps layer inputs on the device.
 
-    To keep and to give inputs are pieces of work on COMPUTE, which the launching thread counts.
+    It keeps and returns them in pieces of work on COMPUTE, so that forecasts count launches.
     """
 
     host_bytes = 0

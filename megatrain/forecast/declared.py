@@ -100,18 +100,18 @@ class Declared:
         touched = (layout.numel + layout.unpacked.numel) * self._itemsize
         if by_table:
             touched = int(touched * max(1.0, self._gbps / _BY_TABLE_GBPS))
-        kernels = sum(2 if e.multiplied else e.packed is not None for e in layout.entries)
+        kernels = sum(2 if e.is_operand else e.packed is not None for e in layout.entries)
         kernels += _MORE_LAUNCHES * len(by_table)
 
         def scratch_bytes(entry: Entry) -> int:
             # Scales are spread over their blocks, a parameter's at once: three fp32 values a block.
             scratch = entry.numel * 12 // 64
             # What is multiplied in float8 is unpacked from NF4 before, and in fp32 if not compiled.
-            if entry.multiplied and entry.packed not in (None, FP8):
+            if entry.is_operand and entry.packed not in (None, FP8):
                 scratch += entry.numel * 2
             if not self.measured.compiled:  # values and products in fp32, and indices of a table
-                at_once = entry.numel if entry.multiplied else min(entry.numel, PIECE)
-                scratch += at_once * (12 if entry.multiplied or entry in by_table else 8)
+                at_once = entry.numel if entry.is_operand else min(entry.numel, PIECE)
+                scratch += at_once * (12 if entry.is_operand or entry in by_table else 8)
             return scratch
 
         self.ledger.note_peak(max(map(scratch_bytes, unpacked)))

@@ -77,12 +77,12 @@ class ClockDevice(MetaDevice):
     def __init__(self, costs: CostModel) -> None:
         self.spans: list[Span] = []
         self._costs = costs
-        self._at: defaultdict[str, float] = defaultdict(float)
-        self._after: dict[str, tuple[str, ...]] = {}
+        self._free_at: defaultdict[str, float] = defaultdict(float)
+        self._wait_reasons: dict[str, tuple[str, ...]] = {}
 
     @property
     def now(self) -> float:
-        return self._at[CALLER]
+        return self._free_at[CALLER]
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
         buffer = Buffer(name, self._costs.empty(name, numel, dtype))
@@ -111,7 +111,7 @@ class ClockDevice(MetaDevice):
 
     def _pass_time(self, stream: str, name: str, cost: Cost) -> None:
         """Let the time of a piece of work pass on its stream and for the calling thread."""
-        at = self._at
+        at = self._free_at
         start = now = at[CALLER]
         if at[stream] > now:
             start = at[stream]
@@ -122,17 +122,17 @@ class ClockDevice(MetaDevice):
         at[stream] = end = max(start + cost.seconds, now)
         if cost.blocking:
             at[CALLER] = end
-        after = self._after.pop(stream, ())
+        after = self._wait_reasons.pop(stream, ())
         self.spans.append(Span(stream, name, start, end, after, cost.num_bytes))
 
     def record(self, stream: str) -> Any:
         """The seconds at which all work on the stream is done."""
-        return max(self._at[stream], self._at[CALLER])
+        return max(self._free_at[stream], self._free_at[CALLER])
 
     def wait(self, stream: str, event: Any | None, why: str) -> None:
         if event is not None:
-            self._after[stream] = (*self._after.get(stream, ()), why)
-            self._at[stream] = max(self._at[stream], event)
+            self._wait_reasons[stream] = (*self._wait_reasons.get(stream, ()), why)
+            self._free_at[stream] = max(self._free_at[stream], event)
 
 
 class _TimelessDevice(ClockDevice):

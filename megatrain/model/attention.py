@@ -435,8 +435,8 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     *saved, lengths = ctx.saved_tensors
-    how = ctx.longest, ctx.window, ctx.scale, ctx.cap, lengths
-    gradients = _backward(gradient.contiguous(), *saved, *how)
+    options = ctx.longest, ctx.window, ctx.scale, ctx.cap, lengths
+    gradients = _backward(gradient.contiguous(), *saved, *options)
     of_leaves = [*gradients, None][:4]  # the last gradient is of sinks, if there are any
     return *of_leaves, *[None] * 6
 

@@ -334,6 +334,7 @@ class ModelProgram:
         inputs: Mapping,
         uses: Uses | None = None,
     ) -> Any:
+        """Run the forward with `handler` in place of layers; note in `uses` the tensors it reads."""
         outer = {**self._outer, **{k: w for k, w in weights.items() if k in self._outer}}
 
         def unwatched(*call: Any) -> Any:
@@ -348,8 +349,7 @@ class ModelProgram:
             uses = Uses(derived={id(v): v for v in arguments.values() if isinstance(v, Tensor)})
         find = partial(self._document_indices, batch, uses)
         has_lengths = changed([attention.FORWARD], has_lengths=bool(documents))
-        padded = batch.counted_N is not None
-        finding = finding_once(batch.document_indices, find, padded=padded)
+        finding = finding_once(batch.document_indices, find, padded=batch.counted_N is not None)
         problem = f"a micro-batch with {', '.join(batch.media)} cannot be run"
         remedy = "give all that the model's processor makes, and cut off none of its tokens"
         with explained(problem, remedy, of=ValueError if batch.media else ()), has_lengths, finding:

@@ -555,7 +555,7 @@ def _weight(
     packing: WeightFormat | None = None,
     pack: Callable[[Tensor], Sequence[Tensor]] | None = None,
 ) -> Packed:
-    """A weight of stored parts: scales, then codes, whose file messages name, then others."""
+    """A weight of stored `parts`: scales, codes (messages name their file), then any others."""
     _, codes, *_ = parts
     num_bytes = prod(shape) * dtype.itemsize + sum(part.num_bytes for part in parts)  # at once
     return Packed(

@@ -148,7 +148,7 @@ def _shown(value: Any) -> str:
 
 
 def _buffers(model: nn.Module, again: nn.Module, dtypes: dict[str, torch.dtype]) -> Iterator[str]:
-    """The differences of buffers that the class computes, which no file of weights has."""
+    """Describe, as `_unlike` does, computed buffers that differ: no file of weights has them."""
     saved, buffers = model.state_dict(keep_vars=True).keys(), dict(model.named_buffers())
     for name, made in again.named_buffers():
         if name not in saved and not _equal(buffers[name], made.to(dtypes.get(name, made.dtype))):

@@ -58,7 +58,7 @@ class Entry:
     group: int | None  # index of its parameter group when the optimizer was made; None: frozen
     wide: bool = False  # True if it is frozen, and its source has bits that bf16 does not hold
     packed: WeightFormat | None = None  # its format in the weights plane; None: plain values
-    multiplied: bool = False  # True if layers compute with its `OPERANDS` in float8
+    is_operand: bool = False  # True if layers compute with its `OPERANDS` in float8
     copied: bool = False  # True if it is trained, and layers compute with fp32 copies of its master
 
     @cached_property
@@ -73,7 +73,7 @@ class Entry:
     @property
     def needs_unpacking(self) -> bool:
         """True if layers cannot compute with the parameter in its format of the weights plane."""
-        return self.multiplied or self.packed not in (None, FP32, OPERANDS)
+        return self.is_operand or self.packed not in (None, FP32, OPERANDS)
 
     def cut_in_rows(self) -> bool:
         """True if each row of the first dimension can be copied and unpacked alone."""
@@ -134,7 +134,7 @@ class Span:
 
 def _order(entry: Entry) -> tuple[bool, bool, bool, int]:
     """The key by which a tile's parameters are sorted."""
-    is_packed = entry.multiplied or entry.packed not in (None, FP32)
+    is_packed = entry.is_operand or entry.packed not in (None, FP32)
     return entry.group is None, not entry.wide, is_packed, entry.group or 0
 
 
@@ -238,7 +238,7 @@ class TileLayout:
     def computed(self, flat: Tensor) -> dict[str, Tensor]:
         """The weights as layers compute with them, in memory that `unpack` has written."""
         views = self.unpacked.views(flat)
-        for entry in self.multiplied:
+        for entry in self.operand_entries:
             del views[entry.name]
             path = entry.name.removesuffix("weight")
             tensors = operands(entry.memory(flat), entry.shape)
@@ -248,15 +248,15 @@ class TileLayout:
     def values(self, flat: Tensor) -> dict[str, Tensor]:
         """Every parameter's values in memory that `unpack` has written; from operands, copies."""
         views = self.unpacked.views(flat)
-        for entry in self.multiplied:
+        for entry in self.operand_entries:
             views[entry.name] = flat.new_empty(entry.shape)
             FP8.unpack(entry.memory(flat), views[entry.name])
         return views
 
     @cached_property
-    def multiplied(self) -> list[Entry]:
+    def operand_entries(self) -> list[Entry]:
         """The parameters that layers multiply by in float8, as entries of `unpacked`."""
-        return [self.unpacked.by_name[entry.name] for entry in self.entries if entry.multiplied]
+        return [self.unpacked.by_name[entry.name] for entry in self.entries if entry.is_operand]
 
     @cached_property
     def unpacked(self) -> "TileLayout":
@@ -265,8 +265,8 @@ class TileLayout:
             return self
 
         def unpacked(entry: Entry) -> Entry:
-            if entry.multiplied:
-                return replace(entry, packed=OPERANDS, multiplied=False, wide=False)
+            if entry.is_operand:
+                return replace(entry, packed=OPERANDS, is_operand=False, wide=False)
             return replace(entry, packed=None) if entry.needs_unpacking else entry
 
         return self._with(map(unpacked, self.entries))
@@ -327,7 +327,7 @@ class TileLayout:
             chosen = None if rows is None else rows[entry.name]
             memory = entry.memory(stored)
             to = self.unpacked.by_name[entry.name]
-            if entry.multiplied:
+            if entry.is_operand:
                 values, scales = memory, None
                 if entry.packed is FP8:
                     codes, scales = FP8.codes_and_scales(memory, entry.shape)

@@ -179,7 +179,7 @@ def test_what_is_no_frozen_linear_module_of_whole_blocks_stays_in_bf16():
 def multiplied_of(model):
     engine = make_engine(model, precision="fp8")
     entries = [entry for _, entry in store_of(engine).entries()]
-    return {entry.name for entry in entries if entry.multiplied}
+    return {entry.name for entry in entries if entry.is_operand}
 
 
 def test_what_has_no_products_in_float8_is_refused():
