@@ -46,7 +46,7 @@ def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> N
     with ThreadPoolExecutor(threads, thread_name_prefix="read-checkpoint") as pool:
         list(pool.map(call, _pieces(checkpoint, tiles)))  # an error cancels the other pieces
     records = checkpoint.manifest.tiles
-    # by the names of tiles, and of parameters, which may be in other tiles there
+    # by names of tiles and of parameters, which the checkpoint may have in other tiles
     versions = {record.name: record.version for record in records}
     versions |= {p.name: record.version for record in records for p in record.parameters}
     skipped = {p.name: p.skipped for p in checkpoint.manifest.parameters if p.skipped}

@@ -393,10 +393,10 @@ def _memory(plan: Plan) -> list[str]:
     ):
         largest = sorted(parts.items(), key=lambda part: -part[1])
         named = ", ".join(f"{part} {gib(used)}" for part, used in largest if used >= GIB / 20)
-        of = gib(limit)
+        limit_text = gib(limit)
         if machine.one_memory:
-            of = f"{gib(machine.both_bytes)} that device and host share,"
-        share = f"{gib(sum(parts.values()))} of {of} at the peak"
+            limit_text = f"{gib(machine.both_bytes)} that device and host share,"
+        share = f"{gib(sum(parts.values()))} of {limit_text} at the peak"
         lines.append(f"{place:<9}{share}: {named}")
         if place == "device" and forecast.device_held_bytes > forecast.device_peak_bytes:
             total = gib(forecast.device_held_bytes)

@@ -96,7 +96,7 @@ class Medium(NamedTuple):
     def changed(self) -> bool:
         """True if a file is missing, or has changed."""
         try:
-            return bool(self.path) and _state(self.path.split("\n")) != self.state
+            return bool(self.path) and _state(self.path.split("\n")) != self.state  # of each frame
         except OSError:
             return True
 

@@ -278,10 +278,10 @@ class Format:
 # Names of the fields of questions and answers.
 _QUESTIONS = ("question", "prompt", "query", "problem", "input", "user")
 _ANSWERS = ("answer", "response", "solution", "output", "assistant")
-_TALKS = {"messages": ("messages", "conversations", "conversation")}
+_CHATS = {"messages": ("messages", "conversations", "conversation")}
 TEXT = Format("text", "text", {"text": ("text",)}, {}, of_text)
 FORMATS = (
-    Format("conversations", "chat", _TALKS, _PROMPTED | _OF_MEDIA, of_messages),
+    Format("conversations", "chat", _CHATS, _PROMPTED | _OF_MEDIA, of_messages),
     Format(
         "prompts and completions", "chat",
         {"prompt": ("prompt",), "completion": ("completion",)},
@@ -323,8 +323,8 @@ _EVERY = (*FORMATS, MARGINS)
 KNOWN = sorted({name for f in (*_EVERY, _CLASSES, _TAGS, _ANCHORS) for name in (*f.needs, *f.may)})
 _NO_CLASS = -100, "tags"  # the label of a word without a class, and the only kind that has it
 # Fields that replies depend on: if they were not read, another conversation would be learnt.
-_PROMPTS = ("instruction", *_QUESTIONS, *_TALKS["messages"])  # names of prompts beside replies
-_BESIDE = ("instruction", "input", "context", "history", "choices", "options")
+_PROMPTS = ("instruction", *_QUESTIONS, *_CHATS["messages"])  # names of prompts beside replies
+_CONTEXT_FIELDS = ("instruction", "input", "context", "history", "choices", "options")
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ class Reading:
         """True if the values of a table's column are needed."""
         mapped = column in self.fields.values()
         names = _names_of((*_EVERY, *_OF_KIND.get(self.kind, ())))
-        is_known = column in (*names, *_BESIDE, "role") or says_training(column)
+        is_known = column in (*names, *_CONTEXT_FIELDS, "role") or says_training(column)
         return mapped or (column not in self.fields and is_known)
 
     def find(self, row: DataRow, where: str) -> Format:
@@ -392,9 +392,9 @@ class Reading:
                 f"{listed(row)}: keep formats in files of their own"
             )
         others = {n: v for n, v in row.items() if n not in (*names.values(), *self.fields)}
-        of_replies = form.kind in ("chat", "pairs") and form.needs is not _TALKS
+        has_reply_fields = form.kind in ("chat", "pairs") and form.needs is not _CHATS
         prompts = _PROMPTS if form.kind == "pairs" and "prompt" not in names else ()
-        for name in (*prompts, *(_BESIDE if of_replies else ())):
+        for name in (*prompts, *(_CONTEXT_FIELDS if has_reply_fields else ())):
             if not empty(others.get(name)):
                 raise InputError(
                     f"{where}: field {name!r} is not read beside {form.title}: say with "

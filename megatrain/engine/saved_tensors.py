@@ -162,8 +162,8 @@ class HostOffload:
         """Args: `item`: a word for an item, in names of work and waits."""
         self._device, self._item = device, item
         self._staging = Name(Kind.PACK, f"stage {item}")
-        self._out = [_lane(f"leaving {item} {i}") for i in range(lanes)]
-        self._in = [_lane(f"returning {item} {i}") for i in range(lanes)]
+        self._out = [_empty_lane(f"leaving {item} {i}") for i in range(lanes)]
+        self._in = [_empty_lane(f"returning {item} {i}") for i in range(lanes)]
         self._ranges: dict[Hashable, _HostRanges] = {}
         self._items: dict[Hashable, _Item] = {}
         self._order: list[Hashable] = []
@@ -190,7 +190,7 @@ class HostOffload:
                 self._device.free(buffer)
         self._ranges.clear()
         for lane in (*self._out, *self._in):
-            lane.buffer, lane.free = _lane(lane.buffer.name).buffer, None
+            lane.buffer, lane.free = _empty_lane(lane.buffer.name).buffer, None
 
     def send(
         self, group: Hashable, key: Hashable, tensors: Sequence[Tensor], later_bytes: int = 0
@@ -220,7 +220,7 @@ class HostOffload:
         """Announce the keys of coming `take`s, which precede those that were announced before."""
         self._order = [key for keys in takes for key in keys] + self._order
         for index in range(len(self._in), max(map(len, takes), default=0)):
-            self._in.append(_lane(f"returning {self._item} {index}"))
+            self._in.append(_empty_lane(f"returning {self._item} {index}"))
 
     def take(self, num: int) -> Iterator[tuple[list[list[Tensor]], list[Buffer]]]:
         """Yield once: the next `num` items and their buffers, valid until the iterator goes on."""
@@ -255,7 +255,7 @@ class HostOffload:
         """The lane's buffer, replaced by a larger one if it is too small."""
         if lane.free is None or lane.buffer.data.nbytes < num_bytes:
             name = Name(Memory.LANES, lane.buffer.name)
-            lane.buffer = _lane(name).buffer  # frees the old buffer first
+            lane.buffer = _empty_lane(name).buffer  # frees the old buffer first
             lane.buffer = self._device.empty(name, num_bytes, torch.uint8)
             # torch's allocator orders by COMPUTE alone: other streams wait until it has passed.
             lane.free = self._device.record(COMPUTE)
@@ -282,7 +282,7 @@ class HostOffload:
         return Buffer(f"{self._item} {key}", data)
 
 
-def _lane(name: str) -> Lane:
+def _empty_lane(name: str) -> Lane:
     """A lane without memory, which is allocated when the size of its first item is known."""
     return Lane(Buffer(name, torch.empty(0, dtype=torch.uint8)))
 

@@ -311,6 +311,7 @@ class Declared:
         return done, self.ledger.count(losses, Place.WORKING_SET)[0]
 
     def _routed_total(self, head: Head, h: list[Values]) -> tuple[Work, Tensor]:
+        """Price the sum of routers' numbers over micro-batches, which leave `h`."""
         spec = self.measured.spec
         num_bytes = sum(values.pop(ref).nbytes for values in h for ref in spec.routed)
         work = Work(touched_bytes=2 * num_bytes, kernels=len(h) * len(spec.routed))

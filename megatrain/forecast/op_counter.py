@@ -234,7 +234,7 @@ class Ledger:
         self._known: dict[int, Any] = {}  # weak references that report the end of a storage
 
     def hold(self, place: str, num_bytes: int, counted: int | None = None) -> Any:
-        """A stand-in for a tensor of `num_bytes`; while it lives, `counted` bytes count, or all."""
+        """A stand-in for a tensor of `num_bytes`, which counts as `counted` bytes; None: as all."""
         counted = num_bytes if counted is None else counted
         self.add_bytes(place, counted)
         self.note_peak(0)

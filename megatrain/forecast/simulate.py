@@ -111,19 +111,19 @@ class ClockDevice(MetaDevice):
 
     def _pass_time(self, stream: str, name: str, cost: Cost) -> None:
         """Let the time of a piece of work pass on its stream and for the calling thread."""
-        at = self._free_at
-        start = now = at[CALLER]
-        if at[stream] > now:
-            start = at[stream]
+        free_at = self._free_at
+        start = now = free_at[CALLER]
+        if free_at[stream] > now:
+            start = free_at[stream]
         if stream not in base.HOST_STREAMS:
-            at[CALLER] = now = now + self._costs.put_seconds + cost.launching
+            free_at[CALLER] = now = now + self._costs.put_seconds + cost.launching
         if not cost.seconds:
             return  # no span: the stream's next work keeps the waits
-        at[stream] = end = max(start + cost.seconds, now)
+        free_at[stream] = end = max(start + cost.seconds, now)
         if cost.blocking:
-            at[CALLER] = end
-        after = self._wait_reasons.pop(stream, ())
-        self.spans.append(Span(stream, name, start, end, after, cost.num_bytes))
+            free_at[CALLER] = end
+        wait_reasons = self._wait_reasons.pop(stream, ())
+        self.spans.append(Span(stream, name, start, end, wait_reasons, cost.num_bytes))
 
     def record(self, stream: str) -> Any:
         """The seconds at which all work on the stream is done."""

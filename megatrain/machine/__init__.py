@@ -119,7 +119,7 @@ class Machine:
         return {"device memory": self.device_memory_bytes, "host memory": self.host_memory_bytes}
 
     def splits(self) -> list["Machine"]:
-        """This machine; one with one memory several times, with ever more of it as the host's."""
+        """This machine; or, if host and device share memory, copies that divide it differently."""
         if not self.one_memory:
             return [self]
         both, sizes = self.both_bytes, [self.both_bytes // share for share in _PROCESS_SHARES]

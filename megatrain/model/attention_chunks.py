@@ -122,9 +122,9 @@ def cost_of_chunks(
     chunks = rows * -(-key_heads // num_heads) * len(lengths) // num_rows
     queries = max(queries for queries, _ in lengths) * (heads // key_heads)
     keys = max(keys for _, keys in lengths)
-    logit_copies, key_copies, sums = (4, 3, 8) if backward else (2, 2, 0)  # sums: bytes
-    numbers = logit_copies * queries * keys + width * (key_copies * tokens + 6 * queries)
-    scratch = num_rows * num_heads * (numbers * query.itemsize + width * tokens * sums)
+    logit_copies, key_copies, sum_bytes = (4, 3, 8) if backward else (2, 2, 0)
+    elements = logit_copies * queries * keys + width * (key_copies * tokens + 6 * queries)
+    scratch = num_rows * num_heads * (elements * query.itemsize + width * tokens * sum_bytes)
     return rows * heads * sum(a * b for a, b in lengths), chunks, scratch
 
 

@@ -277,7 +277,7 @@ def check_documents(spec: ModelSpec) -> None:
     if runs_on(model, (layer.module for layer in spec.layers)):
         raise InputError(_MIXED.format(model.config.model_type))
     program, uses = ModelProgram(spec, torch.device("cpu"), torch.float32), Uses()
-    first, size = 6, 13  # tokens of a document and of a row: no usual widths of heads
+    first, size = 6, 13  # tokens of the first document and of the row, no usual widths
     ids = torch.zeros(1, size, dtype=torch.long)
     positions = torch.cat([torch.arange(first), torch.arange(size - first)])[None]
     rows = Rows(ids, ids, {}, ids[0, :1])
@@ -291,14 +291,13 @@ def check_documents(spec: ModelSpec) -> None:
         program.prologue(zeros, micro)  # its other weights are zeros, too
     leaves = [leaf for call in micro.calls for leaf in call.leaves if isinstance(leaf, Tensor)]
     entering = set(map(id, leaves))
-    takes_positions = spec.capture.takes("position_ids")
-    if not takes_positions and id(positions) not in uses.touched | entering:
+    if not spec.capture.takes("position_ids") and id(positions) not in uses.touched | entering:
         raise InputError(_MIXED.format(model.config.model_type))
     if id(lengths["cu_seq_lens_q"]) in entering:
         return  # layers may keep documents apart by their lengths
     masks = [leaf for leaf in leaves if leaf.ndim > 2 and leaf.shape[-2:] == (size, size)]
-    shown = [mask if mask.dtype == torch.bool else mask > -1 for mask in masks]  # others are added
-    knows_none = not masks and id(positions) not in entering  # a layer is given nothing of them
+    shown = [mask if mask.dtype == torch.bool else mask > -1 for mask in masks]  # else it is added
+    knows_none = not masks and id(positions) not in entering  # layers get neither
     if knows_none or any(bool(is_seen[..., first:, :first].any()) for is_seen in shown):
         raise InputError(_MIXED.format(model.config.model_type))
 

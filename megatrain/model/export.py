@@ -325,7 +325,7 @@ def _pieces(
         dtype = max((metas[name].dtype for name in group), key=lambda dtype: dtype.itemsize)
         values = {name: _cast(name, get(name), dtype) for name in group}
         on_hub = hf.loading.revert_weight_conversion(model, values)
-        return {name: _one(tensors) for name, tensors in on_hub.items()}
+        return {name: _unlisted(tensors) for name, tensors in on_hub.items()}
 
     on_hub = hf.loading.revert_weight_conversion(model, dict(metas))
     name_of = {id(meta): name for name, meta in metas.items()}
@@ -337,7 +337,7 @@ def _pieces(
         blanks = converted(metas.__getitem__, group)
         pieces[group[0]] = ExportPiece(blanks, partial(converted, value, group))
     planned = sorted((n, t.shape) for piece in pieces.values() for n, t in piece.blanks.items())
-    if planned != sorted((name, _one(meta).shape) for name, meta in on_hub.items()):
+    if planned != sorted((name, _unlisted(meta).shape) for name, meta in on_hub.items()):
         raise RunFailed(
             f"{type(model).__name__} cannot be exported layer by layer: transformers converts "
             "its weights all at once; save a checkpoint instead"
@@ -372,5 +372,5 @@ def _groups(model: PreTrainedModel, names: Mapping[str, Tensor]) -> list[tuple[s
     return [tuple(group) for group in groups.values()]
 
 
-def _one(value: Tensor | list[Tensor]) -> Tensor:
+def _unlisted(value: Tensor | list[Tensor]) -> Tensor:
     return value[0] if isinstance(value, list) else value

@@ -334,7 +334,7 @@ class ModelProgram:
         inputs: Mapping,
         uses: Uses | None = None,
     ) -> Any:
-        """Run the forward with `handler` in place of layers; note in `uses` the tensors it reads."""
+        """Run the forward with `handler` for layers; note in `uses` the tensors that it reads."""
         outer = {**self._outer, **{k: w for k, w in weights.items() if k in self._outer}}
 
         def unwatched(*call: Any) -> Any:
