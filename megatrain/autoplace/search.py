@@ -70,7 +70,7 @@ def fastest(
         except DoesNotFit:
             if not (machine.one_memory or own_experts or fitting):
                 raise
-    if not fitting:  # a division of one memory that lies between the splits may do
+    if not fitting:  # one memory may be divided between two splits
         needed = least(forecasts, machine, workload)
         if needed.machine.both_bytes > machine.both_bytes:
             raise DoesNotFit(lacking(machine, needed.machine))

@@ -364,8 +364,8 @@ def rotate(
     """
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; the newest checkpoint always stays")
-    counted = dropwhile(lambda path: newest not in (None, path), whole_checkpoints(parent))
-    superseded = [path for path in islice(counted, keep_last, None) if path not in spared]
+    from_newest = dropwhile(lambda path: newest not in (None, path), whole_checkpoints(parent))
+    superseded = [path for path in islice(from_newest, keep_last, None) if path not in spared]
     old = [path for path in superseded if not (path / KEEP).exists()]
     failures = []
     for folder in old:

@@ -195,7 +195,7 @@ class PackedDataset:
         return batch
 
     def images(self, row: int, lines: slice, *, whole: bool = True) -> list[Medium]:
-        """The images of documents (`lines`) in a row; not `whole`: without bytes in the store."""
+        """The images of documents (`lines`) in a row; not `whole`: without their bytes."""
         documents = self._segments(row).document[lines].tolist() if self.has_images else ()
         return [image for n in documents for image in self.store.images_of(n, whole=whole).media]
 
@@ -209,7 +209,7 @@ class PackedDataset:
         if not self.has_images:
             return None
         processor = self.image_processor
-        lines = slice(None if self.packing else 1)
+        lines = slice(None if self.packing else 1)  # the replies of a row have the same images
         rows = (self.images(row, lines, whole=False) for row in range(len(self)))
 
         def tokens(images: list[Medium]) -> int:

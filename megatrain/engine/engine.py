@@ -89,7 +89,7 @@ class PlacedEngine:
         self._steps, self.label_shift = 0, self._spec.label_shift
         self._running = False  # a call that others must wait for
         self.num_logits = self._spec.num_logits
-        self._lean = False  # True once a step ran out of memory: half micro-batches, nothing saved
+        self._saves_memory = False  # once memory ran out: half micro-batches, nothing saved
         self._planned, self._warned = planned, False
         self.ranks = opened.ranks
         self.batch_ranks: Ranks = ALONE if opened.sequence_ranks.size > 1 else opened.ranks
@@ -231,7 +231,7 @@ class PlacedEngine:
         start = time.perf_counter()
         measured = None
         with self._exclusive():
-            if self._lean and router_shares is None:  # halves would have other losses of routers
+            if self._saves_memory and router_shares is None:  # halves have other router losses
                 micro_batches = halved(micro_batches, self._spec.capture.is_media)
             batch = self._prepare(micro_batches, loss, [self.max_grad_norm, norm_limit, expected])
             if router_shares is not None:
@@ -244,7 +244,7 @@ class PlacedEngine:
                 self.optimizer.took_step()
                 self._parts.update.end()
             except DoesNotFit as error:
-                if router_shares is not None or not self._can_be_leaner(self._parts, batch):
+                if router_shares is not None or not self._can_save_memory(self._parts, batch):
                     raise
                 _log.warning(_LEANER, self._steps + 1, str(error).partition(";")[0])
         if measured is not None:
@@ -252,14 +252,14 @@ class PlacedEngine:
             measures = as_numbers(batch.measured)
             experts = self._loads.after_step(batch.loads)
             return StepResult(*measured, batch.all_tokens, seconds, measures, experts)
-        self._lean = True
+        self._saves_memory = True
         del batch
         self._parts.kept.release()
         gc.collect()  # frames of the failure may hold what it had on the device
         return self.step(micro_batches, loss, norm_limit=norm_limit, expected=expected)
 
     def _train(self, parts: TrainingParts, batch: Batch, loss: Loss) -> tuple[float, float]:
-        saves = self._is_planned(batch) and not self._lean
+        saves = self._is_planned(batch) and not self._saves_memory
         # A loss over all micro-batches at once takes one pass, whose graphs need too much memory.
         one_pass = parts.passes > 1 and (isinstance(loss, JointLoss) or self._spec.balances)
         with self._undisturbed():
@@ -292,9 +292,9 @@ class PlacedEngine:
             )
         return not unplanned
 
-    def _can_be_leaner(self, parts: TrainingParts, batch: Batch) -> bool:
+    def _can_save_memory(self, parts: TrainingParts, batch: Batch) -> bool:
         """True if a step that ran out of memory can be tried again with less (one rank only)."""
-        can_repeat = not (self._lean or parts.update.torn or self.ranks.size > 1)
+        can_repeat = not (self._saves_memory or parts.update.torn or self.ranks.size > 1)
         most_rows = max(len(micro.inputs["input_ids"]) for micro in batch.micro)
         has_graphs = any(policy != RECOMPUTE for policy in self._policies())
         return can_repeat and (most_rows > 1 or has_graphs)

@@ -46,7 +46,7 @@ _UNITS = 10_000  # of memory, in torch's choice of what a graph keeps
 
 # A graph keeps the results of these for its backward, as it does those of libraries: torch's
 # partitioner does not count them among operations that a fused kernel computes.
-_NOT_AGAIN = {
+_NOT_RECOMPUTED = {
     *("aten::cat", "aten::stack", "aten::constant_pad_nd", "aten::cumsum", "aten::sort"),
     *("aten::topk", "aten::scatter", "aten::scatter_add", "aten::index_add", "aten::index_put"),
 }
@@ -62,7 +62,7 @@ class Op(NamedTuple):
     reads: tuple[int, ...]
     writes: tuple[int, ...]  # storages that no operation wrote before
     scratch_bytes: int = 0  # that the operation needs while it runs
-    again: bool = True  # True if a fused kernel of the backward may compute the results again
+    recomputed: bool = True  # True if a fused kernel of the backward may recompute the results
     # scratch in fp32, beyond `scratch_bytes`, if the graph was kept: so a layer of gpt-oss takes
     # 6.4 matrices of logits on an H200, and 4.4 where nothing is kept
     product_bytes: int = 0
@@ -114,10 +114,10 @@ class _Recorder(TorchDispatchMode):
             product_bytes = 4 * out.numel() if func is SOFTMAX_BACKWARD else 0
             op = Op(
                 work,
-                () if name.startswith(_SHAPED_LIKE) else (*sorted(reads),),
-                (*writes,),
-                scratch + product_bytes // 2,
-                again=name not in _NOT_AGAIN,
+                reads=() if name.startswith(_SHAPED_LIKE) else (*sorted(reads),),
+                writes=(*writes,),
+                scratch_bytes=scratch + product_bytes // 2,
+                recomputed=name not in _NOT_RECOMPUTED,
                 product_bytes=product_bytes,
                 light=func is EXPERTS or work.attention_flops > 0,
                 gathers=name == "aten::index",
@@ -270,7 +270,7 @@ class Compiled:
                 is kept, and the backward begins with most of a forward. None: the default.
         """
         saved = self.held(share)
-        ops = self._with_again(saved)
+        ops = self._with_recomputed(saved)
         if share != 0:
             ops = [op._replace(scratch_bytes=op.scratch_bytes + op.product_bytes) for op in ops]
         work = self._phase(ops, saved, self._t.gradients)
@@ -285,7 +285,7 @@ class Compiled:
         is_less = 0 < self._size(self._fewest) < share * self._size(self._saved)
         return self._fewest if is_less else self._knapsack(share)
 
-    def _with_again(self, saved: set[int]) -> list[Op]:
+    def _with_recomputed(self, saved: set[int]) -> list[Op]:
         """The operations of the backward, with those of the forward that it computes again."""
         done: set[int] = set()
         ops: list[Op] = []
@@ -344,7 +344,7 @@ class Compiled:
                 continue
             graph.add_edge((n, "made"), (n, "held"), capacity=self._t.sizes[n])
             op = self._producer.get(n)
-            if op is None or not self._runs_again(op, light) or self._small(n, op):
+            if op is None or not self._is_recomputed(op, light) or self._small(n, op):
                 graph.add_edge("forward", (n, "made"))
                 continue
             reads = [read for read in op.reads if read not in available]
@@ -355,9 +355,9 @@ class Compiled:
         return {n for n in sources if (n, "held") in backward}
 
     @staticmethod
-    def _runs_again(op: Op, light: bool) -> bool:
+    def _is_recomputed(op: Op, light: bool) -> bool:
         """True if a backward may compute the operation's results again."""
-        return (op.light or not op.extern) if light else (op.again and not op.extern)
+        return (op.light or not op.extern) if light else (op.recomputed and not op.extern)
 
     def _small(self, storage: int, op: Op) -> bool:
         """True if a storage is much smaller than the largest that its operation reads."""
@@ -372,7 +372,7 @@ class Compiled:
         inputs, sizes = self._t.inputs, self._t.sizes
         # A storage is real if it exists in memory; results of other operations are fused away.
         by_library = {n for op in ops if op.extern for n in (*op.reads, *op.writes)}
-        by_library |= {n for op in ops if op.product_bytes or not op.again for n in op.writes}
+        by_library |= {n for op in ops if op.product_bytes or not op.recomputed for n in op.writes}
         small = {n for op in ops for n in op.writes if self._small(n, op)}
         real = by_library | small | before | ends | inputs
         ops = [op for op in ops if op.extern or not op.writes or not real.isdisjoint(op.writes)]

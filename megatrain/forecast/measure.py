@@ -349,7 +349,7 @@ class Measurer:
         in_tiles = [] if tokens is None else parts(kind.module)
         with self._ready_to_run(visit):
             run, inputs = self._call(visit, rows, entering)
-            with self._tiles(in_tiles, tokens or 0, self._compiled):
+            with self._tiles(in_tiles, tokens or 0, compiled=self._compiled):
                 return eager_work(run, inputs)
 
     def trace(self, visit: int, rows: int, entering: Shapes) -> Trace:
@@ -468,7 +468,7 @@ class Measurer:
         return partial(self.program.layer, visit, weights, micro, values), inputs
 
     @contextmanager
-    def _tiles(self, modules: list[nn.Module], tokens: int, compiled: bool) -> Iterator[None]:
+    def _tiles(self, modules: list[nn.Module], tokens: int, *, compiled: bool) -> Iterator[None]:
         """Within this context these modules are measured as if they ran in tiles of `tokens`."""
         replaced = [(part, part.__dict__.pop("forward", None)) for part in modules]
         try:
@@ -485,7 +485,7 @@ class Measurer:
     @contextmanager
     def _measuring_head(self, tokens: int) -> Iterator[None]:
         """Within this context modules after the layers run over `tokens` tokens, without data."""
-        tiles = self._tiles(self.program.rest, tokens, False)
+        tiles = self._tiles(self.program.rest, tokens, compiled=False)
         with foreseeing("the head"), tiles, self._fakes(), torch.enable_grad():
             yield
 

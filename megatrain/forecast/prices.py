@@ -199,8 +199,8 @@ class CostModel:
             for buffers in (reads, writes)
         )
         if kind in (Kind.LAYER, Kind.LAYER_BACKWARD, Kind.HEAD):
-            has_graph = kind is Kind.LAYER_BACKWARD and work.func.__self__.policy.saves in _GRAPHS
-            products = 1 if kind is Kind.LAYER or has_graph else 2
+            kept_graph = kind is Kind.LAYER_BACKWARD and work.func.__self__.policy.saves in _GRAPHS
+            products = 1 if kind is Kind.LAYER or kept_graph else 2
             return self.reading_in_place(products * read, self.tokens, written)
         if writes and not written:
             read = min(read, sum(buffer.data.nbytes for buffer in writes))

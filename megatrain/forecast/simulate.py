@@ -398,12 +398,12 @@ class CoarseSink(Sink):
         A gradient's start and end decide when other work waits. Each piece between may have
         `_GROWTH` times the elements of the one before.
         """
-        size, in_lanes = self._piece, len(self._lanes) * self._piece
+        size, lanes_numel = self._piece, len(self._lanes) * self._piece
         start, stop = 0, min(size, numel)
         yield start, stop
         while stop < numel:
-            together = _GROWTH * (stop - start) // size * size if stop >= in_lanes else size
-            start, stop = stop, min(stop + max(size, min(together, numel - in_lanes - stop)), numel)
+            grown = _GROWTH * (stop - start) // size * size if stop >= lanes_numel else size
+            start, stop = stop, min(stop + max(size, min(grown, numel - lanes_numel - stop)), numel)
             yield start, stop
 
     def _round(self, accumulator: GradAccumulator, part: slice, to: Buffer) -> None:

@@ -437,7 +437,7 @@ class _LayerRecorder:
         ref = Ref(ADDED, visit)
         if len(made_by) > 1 or ref in self.values:
             raise _beyond_sums(self._layers[visit])
-        self.values[ref] = leaf - 1 if self._ones else leaf
+        self.values[ref] = leaf - 1 if self._ones else leaf  # without the layer's result
         return Sum(made_by.pop(), ref)
 
     def _result(self, ref: Ref, example: Tensor) -> Tensor:
