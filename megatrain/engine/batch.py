@@ -21,7 +21,7 @@ from megatrain.model.media import as_computed
 from megatrain.model.micro_batch import Batch, MicroBatch, TrialRun
 from megatrain.model.program import ModelProgram
 from megatrain.model.sequence_share import WHOLE, Judged, RowTrial, SequenceShare
-from megatrain.model.sizes import most_tokens
+from megatrain.model.sizes import most_positions, most_tokens
 from megatrain.parallel.distributed import ProcessGroups, Ranks, require_same
 from megatrain.source.source import EngineSetup
 
@@ -50,7 +50,7 @@ class Intake:
         self._rows_each, self._losses, self._steps = rows_each, losses, 0
         self._vocab_size = config.get_text_config(decoder=True).vocab_size
         self._num_labels = min(self._vocab_size, program.spec.num_logits)
-        self._max_tokens = most_tokens(config)
+        self._max_tokens, self._num_positions = most_tokens(config), most_positions(config)
         self.share = SequenceShare(setup.sequence_ranks)  # this rank's tokens of every row
         self._documents = documents.DocumentCheck(program, self._run_trial, self._check_masks)
         shares_rows = isinstance(setup.sequence_ranks, ProcessGroups)  # no ranks of a forecast
@@ -235,11 +235,12 @@ class Intake:
                 f"{where} has rows of {tokens} tokens, but the model has {most} positions "
                 "(max_position_embeddings); cut the rows"
             )
+        positions = self._num_positions
         for position in map(int, micro.get("position_ids", torch.zeros(1)).aminmax()):
-            if position < 0 or position >= (most or inf):
+            if position < 0 or position >= (positions or inf):
                 raise InputError(
                     f"{where}: position_ids holds {position}; positions start at 0, and the model "
-                    f"has {most or 'any number'} (max_position_embeddings)"
+                    f"has {positions or 'any number'} (max_position_embeddings)"
                 )
 
     def _check_masks(self, micro_batches: MicroBatches) -> None:

@@ -12,6 +12,11 @@ _OF_A_TOKEN = (
     *("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
     *("moe_topk", "moe_top_k", "moe_k"),
 )
+# Models like RoBERTa, whose first token has the position after the padding token's id.
+_AFTER_PADDING = (
+    *("camembert", "data2vec-text", "ibert", "lilt", "longformer", "luke", "mpnet"),
+    *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
 
 
 def share_of_a_token(config: PreTrainedConfig, shape: Sequence[int]) -> float:
@@ -31,11 +36,19 @@ def experts_of_a_token(config: PreTrainedConfig) -> tuple[int, int]:
     return num_chosen, num_experts
 
 
-def most_tokens(config: PreTrainedConfig) -> int | None:
-    """The most tokens of a row that the model has positions for; None: any number."""
+def most_positions(config: PreTrainedConfig) -> int | None:
+    """The number of positions that the model has; None: any number."""
     text = config.get_text_config(decoder=True)
     limits = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
     return next((n for n in limits if isinstance(n, int) and n > 0), None)
+
+
+def most_tokens(config: PreTrainedConfig) -> int | None:
+    """The most tokens of a row that the model has positions for; None: any number."""
+    most, text = most_positions(config), config.get_text_config(decoder=True)
+    if most is None or text.model_type not in _AFTER_PADDING:
+        return most
+    return most - 1 - (text.pad_token_id or 0)
 
 
 def check_sequence_length(config: PreTrainedConfig, sequence_length: int) -> None:

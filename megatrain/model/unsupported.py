@@ -27,7 +27,7 @@ from megatrain.errors import Unsupported
 from megatrain.model.capture import Capture, stop
 from megatrain.model.fingerprint import Reader, value_of
 from megatrain.model.layer_template import LayerTemplate
-from megatrain.model.sizes import most_tokens
+from megatrain.model.sizes import most_positions
 from megatrain.model.spec import PROBE_IDS, PROBE_SHAPE
 from megatrain.model.token_chunks import draws
 from megatrain.model.zeros import ZeroProducts, zero_pages
@@ -258,7 +258,7 @@ def _run_to_the_layers(
         for name, shape in shapes.items()
     }
     short = {"input_ids": PROBE_IDS.remainder(4 if weight == 0 else 3)}
-    longest, tokens = most_tokens(capture.model.config) or 0, PROBE_SHAPE[1]
+    longest, tokens = most_positions(capture.model.config) or 0, PROBE_SHAPE[1]
     with torch.no_grad():
         reached = capture.forward(stop, weights, capture.inputs(short)) is True
         if longer := longest > tokens and capture.takes("position_ids"):

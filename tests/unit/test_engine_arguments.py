@@ -175,6 +175,18 @@ def test_a_model_without_positions_has_rows_of_any_length():
     assert engine.evaluate([{"input_ids": rows, "labels": rows}]) > 0
 
 
+def test_a_model_like_roberta_begins_positions_after_its_padding_token():
+    with Engine(tiny_model("roberta"), optimizer=AdamW(), device="cpu") as engine:
+        most = POSITIONS - 1 - engine.config.pad_token_id
+        row = torch.full((1, most), 20)
+        own = {"input_ids": row, "labels": row}
+        losses = [engine.evaluate([own])]
+        losses += [engine.evaluate([own | {"position_ids": torch.arange(most)[None] + 1}])]
+        assert losses[0] == losses[1] > 0
+        longer = {name: torch.cat([row, row[:, :1]], 1) for name in own}
+        refuse(lambda: engine.step([longer]), f"{most + 1} tokens, but the model has {most}")
+
+
 def test_hooks_of_saved_tensors_are_refused_and_not_followed(engine):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: 2 * x, lambda x: x):
         refuse(
