@@ -295,8 +295,9 @@ def check_documents(spec: ModelSpec) -> None:
         raise InputError(_MIXED.format(model.config.model_type))
     if id(lengths["cu_seq_lens_q"]) in entering:
         return  # layers may keep documents apart by their lengths
+    # Masks of bools are True for tokens that are seen; others are added to logits.
     masks = [leaf for leaf in leaves if leaf.ndim > 2 and leaf.shape[-2:] == (size, size)]
-    shown = [mask if mask.dtype == torch.bool else mask > -1 for mask in masks]  # else it is added
+    shown = [mask if mask.dtype == torch.bool else mask > -1 for mask in masks]
     knows_none = not masks and id(positions) not in entering  # layers get neither
     if knows_none or any(bool(is_seen[..., first:, :first].any()) for is_seen in shown):
         raise InputError(_MIXED.format(model.config.model_type))

@@ -88,7 +88,7 @@ class Plane:
         return sum(numel for numel in parts if numel > 0) // self.group_size
 
     def place(self, start: int, stop: int) -> slice:
-        """The slice of values for elements `start` to `stop`; `start` begins a group of `per`."""
+        """The slice of values for elements `start` to `stop`; `start` begins a group."""
         return slice(start // self.group_size, -(-stop // self.group_size))
 
 

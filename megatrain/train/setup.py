@@ -513,10 +513,9 @@ def make_schedule(
 def check_schedule(config: Config, total_steps: int) -> None:
     """Warn if the rate never gets to `optimizer.lr`. Raises InputError: a rate is out of range."""
     warmup = config.schedule.num_warmup_steps(total_steps)
-    rates: set[float] = set()
+    rates, lr = set[float](), config.optimizer.settings["lr"]
     for done in sorted({0, 1, warmup, warmup + 1, total_steps // 2, total_steps - 1}):
         if done < total_steps:
-            lr = config.optimizer.settings["lr"]
             stand_in = SGD([torch.zeros(1)], lr=lr)
             (rate,) = make_schedule(config, stand_in, total_steps, done).get_last_lr()
             rates.add(float(rate))
@@ -526,7 +525,7 @@ def check_schedule(config: Config, total_steps: int) -> None:
                     f"schedule: {config.schedule.name} makes the learning rate of step {done + 1} "
                     f"{rate:g}{above}; correct schedule.options (min_lr_rate is a share)"
                 )
-    if warmup >= total_steps or max(rates) < lr / 2:
+    if warmup >= total_steps or max(rates) < lr / 2:  # a sampled rate may lie beside the peak
         log.warning(
             "the learning rate never gets to optimizer.lr in %d steps (warm-up %d, largest rate "
             "%g): lower schedule.warmup_steps or warmup_ratio, correct its options, or train "
