@@ -35,7 +35,6 @@ from megatrain.source.tiles import DTYPES
 
 __all__ = ["Engine", "StepResult"]
 
-
 ALL = Trained()
 
 
@@ -209,7 +208,7 @@ class Engine(PlacedEngine):
             if router_shares is not None:
                 require_alone(self.ranks, "a loss of routers of each micro-batch")
             batch.router_shares = router_shares
-            losses, _ = head.balanced(batch, h)
+            losses, _ = head.router_loss(batch, h)
             return sum(map(float, losses)), float(batch.measured.get("aux_loss", 0))
 
         loss, balance = self.run_forward(micro_batches, NO_LABELS, finish)

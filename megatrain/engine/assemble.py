@@ -54,7 +54,7 @@ class Assembly(Shared):
     def policies(self, *, device: bool = True, host: bool = True) -> list[ActivationPolicy]:
         """The activation policies of all layers.
 
-        Args: `device`, `host`: False makes layers recompute that would save tensors there.
+        Args: `device`, `host`: if False, layers that would save tensors there recompute instead.
         """
         allowed = {"device": device, "host": host}
         policies = self.placement.policies(len(self.layers))
@@ -62,10 +62,10 @@ class Assembly(Shared):
 
     def _unpack(self) -> Unpack:
         @cache
-        def fast(expand: Expand) -> Expand:
+        def compiled(expand: Expand) -> Expand:
             return self._compiled(expand, "the unpacking of weights")
 
-        return lambda layout, *memory, **only: layout.unpack(*memory, fast, **only)
+        return lambda layout, *memory, **chosen: layout.unpack(*memory, compiled, **chosen)
 
     def inference(self) -> Parts:
         return self._parts(None)
@@ -75,11 +75,12 @@ class Assembly(Shared):
         update = Update(self, optimizer, max_grad_norm, self.staging(device, tiles))
         passes, spec = placement.passes, self.program.spec
         on_device = {tile for tile in tiles if tile.rests.gradient is Tier.DEVICE}
+        # Tiles with memory of their own for the gradient, which waits there for the update.
         waiting = {*on_device, *(tile for tile in tiles if update.waits(tile))}
-        if passes > 1 and not optimizer.rule.needs_matrices:  # their kept sums are gradients too
+        if passes > 1 and not optimizer.rule.needs_matrices:  # updates read the sums of all passes
             waiting -= {t for t in on_device.intersection(self.visited) if not t.layout.owned}
-        if any(name in spec.epilogue for name in spec.gathered):  # tied: rows add to its gradient
-            waiting.add(self.head)
+        if any(name in spec.epilogue for name in spec.gathered):
+            waiting.add(self.head)  # tied: the embedding adds its rows to the head's gradient
         sink = self.sinks(self, sorted(waiting, key=lambda tile: tile.index), update)
         parts = self._parts(sink)
         saved: DeviceBoundaries | HostBoundaries = DeviceBoundaries(device)
@@ -126,7 +127,7 @@ class Assembly(Shared):
 
 def host_bytes(store: Store, parts: Parts) -> dict[str, int]:
     """Bytes of host memory by use: planes, gradients, rows, layer inputs, graphs, disk lanes."""
-    sizes = {f"host_{k}_bytes": v for k, v in store.bytes_by_plane().items()}
+    sizes = {f"host_{kind}_bytes": size for kind, size in store.bytes_by_plane().items()}
     sizes["host_rows_bytes"] = parts.embedding.host_bytes
     sizes["host_disk_lanes_bytes"] = parts.stream.disk.host_bytes
     if isinstance(parts, TrainingParts):
@@ -138,7 +139,7 @@ def host_bytes(store: Store, parts: Parts) -> dict[str, int]:
 
 
 def _end_backward(trunk: Sequence[Unit]) -> None:
-    """Let the backward end at the first trained unit, and let this unit save all of its inputs."""
+    """End the backward at the first trained unit, which saves inputs that no later one saves."""
     frozen = [*takewhile(lambda unit: not unit.trained, trunk)]
     for unit in frozen:
         unit.needs_backward = False

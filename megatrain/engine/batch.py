@@ -27,8 +27,7 @@ from megatrain.source.source import EngineSetup
 
 MicroBatches = Sequence[Mapping[str, Tensor]]
 
-# Integers that int64 holds without loss.
-_NARROW = (torch.int8, torch.int16, torch.int32, torch.uint8)
+_NARROW = (torch.int8, torch.int16, torch.int32, torch.uint8)  # int64 holds them without loss
 
 
 class Intake:
@@ -47,13 +46,14 @@ class Intake:
         """
         config = setup.source.model.config
         self._setup, self._program, self._config = setup, program, config
-        self._rows_each, self._losses, self._steps = rows_each, losses, 0
+        self._rows_each, self._losses = rows_each, losses
+        self._steps = 0  # the steps before the next batch
         self._vocab_size = config.get_text_config(decoder=True).vocab_size
         self._num_labels = min(self._vocab_size, program.spec.num_logits)
         self._max_tokens, self._num_positions = most_tokens(config), most_positions(config)
         self.share = SequenceShare(setup.sequence_ranks)  # this rank's tokens of every row
         self._documents = documents.DocumentCheck(program, self._run_trial, self._check_masks)
-        shares_rows = isinstance(setup.sequence_ranks, ProcessGroups)  # no ranks of a forecast
+        shares_rows = isinstance(setup.sequence_ranks, ProcessGroups)  # not so in a forecast
         self._row_trial = RowTrial(self.share, program, self._run_trial) if shares_rows else None
 
     def batch(self, micro_batches: MicroBatches, loss: Loss | None, steps: int) -> Batch:
@@ -75,7 +75,7 @@ class Intake:
             loss: micro-batches must have labels and the loss's inputs; None: they need neither.
             share: this rank's part of shared rows; then all ranks pass the same micro-batches.
 
-        Raises InputError: of any rank: no micro-batch, unknown keys, wrong shapes or types, ids
+        Raises InputError: some rank has no micro-batch, unknown keys, wrong shapes or types, ids
         outside the vocabulary, positions that the model does not have, or (with a loss) no position
         that has a target.
         """
@@ -96,10 +96,10 @@ class Intake:
         else:
             all_tokens = sum(part.num_tokens for part in parts)
         most_micro = max(part.num for part in parts)
-        if self._program.exchanges_tokens:  # all ranks need equally many: add some of padding
+        if self._program.exchanges_tokens:  # all ranks need equally many micro-batches
             ids = torch.full_like(shares[0]["input_ids"][:1], int(own_part.unique[0]))
-            uncounted = {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}
-            shares.extend([uncounted] * (most_micro - own_part.num))
+            padding = {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}
+            shares.extend([padding] * (most_micro - own_part.num))
         on_device_U = unique_U.to(setup.device.torch_device)
         batch = Batch(
             [self._moved(micro, unique_U, on_device_U) for micro in shares],
@@ -122,7 +122,7 @@ class Intake:
     def _checked_part(
         self, micro_batches: MicroBatches, loss: Loss | None, share: SequenceShare
     ) -> "_Part":
-        """Check this rank's micro-batches; return what other ranks need of them."""
+        """Check this rank's micro-batches; return the part of the step that all ranks are told."""
         if not isinstance(micro_batches, list | tuple) or not micro_batches:
             got = "none" if micro_batches == [] else f"a {type(micro_batches).__name__}"
             raise InputError(f"a step needs a list of at least one micro-batch; it got {got}")
@@ -131,7 +131,7 @@ class Intake:
         for index, micro in enumerate(micro_batches):
             text = _without_media(f"micro-batch {index}", micro, spec.capture.is_media)
             self._check(f"micro-batch {index}", text, loss)
-            has_media |= text is not micro
+            has_media |= text is not micro  # else there were no tensors to take out
         shift = spec.label_shift
         inputs = [] if loss is None else [_loss_inputs(m, loss, shift) for m in micro_batches]
         checksum = share.check(micro_batches, inputs, loss, self._max_tokens)
@@ -146,7 +146,7 @@ class Intake:
     def _moved(
         self, micro: Mapping[str, Tensor], unique_U: Tensor, on_device_U: Tensor
     ) -> MicroBatch:
-        """Move a micro-batch to the device, with the numbers of its embedding rows."""
+        """Move a micro-batch to the device, with its tokens' places among the step's rows."""
         device, capture = self._setup.device.torch_device, self._program.spec.capture
         inputs, media = {}, {}
         for key, value in micro.items():
@@ -183,10 +183,10 @@ class Intake:
     def _drops_mask(self, micro: Mapping[str, Tensor]) -> bool:
         """True if the result does not need a micro-batch's mask; without it attention is faster."""
         mask = micro["attention_mask"]
-        all_padding = not bool(mask.any())  # needs no right result
+        all_padding = not bool(mask.any())  # no result of these rows is used
         # A mask of ones lets documents of packed rows see each other.
         is_plain = bool(mask.all()) and not documents.starts_anew(micro)
-        is_plain &= self._program.spec.capture.of_transformers  # other code may read the mask
+        is_plain &= self._program.spec.capture.of_transformers  # a user's own code may read masks
         return self.share.cuts_rows or all_padding or is_plain
 
     def _check(self, where: str, micro: Mapping[str, Tensor], loss: Loss | None) -> None:
@@ -300,7 +300,7 @@ def halved(
 
 
 def _by_owner(ids: Sequence[Tensor], ranks: Ranks, rows_each: int) -> tuple[Tensor, slice]:
-    """All ranks' ids in blocks of equal length by the rank that keeps them; this rank's slice."""
+    """The ids of all ranks in equally long blocks, one for each rank's rows; this rank's slice."""
     if len(ids) == 1:
         return ids[0], slice(None)
     unique_U = torch.unique(torch.cat(list(ids)))
@@ -309,7 +309,7 @@ def _by_owner(ids: Sequence[Tensor], ranks: Ranks, rows_each: int) -> tuple[Tens
     longest = max(stop - start for start, stop in spans)
     blocks = []
     for start, stop in spans:
-        filler = unique_U[stop - 1] if stop else torch.tensor(-1)
+        filler = unique_U[stop - 1] if stop else torch.tensor(-1)  # keeps the ids in order
         blocks += [unique_U[start:stop], filler.expand(longest - (stop - start))]
     start, stop = spans[ranks.rank]
     first = ranks.rank * longest

@@ -3,8 +3,8 @@
 An update takes the checksums in its own pass over the bytes that it reads and writes
 (`kernels.checksum`). With `verify="save"` planes are compared with their checksums when they are
 saved. With `step` they are compared in each step, too: host and disk planes as the update reads
-them, planes on the device before the updates start, gradients as they are read with those that had
-landed, copies of weights after the visit that used them.
+them, planes on the device before the updates start, gradients when they have landed and again when
+the update reads them, the device's copies of weights after the visit that used them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,9 +33,8 @@ _REMEDY = (
     "test this machine's memory, disk and GPU"
 )
 
-
-# Names weights of which the device has a copy: the tile's index, trained or frozen, their version
-# (-1: they never change), and the rank that keeps them.
+# The key of weights of which the device has a copy: the tile's index, True if they are trained, the
+# weights' version (-1: they never change), and the rank that keeps them.
 _CopyKey = tuple[int, bool, int, int]
 
 
@@ -109,7 +108,7 @@ class UpdateSums:
             rule: None leaves the range as it is.
             part: the range's values of each plane, and its gradient.
             planes: the planes of `part`: of the weights, the remainder and the states.
-            start: the range's first element, counted from this rank's first one of the tile.
+            start: the number of the range's first element among this rank's elements of the tile.
         """
         first = [0 if p is None else p.place(start, start).start * p.dtype.itemsize for p in planes]
         sums = Checksums(
@@ -136,9 +135,7 @@ class UpdateSums:
 class BitChecks:
     """The checksums of an engine's tiles."""
 
-    def __init__(
-        self, device: Device, tiles: Sequence[Tile], verify: Verify = "off", threads: int = 1
-    ) -> None:
+    def __init__(self, device: Device, tiles: Sequence[Tile], verify: Verify, threads: int) -> None:
         self._device, self._tiles, self._threads = device, tiles, threads
         self._sums_any, self._sums_steps = verify != "off", verify == "step"
         self._checksums: dict[_Part, Tensor] = {}
@@ -172,7 +169,7 @@ class BitChecks:
             self._weights[part.copy_key(version)] = checksum
 
     def _sum(self, buffer: Buffer, start: int, stop: int, offset: int = 0) -> Tensor:
-        """The checksum of a buffer's values `start` to `stop`; `offset`: its own in the plane."""
+        """The checksum of a buffer's values `start` to `stop`; `offset`: its place in the plane."""
         size, blocks = buffer.data.itemsize, _zero_sums(offset + stop, buffer)
         piece = disk.PIECE if isinstance(buffer, disk.DiskBuffer) else max(1, stop - start)
         for first in range(start, stop, piece):
@@ -232,9 +229,9 @@ class BitChecks:
                 self._compare_on(COMPUTE, tile, parts)
 
         def compare(tile: Tile, gradient: Buffer) -> None:
-            if (landed := self._gradients.pop(tile.index, None)) is not None:
+            if (expected := self._gradients.pop(tile.index, None)) is not None:
                 computed = self._sum(gradient, 0, tile.own_numel)
-                self._count_difference(f"{tile.name}: the gradient (device)", landed, computed)
+                self._count_difference(f"{tile.name}: the gradient (device)", expected, computed)
 
         for tile, gradient in gradients:
             if tile.rests.gradient is Tier.DEVICE:
@@ -263,7 +260,7 @@ class BitChecks:
         self._comparisons.append((text, expected, computed))
 
     def report(self, differing: float, ranks: Ranks) -> None:
-        """Raise RunFailed if a step's count says so, or a copy of weights has changed."""
+        """Raise RunFailed if planes on the ranks' devices differ (`differing`), or used copies."""
         comparisons, self._comparisons = self._comparisons, []
         copies, self._copies = self._copies, None
         if differing:
@@ -276,22 +273,22 @@ class BitChecks:
             return
         # Compare the copies with the weights, which any rank may keep.
         sources = {key: self._weights[key] for key in copies if key in self._weights}
-        for of_a_rank in ranks.all_gather_object({k: v.cpu() for k, v in sources.items()}):
-            sources = of_a_rank | sources
+        for sources_of_rank in ranks.all_gather_object({k: v.cpu() for k, v in sources.items()}):
+            sources = sources_of_rank | sources
         tiles = {tile.index: tile for tile in self._tiles}
-        for key, of_visits in copies.items():
+        for key, visit_sums in copies.items():
             if key not in sources:
                 continue
             index, _, version, _ = key
             tile, expected = tiles[index], sources[key].cpu()
-            for of_visit in of_visits.cpu().split(len(expected)):
-                if not torch.equal(of_visit, expected) and tile.version == version:
+            for computed in visit_sums.cpu().split(len(expected)):
+                if not torch.equal(computed, expected) and tile.version == version:
                     self._compare_now(_parts(tile))  # raises first if the source has changed
                 text = f"{tile.name}: the copy of weights on the device"
-                _compare(text, expected, of_visit)
+                _compare(text, expected, computed)
 
     def update_sums(self, tile: Tile, host_gradient: Buffer) -> UpdateSums | None:
-        """Return zero checksums for a tile's update to add to; None: this run takes none."""
+        """Return zero checksums for a tile's update to add to; None if this run takes none."""
         if not self._sums_any:
             return None
         parts = [p for p in _updated_parts(tile) if p.tier is not Tier.DEVICE]
@@ -342,7 +339,7 @@ class BitChecks:
     def compare_all(self, *, wait: bool = True) -> None:
         """Compare all planes with their checksums.
 
-        Args: `wait`: return when host and disk planes are compared; else a save waits for that.
+        Args: `wait`: True: return when all are compared; False: a save waits for UPDATE's part.
 
         Raises RunFailed: a plane has changed.
         """
@@ -387,16 +384,19 @@ def _compare(text: str, expected: Tensor, computed: Tensor, buffer: Buffer | Non
     )
 
 
-def _flipped(change: int, numbered: int) -> str | None:
+def _flipped(change: int, numbered_change: int) -> str | None:
     """Find the one flipped bit that may explain how both sums of a block have changed.
 
-    Returns text that names its byte; "" if several bytes are possible; None if no bit explains it.
+    Args: `change`: of the sum of words; `numbered_change`: of the sum of `place * word`.
+
+    Returns text that names the bit's byte; "" if several bytes are possible; None if no bit fits.
     """
     for sign in (1, -1):
-        bit = (sign * change % 2**64).bit_length() - 1
-        if sign * change % 2**64 == 1 << bit:
-            word = sign * numbered % 2**64 >> bit
-            if word < SUMMED_BYTES // 8 and word << bit == sign * numbered % 2**64:
-                certain = SUMMED_BYTES // 8 << bit <= 2**64
-                return f", in byte {8 * word + bit // 8:,} of the block" if certain else ""
+        bit_value, numbered = sign * change % 2**64, sign * numbered_change % 2**64
+        if bit_value.bit_count() == 1:
+            bit = bit_value.bit_length() - 1
+            word = numbered >> bit
+            if word < SUMMED_BYTES // 8 and word << bit == numbered:
+                is_certain = SUMMED_BYTES // 8 << bit <= 2**64
+                return f", in byte {8 * word + bit // 8:,} of the block" if is_certain else ""
     return None

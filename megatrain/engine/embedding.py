@@ -1,10 +1,10 @@
 """Embedding tables stay on the host: only the rows of a step's tokens cross the bus.
 
-Forward: the distinct rows are gathered by a host thread and copied in. Backward: they are copied in
-again unless they were kept; their gradients, summed in fp32 on the device, are copied out and
-scattered into the host gradient. A tied table already has the head's dense gradient there; its rows
-come in, are added to, and go back, so that the norm is that of the sum. Of several ranks each keeps
-a range of a table's rows.
+Forward: a host thread gathers the distinct rows, which are copied in. Backward: the rows are copied
+in again unless they were kept; their gradients, summed in fp32 on the device, are copied out and
+scattered into the host gradient. The host gradient of a tied table already holds the head's dense
+gradient; its rows come in, are added to, and go back, so that the norm is that of the sum. Of
+several ranks each keeps a range of a table's rows.
 
 Legend: U distinct tokens of the step, V rows of a table, D width of a table.
 """
@@ -96,7 +96,6 @@ class Embedding:
         ]
         # With several ranks there is only one table.
         self.rows_each = max((table.rows_each for table in self._tables), default=1)
-        # names of the tables whose rows have gradients
         self.trained = [table.name for table in self._tables if table.trained]
         self._capacity = 0  # the most rows of a step for which the buffers have room
         if sink is not None:
@@ -140,21 +139,21 @@ class Embedding:
         self._arena.lay_out(self._tables, kept=self._keep_rows)
         for table in self._tables:
             if grows and not table.tile.rests.local:
-                staging, table.staging = table.staging, NOWHERE
-                if staging is not NOWHERE:
-                    self._device.free(staging)
+                if table.staging is not NOWHERE:
+                    self._device.free(table.staging)
+                    table.staging = NOWHERE
                 name = Name(Memory.ROWS, f"{table.name} staged rows")
                 table.staging = self._device.host(name, table.numel, self._dtype, pinned=True)
                 table.free = None
         self._capacity = capacity  # set last: if memory ran out, the next step allocates again
 
     def _bring(self, table: _Table, batch: Batch) -> None:
-        """Copy a step's rows into `table.rows`: from the staging buffer, or from their plane."""
+        """Copy a step's rows into `table.rows`: from the staging buffer, or from the plane."""
         stream = COPY_IN
         if table.tile.rests.local:
             if table.tile.rests.shared:
                 self._device.wait(COMPUTE, table.tile.updated, "rows due")
-            self._take(table, table.tile.weights, batch)
+            self._gather_in_place(table, table.tile.weights, batch)
             stream = COMPUTE
         else:
             self._copy_staged(table, batch)
@@ -162,7 +161,7 @@ class Embedding:
         ready = self._collectives.all_gather([arrived], table.name, stream)
         self._device.wait(COMPUTE, ready, "rows arrived")
 
-    def _take(self, table: _Table, plane: Buffer, batch: Batch) -> None:
+    def _gather_in_place(self, table: _Table, plane: Buffer, batch: Batch) -> None:
         """Copy a step's rows from a plane that the device reads in place."""
         plane = in_place(self._device, table.tile, plane)
         out = table.own_rows(table.rows, batch)
@@ -217,12 +216,12 @@ class Embedding:
             if table.tied:
                 host_grad = self.sink.landed[tile.index]
                 if tile.rests.local:
-                    self._take(table, host_grad.buffer, batch)
+                    self._gather_in_place(table, host_grad.buffer, batch)
                 else:
                     self._gather(table, host_grad.buffer, host_grad.ready, batch)
                     self._copy_staged(table, batch)
                     self._device.wait(COMPUTE, table.free, "rows arrived")
-            elif tile.index in host_grads:  # of another table in the same tile
+            elif tile.index in host_grads:  # another table is in the same tile
                 _, host_grad = host_grads[tile.index]
             else:
                 host_grad = self._claim_cleared(table)
@@ -289,7 +288,7 @@ class Embedding:
         self._device.run(COMPUTE, "add up rows", work, writes=writes)
 
     def _scatter(self, table: _Table, host_grad: Lane, batch: Batch) -> None:
-        """Write `table.rows`, now rounded gradients, into `host_grad`; then that is `ready`."""
+        """Write `table.rows`, now rounded gradients, into `host_grad`; set its `ready` event."""
         device = self._device
         name = f"scatter {table.name}"
         ids_U = table.local_ids(batch)

@@ -46,7 +46,7 @@ from megatrain.telemetry.timeline import Span
 
 _log = logging.getLogger(__name__)
 
-_LEANER = (
+_COMPUTED_AGAIN = (
     "step %d: %s; it is computed again, and from now on micro-batches are taken in halves by rows "
     "and layers save nothing for the backward"
 )
@@ -87,9 +87,9 @@ class PlacedEngine:
         self.config: PreTrainedConfig = opened.source.model.config
         self.optimizer: StreamedOptimizer | None = opened.model.optimizer
         self._steps, self.label_shift = 0, self._spec.label_shift
-        self._running = False  # a call that others must wait for
+        self._running = False  # True during a call that excludes others
         self.num_logits = self._spec.num_logits
-        self._saves_memory = False  # once memory ran out: half micro-batches, nothing saved
+        self._saves_memory = False  # True after memory ran out: half micro-batches, nothing saved
         self._planned, self._warned = planned, False
         self.ranks = opened.ranks
         self.batch_ranks: Ranks = ALONE if opened.sequence_ranks.size > 1 else opened.ranks
@@ -120,7 +120,7 @@ class PlacedEngine:
         self.num_parameters = sum(layout.num_parameters for layout in layouts)
         self.num_trained = sum(entry.numel for layout in layouts for entry in layout.trainable)
         self.computing = opened.model.computing
-        # Without clipping, updates follow the backward: the last tile is the first.
+        # Saves read tiles in the order of updates: without clipping that of the backward.
         self._saver = Saver(
             self.device,
             self._store.tiles,
@@ -137,7 +137,7 @@ class PlacedEngine:
             self._steps = settings.steps
             if self.optimizer is not None:
                 self.optimizer.restore(settings.groups, settings.num_steps)
-        # The weights are loaded: let go of the model or checkpoint that they came from.
+        # The weights are loaded: drop the model or checkpoint that they came from.
         self._opened = replace(opened, source=replace(opened.source, given=None, saved=None))
         self._program = ModelProgram(
             self._spec, self.device.torch_device, self._dtype, float8=opened.precision == "fp8"
@@ -229,7 +229,7 @@ class PlacedEngine:
             raise InputError("norm_limit needs max_grad_norm, and with Muon clip='all'")
         loss = self.loss if loss is None else loss
         start = time.perf_counter()
-        measured = None
+        loss_and_norm = None
         with self._exclusive():
             if self._saves_memory and router_shares is None:  # halves have other router losses
                 micro_batches = halved(micro_batches, self._spec.capture.is_media)
@@ -239,31 +239,32 @@ class PlacedEngine:
             batch.router_shares = router_shares
             self._parts.update.norm_limit, self._parts.update.expected = norm_limit, expected
             try:
-                measured = self._train(self._parts, batch, loss)
+                loss_and_norm = self._train(self._parts, batch, loss)
                 self._steps += 1
                 self.optimizer.took_step()
                 self._parts.update.end()
             except DoesNotFit as error:
                 if router_shares is not None or not self._can_save_memory(self._parts, batch):
                     raise
-                _log.warning(_LEANER, self._steps + 1, str(error).partition(";")[0])
-        if measured is not None:
+                _log.warning(_COMPUTED_AGAIN, self._steps + 1, str(error).partition(";")[0])
+        if loss_and_norm is not None:
             seconds = time.perf_counter() - start
             measures = as_numbers(batch.measured)
             experts = self._loads.after_step(batch.loads)
-            return StepResult(*measured, batch.all_tokens, seconds, measures, experts)
+            return StepResult(*loss_and_norm, batch.all_tokens, seconds, measures, experts)
         self._saves_memory = True
         del batch
         self._parts.kept.release()
-        gc.collect()  # frames of the failure may hold what it had on the device
+        gc.collect()  # frames of the failure may hold tensors of the device
         return self.step(micro_batches, loss, norm_limit=norm_limit, expected=expected)
 
     def _train(self, parts: TrainingParts, batch: Batch, loss: Loss) -> tuple[float, float]:
+        """Take a step; return its loss and gradient norm."""
         saves = self._is_planned(batch) and not self._saves_memory
-        # A loss over all micro-batches at once takes one pass, whose graphs need too much memory.
+        # A loss over all micro-batches takes one pass, in which their graphs need too much memory.
         one_pass = parts.passes > 1 and (isinstance(loss, JointLoss) or self._spec.balances)
         with self._undisturbed():
-            for encoders in parts.trunk_with_media[:1]:
+            for encoders in parts.trunk_with_media[:1]:  # the first unit, if the model has encoders
                 if not batch.has_media and encoders.trained:
                     parts.sink.leave_out(encoders.tile)
             policies = self._policies(device=saves and not one_pass, host=saves)
@@ -386,7 +387,10 @@ class PlacedEngine:
         return undisturbed(self.device, self._dtype, clips=self._opened.max_grad_norm is not None)
 
     def _prepare(self, micro_batches: MicroBatches, loss: Any, alike: Any = None) -> Batch:
-        """Args: `alike`: arguments that all ranks must pass alike; None: nothing is trained."""
+        """Check micro-batches and move them to the device; set the model to train or evaluate.
+
+        Args: `alike`: arguments that all ranks must pass alike; None: nothing is trained.
+        """
         check_call(self._opened, self._steps, loss, alike)
         with plain_tensors():
             labelled = None if loss is NO_LABELS else loss
@@ -433,7 +437,7 @@ class PlacedEngine:
             RunFailed: the folder cannot be written; nothing is left behind.
         """
         source = self._opened.source
-        self._require_whole()
+        self._require_saveable()
         if self._torn:
             _log.warning("%s; the weights that are written are not all of one step", _TORN)
         dtype = source.untrained.export_dtype(dtype)
@@ -476,7 +480,7 @@ class PlacedEngine:
             RunFailed: the folder could not be written (with `wait`; else the Saving says so), or a
                 step was broken off when updates had begun. Older checkpoints stay as they are.
         """
-        self._require_whole()
+        self._require_saveable()
         folder = Path(os.path.abspath(folder))
         require_replaceable(folder)
         if self._torn:
@@ -489,8 +493,8 @@ class PlacedEngine:
             source = replace(source, untrained=untrained)  # a copy: steps change routers' biases
             entries = [entry for _, entry in self._store.entries()]
             settings = settings_of(self._opened, self._steps, self.placement, entries, folder)
-            written = partial(write_documents, source=source, carries=settings.left_out is None)
-            contents = Contents(settings, as_json(extra or {}), written, attach, keep)
+            documents = partial(write_documents, source=source, carries=settings.left_out is None)
+            contents = Contents(settings, as_json(extra or {}), documents, attach, keep)
             background = self.optimizer is not None and not wait
             self.ranks.agree(lambda: self._checks.compare_all(wait=False))
             saving = self._saver.begin(folder, contents, background=background)
@@ -498,7 +502,7 @@ class PlacedEngine:
             saving.wait()
         return saving
 
-    def _require_whole(self) -> None:
+    def _require_saveable(self) -> None:
         """Raises InputError if a save could not be loaded as this model, or a call is running."""
         with self._exclusive():
             lost = self._opened.source.lost

@@ -24,13 +24,14 @@ class ExpertLoads:
     """The loads of the last steps, and the biases that steps move."""
 
     def __init__(self, device: Device, spec: ModelSpec, buffers: dict[str, Tensor]) -> None:
-        """Args: `buffers`: those that saves and exports write, by name."""
+        """Args: `buffers`: by name, the model's buffers as saves and exports write them."""
         self._device, self._spec, self._buffers = device, spec, buffers
         self._window: list[Tensor] = []
 
-    def after_step(self, loads: Sequence[Tensor]) -> dict[str, float]:
-        """Move the biases by a step's loads `[L, E]`, one of each pass; return measures of them."""
-        loads_LE = self._device.run(COMPUTE, "loads of experts", partial(self._move_biases, loads))
+    def after_step(self, pass_loads: Sequence[Tensor]) -> dict[str, float]:
+        """After a step, move the biases by its passes' loads `[L, E]`; return measures of loads."""
+        work = partial(self._move_biases, pass_loads)
+        loads_LE = self._device.run(COMPUTE, "loads of experts", work)
         if loads_LE is None or not loads_LE.sum():
             return {}
         share_LE = loads_LE / loads_LE.mean(1, keepdim=True)
@@ -52,11 +53,11 @@ class ExpertLoads:
         return {"expert_load_max": float(share_LE.max()), "experts_starved": float(starved)}
 
     @torch.no_grad()
-    def _move_biases(self, loads: Sequence[Tensor]) -> Tensor | None:
-        """Move the routers' biases towards even loads; return the sum of `loads` on the CPU."""
-        if not loads:
+    def _move_biases(self, pass_loads: Sequence[Tensor]) -> Tensor | None:
+        """Move the routers' biases towards even loads; return the step's loads on the CPU."""
+        if not pass_loads:
             return None
-        loads_LE, loss = torch.stack([*loads]).sum(0), self._spec.router_loss
+        loads_LE, loss = torch.stack([*pass_loads]).sum(0), self._spec.router_loss
         assert loss is not None
         for name, row in self._spec.router_biases.items():
             load_E, bias_E = loads_LE[row], self._spec.capture.model.get_buffer(name)

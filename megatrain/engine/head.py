@@ -44,6 +44,7 @@ class Head(StreamedModule):
         collectives: Collectives | None = None,
     ) -> None:
         """Args:
+        tokens: the most tokens whose logits exist at once.
         summed: returns the function that adds up a loss over tokens, compiled or not.
         collectives: None with a single rank.
         """
@@ -59,7 +60,7 @@ class Head(StreamedModule):
         Empties `h`.
         """
         batch, joint = self._with_slopes(slot, batch, h)
-        balance, slopes = self.balanced(batch, h)
+        routers, router_gradients = self.router_loss(batch, h)
         losses: list[Any] = []
         dh: list[Any] = []
         for index, micro in enumerate(batch.micro):
@@ -68,9 +69,9 @@ class Head(StreamedModule):
             result = self.device.run(COMPUTE, _NAME, work, [slot], [accumulator.sums])
             loss, gradients = result if result is not None else (None, {})
             losses.append(loss)
-            dh.append(gradients | slopes[index])
+            dh.append(gradients | router_gradients[index])
             h[index] = {}  # frees activations that would otherwise stay until the backward's end
-        return [*(joint or losses), *balance], dh
+        return [*(joint or losses), *routers], dh
 
     def gradients(
         self,
@@ -108,18 +109,18 @@ class Head(StreamedModule):
             loss += part.detach()
         return loss / count, graph.backward({hidden: gradient_ND}, accumulator)
 
-    def balanced(self, batch: Batch, h: State) -> tuple[list[Tensor], list[Activations]]:
+    def router_loss(self, batch: Batch, h: State) -> tuple[list[Tensor], list[Activations]]:
         """The routers' loss over all layers, if the model has one; its gradients by micro-batch.
 
         Takes the routers' activations out of `h`, and adds the loads of experts to `batch`. With
-        `router_shares` each micro-batch has a loss of its own. Else one loss is over the tokens of
-        all ranks, and rank 0 alone returns it.
+        `router_shares` each micro-batch has a loss of its own. Otherwise a single loss is over the
+        tokens of all ranks, and rank 0 alone returns the loss.
         """
         spec, ranks = self.program.spec, self.collectives.ranks
         loss, routed = spec.router_loss, spec.routed
         if loss is None or not routed:
             return [], [{} for _ in h]
-        # One loss over all micro-batches, or with `router_shares` one for each of them.
+        # The micro-batches of each loss.
         parts = [h] if batch.router_shares is None else [[values] for values in h]
         shapes = [spec.routed_shape] * ranks.size
         results = []
@@ -129,7 +130,7 @@ class Head(StreamedModule):
             results.append(self.device.run(COMPUTE, _NAME, partial(loss.balance, totals)))
         if None in results:  # nothing is computed
             return [], [{} for _ in h]
-        loads, losses, slopes = zip(*results, strict=True)
+        loads, losses, gradients = zip(*results, strict=True)
         batch.loads.extend(loads)
         if not loss.is_loss:
             return [], [{} for _ in h]
@@ -137,8 +138,8 @@ class Head(StreamedModule):
         means = zip(weights.items(), torch.stack(losses).mean(0), strict=True)
         batch.measured |= {name: mean for (name, weight), mean in means if weight}
         shares = batch.router_shares or [1.0]
-        weighed = [share * slope for share, slope in zip(shares, slopes, strict=True)]
-        dh = [dict.fromkeys(routed, weighed[i % len(weighed)]) for i in range(len(h))]
+        weighted = [share * gradient for share, gradient in zip(shares, gradients, strict=True)]
+        dh = [dict.fromkeys(routed, weighted[i % len(weighted)]) for i in range(len(h))]
         if ranks.rank:
             return [], dh
         total = sum(share * part for share, part in zip(shares, losses, strict=True))
@@ -152,10 +153,10 @@ class Head(StreamedModule):
         return sum(sums, torch.zeros(shape, dtype=torch.float64, device=self.program.device))
 
     def _with_slopes(self, slot: Buffer, batch: Batch, h: State) -> tuple[Batch, list[Any]]:
-        """For a joint loss, visit the head for log-probabilities; compute loss and slopes of them.
+        """Compute a joint loss from the log-probabilities of all micro-batches.
 
-        Returns the batch with these slopes for its loss, and the shares of the joint loss by
-        micro-batch; with another loss `batch` and no shares.
+        Returns the batch with the loss `Sloped` in place of the joint loss, whose gradients it has,
+        and each micro-batch's share of the joint loss; with any other loss `batch` and no shares.
         """
         loss = batch.micro[0].loss if batch.micro else None
         if not isinstance(loss, JointLoss):
@@ -165,16 +166,16 @@ class Head(StreamedModule):
         targets, extras = zip(*batch.loss_inputs, strict=True)
         width = self.program.spec.num_logits if loss.embeds else None
         shapes = [(len(target), width or target.shape[1]) for target in targets]
-        own_losses = self.losses(slot, batch, h)
-        log_probs = self.collectives.gather_by_sum(own_losses[:num], shapes, of_this_rank.start)
+        own_log_probs = self.losses(slot, batch, h)
+        log_probs = self.collectives.gather_by_sum(own_log_probs[:num], shapes, of_this_rank.start)
         work = partial(loss.weigh, log_probs, targets, extras, batch.normaliser)
         nothing = [None] * len(log_probs)  # on a device that computes nothing
         losses, slopes, measured = self.device.run(COMPUTE, _NAME, work) or (nothing, nothing, {})
         batch.measured |= measured
-        idle = map(torch.zeros_like, own_losses[num:])
+        own_slopes = [*slopes[of_this_rank], *map(torch.zeros_like, own_log_probs[num:])]
         micro_batches = [
-            replace(micro, loss=Sloped(loss), extras=[of_labels])
-            for micro, of_labels in zip(batch.micro, [*slopes[of_this_rank], *idle], strict=True)
+            replace(micro, loss=Sloped(loss), extras=[slope])
+            for micro, slope in zip(batch.micro, own_slopes, strict=True)
         ]
         return replace(batch, micro=micro_batches, normaliser=1.0), losses[of_this_rank]
 
@@ -197,7 +198,7 @@ class Head(StreamedModule):
 
     @torch.no_grad()
     def token_losses(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Tensor:
-        tokens = -(-self._tokens // 4)  # this code is not compiled, so it takes more memory a token
+        tokens = -(-self._tokens // 4)  # eager code needs more memory for each token
         losses = torch.cat([*self._of_chunks(slot, micro, values, tokens, micro.loss.each_of)])
         losses = losses.view(*micro.rows.ids.shape, *losses.shape[1:])
         assert micro.targets is not None
@@ -215,15 +216,15 @@ class Head(StreamedModule):
         return self.run_each(_NAME, batch, logits, h, reads=[slot])
 
     def _of_chunks(
-        self, slot: Buffer, micro: MicroBatch, values: Activations, tokens: int, results: Summed
+        self, slot: Buffer, micro: MicroBatch, values: Activations, tokens: int, function: Summed
     ) -> Iterator[Tensor]:
-        """Yield `results(logits, targets, *inputs of the loss)` of each chunk of `tokens`."""
+        """Yield `function(logits, targets, *the loss's inputs)` of each chunk of `tokens`."""
         logits_of, hidden_ND, targets_N = self._chunks(self.weights(slot), micro, values)
         extras = [extra.flatten(0, 1) for extra in micro.extras]
         for start in range(0, len(hidden_ND), tokens):
             rows = slice(start, start + tokens)
             logits = logits_of(hidden_ND[None, rows])
-            yield results(logits[0], targets_N[rows], *(extra[rows] for extra in extras))
+            yield function(logits[0], targets_N[rows], *(extra[rows] for extra in extras))
 
     def _chunks(
         self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations

@@ -44,8 +44,8 @@ class Layer(StreamedModule):
 
     Attributes:
         policy: which tensors of the forward are saved for the backward, and where.
-        new_inputs: its inputs that no unit before it reads.
-        live_out: the activations that later layers still read.
+        new_inputs: the inputs that no unit before this layer reads.
+        live_out: the activations that later units still read.
         waiting: by micro-batch, the graph or attention results that wait for the backward.
     """
 
@@ -66,17 +66,17 @@ class Layer(StreamedModule):
         self.waiting: dict[int, Any] = {}
 
     def take_added(self) -> None:
-        """Let the layer read the features that images add to its input, and pass on later ones."""
-        layers = range(len(self.program.spec.layers))
-        added = Ref(ADDED, self.visit)
+        """Read the features that images add to this layer's input; pass on later layers'."""
+        layers = range(self.visit, len(self.program.spec.layers))
+        added, *added_later = (Ref(ADDED, visit) for visit in layers)
         self.inputs, self.new_inputs = [*self.inputs, added], [*self.new_inputs, added]
-        self.live_out = self.live_out | {Ref(ADDED, visit) for visit in layers[self.visit + 1 :]}
+        self.live_out = self.live_out.union(added_later)
 
     def with_policies(self, policies: Sequence[ActivationPolicy]) -> Self:
         """A copy of the layer with its policy of `policies`.
 
-        Both share one `waiting`, so that a step of either drops the graphs that an aborted step of
-        the other has left there.
+        Layer and copy share one `waiting`, so that a step of the one drops the graphs that an
+        aborted step of the other has left there.
         """
         layer = copy.copy(self)
         layer.policy = policies[self.visit]
@@ -100,14 +100,15 @@ class Layer(StreamedModule):
             if leaving is not None:
                 later_bytes = packed_bytes(leaving.memory) * (len(batch.micro) - 1 - index)
                 self.offload.send(self.visit, (self.visit, index), leaving.memory, later_bytes)
-                leaving.memory = []
+                leaving.memory = []  # the device's copies can be freed
         if offloads:
-            self.offload.expect(*([(self.visit, index)] for index in range(len(batch.micro))))
+            keys = [[(self.visit, index)] for index in range(len(batch.micro))]
+            self.offload.expect(*keys)
         return out
 
     def forward(self, turn: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:
         """One micro-batch's activations; `leaving` collects saved tensors to send to the host."""
-        saves = self.saves(turn) if train else None
+        saves = self.graph_saves(turn) if train else None
         if saves is not None:
             inputs = {ref: value for ref, value in turn.values.items() if ref in self.inputs}
             outside = [*turn.micro.calls[self.visit].leaves, *self.program.buffers_of(self.visit)]
@@ -115,7 +116,7 @@ class Layer(StreamedModule):
             with saved.saving():
                 graph, produced = self._run_with_graph(turn, saves)
             saved.release()
-            for value in graph.inputs.values():  # autograd needs only the tensors' identity
+            for value in graph.inputs.values():  # free: autograd needs the tensors, not their data
                 value.data = value.data.new_empty(0)
             graph.saved, self.waiting[turn.index] = saved, graph
         elif train and self.policy.saves == "attention":
@@ -134,11 +135,12 @@ class Layer(StreamedModule):
         passed_on = {ref: value for ref, value in turn.values.items() if ref in self.live_out}
         return {**passed_on, **produced}
 
-    def saves(self, turn: Turn) -> Saves | None:
-        """How much of the layer's graph waits for the backward; None: no graph waits."""
-        if self.policy.saves != "nothing":
-            return None if self.policy.saves == "attention" else self.policy.saves
-        return "nothing" if self.program.repeats(self.visit, turn.micro) else None
+    def graph_saves(self, turn: Turn) -> Saves | None:
+        """The tensors that the layer's graph saves for the backward; None: no graph is kept."""
+        saves = self.policy.saves
+        if saves == "nothing":  # a compiled graph recomputes all tensors within its backward
+            return saves if self.program.repeats(self.visit, turn.micro) else None
+        return None if saves == "attention" else saves
 
     def vjp(
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, accumulator: GradAccumulator
@@ -172,7 +174,7 @@ class Layer(StreamedModule):
         return graph.backward(dh, accumulator)
 
     def _returned(self) -> Iterator[tuple[list[Tensor], list[Buffer]]]:
-        """Yield once: the next micro-batch's saved tensors, back from the host, if any left."""
+        """Yield once: a micro-batch's tensors that come back from the host, and their buffers."""
         if self.policy.where == "host":
             for [tensors], buffers in self.offload.take(1):
                 yield tensors, buffers

@@ -45,7 +45,7 @@ class Graph:
     saved: Any = None
 
     def backward(self, dh: Activations, accumulator: GradAccumulator) -> dict[Any, Tensor]:
-        """Sum the parameters' gradients; return `dh` with the inputs' in place of the outputs'."""
+        """Sum the parameters' gradients; return `dh`, for the inputs instead of the outputs."""
         pairs = [(self.edges[ref], dh[ref]) for ref in self.edges if ref in dh]
         passed_on = {ref: gradient for ref, gradient in dh.items() if ref not in self.outputs}
         inputs = {ref: value for ref, value in self.inputs.items() if value.requires_grad}
@@ -75,7 +75,7 @@ class StreamedModule:
     Attributes:
         prefix: cut from the tile's parameter names, to get the names that the program uses.
         visit: number of the layer, from 0; the other units have numbers of their own.
-        inputs: the activations that it reads; `new_inputs`: those that no unit before it reads.
+        inputs: the activations that the unit reads; new_inputs: those that no unit before reads.
         trained: True if any weights of the unit are trained.
         needs_backward: True if the unit or one before it is trained.
     """
@@ -153,16 +153,16 @@ class Media(StreamedModule):
         self.frozen = FrozenParts(self.program.capture.model, frozen_names)
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
-        """The features of every micro-batch, `[N]` values; empty where it has no media."""
+        """The features of every micro-batch, `[N]` values; none if a micro-batch has no media."""
         name, work = Name(Kind.PROLOGUE, "media"), partial(self.forward, slot, train=train)
         return self.run_each(name, batch, work, reads=[slot, *self.embedding.rows])
 
     def forward(self, slot: Buffer, micro: MicroBatch, *, train: bool) -> Activations:
         if not micro.media:
             return {FEATURES: torch.empty(0, device=self.program.device)}
-        kept = self.frozen if train and self.trained else None  # for the backward
+        frozen = self.frozen if train and self.trained else None  # keeps results for the backward
         with torch.no_grad():
-            return {FEATURES: self.program.encode(self.weights(slot), micro, frozen=kept)}
+            return {FEATURES: self.program.encode(self.weights(slot), micro, frozen=frozen)}
 
     def vjp(
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, accumulator: GradAccumulator
@@ -213,12 +213,12 @@ class Prologue(StreamedModule):
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, accumulator: GradAccumulator
     ) -> State:
         """Accumulate gradients of the prologue's weights, and of the embedding's rows."""
-        if not batch.first:
+        if not batch.first:  # in the step's first pass
             self.embedding.prepare_gradients(batch)
         reads, writes = [slot, *self.embedding.rows], [accumulator.sums, *self.embedding.sums]
         name, work = Name(Kind.PROLOGUE, "prologue backward"), partial(self.backward, slot)
         work = partial(work, accumulator)
-        inputs = h if self.inputs else [{} for _ in batch.micro]
+        inputs = h if self.inputs else [{} for _ in batch.micro]  # features of media, if any
         return self.run_each(name, batch, work, inputs, dh, reads=reads, writes=writes)
 
     def backward(

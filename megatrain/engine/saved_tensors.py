@@ -35,16 +35,16 @@ _WEIGHTS = "weights"
 class _View:
     """A saved tensor, described as a view of memory that the backward has again."""
 
-    source: Any  # _WEIGHTS; a Ref: an input; a `_Leaving`
-    start: int  # bytes
+    source: Any  # the memory: _WEIGHTS, an input's Ref, or a `_Leaving`
+    start: int  # the view's first byte in that memory
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
 
     def of(self, memories: Mapping[Any, Tensor]) -> Tensor:
         """This view of its source, one of `memories`."""
-        leaves = isinstance(self.source, _Leaving)
-        memory = memories[self.source.data if leaves else self.source]
+        is_leaving = isinstance(self.source, _Leaving)
+        memory = memories[self.source.data if is_leaving else self.source]
         start = memory.storage_offset() * memory.itemsize + self.start
         piece = torch.empty(0, dtype=self.dtype, device=memory.device)
         offset = start // self.dtype.itemsize
@@ -61,15 +61,16 @@ class _Leaving:
 class OffloadPlan:
     """Collects the allocations to send to the host, each once, however many views are saved.
 
-    Views alone hold them, so what a dropped graph had saved (DoRA's norms) is freed.
+    Until `end` only the views keep an allocation alive: if a forward drops a graph (of DoRA's
+    norms), the allocations that this graph saved are freed and do not leave.
     """
 
     def __init__(self) -> None:
-        self.memory: list[Any] = []  # what leaves, once the forward has ended
+        self.memory: list[Any] = []  # the allocations to send, known at the forward's end
         self._saved: WeakValueDictionary[int, _Leaving] = WeakValueDictionary()
 
     def view(self, tensor: Tensor) -> _View:
-        """The tensor as a view of an allocation that leaves."""
+        """The tensor as a view of its allocation, which will leave."""
         leaving = self._saved.get(memory_of(tensor))
         if leaving is None:
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -78,7 +79,7 @@ class OffloadPlan:
         return _view(tensor, leaving, 0)
 
     def end(self) -> None:
-        """Hand what a view still holds over to `memory`."""
+        """End the forward: move the allocations that still have views to `memory`."""
         for leaving in [*self._saved.values()]:
             self.memory.append(leaving.data)
             leaving.data = len(self.memory) - 1
@@ -128,7 +129,8 @@ class SavedTensors:
             base = self._memory[source]
             view = _view(tensor, source, int(base.storage_offset()) * base.itemsize)
             last = sum((n - 1) * step for n, step in zip(view.size, view.stride, strict=True))
-            if view.start >= 0 and view.start + (last + 1) * tensor.itemsize <= base.nbytes:
+            stop = view.start + (last + 1) * tensor.itemsize
+            if view.start >= 0 and stop <= base.nbytes:
                 return view  # else the tensor lies beside the input in a larger allocation
         if self._leaving is None or memory in self._outside:
             return tensor.detach()
@@ -140,10 +142,12 @@ class SavedTensors:
 
 @dataclass
 class _Item:
+    """Tensors that have been sent to the host together."""
+
     host_buffer: Buffer
     num_bytes: int
     tensors: list[tuple[torch.Size, torch.dtype, int]]  # shape, type, bytes
-    landed: Any
+    landed: Any  # event after which they are in `host_buffer`
 
 
 @dataclass
@@ -217,7 +221,7 @@ class HostOffload:
         self._items[key] = _Item(host_buffer, num_bytes, sizes, lane.free)
 
     def expect(self, *takes: Sequence[Hashable]) -> None:
-        """Announce the keys of coming `take`s, which precede those that were announced before."""
+        """Announce the keys of `take`s, which come before the takes that were announced earlier."""
         self._order = [key for keys in takes for key in keys] + self._order
         for index in range(len(self._in), max(map(len, takes), default=0)):
             self._in.append(_empty_lane(f"returning {self._item} {index}"))
@@ -257,7 +261,7 @@ class HostOffload:
             name = Name(Memory.LANES, lane.buffer.name)
             lane.buffer = _empty_lane(name).buffer  # frees the old buffer first
             lane.buffer = self._device.empty(name, num_bytes, torch.uint8)
-            # torch's allocator orders by COMPUTE alone: other streams wait until it has passed.
+            # torch's allocator orders by COMPUTE alone: other streams wait until COMPUTE is here.
             lane.free = self._device.record(COMPUTE)
         return lane.buffer
 
@@ -311,10 +315,7 @@ def _views(item: _Item, buffer: Buffer) -> list[Tensor]:
 
 
 class DeviceBoundaries:
-    """Keeps layer inputs on the device.
-
-    It keeps and returns them in pieces of work on COMPUTE, so that forecasts count launches.
-    """
+    """Keeps layer inputs on the device, by work on COMPUTE, whose launches forecasts count."""
 
     host_bytes = 0
 
@@ -336,7 +337,7 @@ class DeviceBoundaries:
             self._device.run(COMPUTE, _KEEP, partial(keep, *pair))
 
     def take(self, unit: StreamedModule) -> Iterator[Activations]:
-        """Yield the unit's inputs of each micro-batch, which are valid until the next are."""
+        """Yield the unit's inputs by micro-batch, each valid until the next is asked for."""
 
         def give(stored: Activations) -> Activations:
             inputs = {ref: stored[ref] for ref in unit.inputs if ref in stored}
@@ -380,11 +381,8 @@ class HostBoundaries:
     def take(self, unit: StreamedModule) -> Iterator[Activations]:
         for _ in range(self._num_micro):
             for items, buffers in self._offload.take(len(unit.inputs)):
-                pairs = zip(unit.inputs, items, strict=True)
-                give: partial[Activations] = partial(
-                    dict, [(ref, item[0]) for ref, item in pairs if item]
-                )
-                yield self._device.run(COMPUTE, _GIVE, give, reads=buffers)
+                inputs = {ref: i[0] for ref, i in zip(unit.inputs, items, strict=True) if i}
+                yield self._device.run(COMPUTE, _GIVE, partial(dict, inputs), reads=buffers)
 
 
 _KERNELS = "flash", "efficient", "cudnn"

@@ -23,7 +23,7 @@ class Shared:
     """The values that the parts of a step share.
 
     Attributes:
-        visited: the tiles that sweeps visit; of other tiles rows are looked up, or nothing is used.
+        visited: the tiles that sweeps visit; of other tiles steps look rows up, or use nothing.
         threads: CPU threads for each piece of work on a host stream.
     """
 
@@ -36,8 +36,8 @@ class Shared:
     verify: Verify = "off"
 
     def __post_init__(self) -> None:
-        store, fair_share = self.store, max(1, update_threads() // self.ranks.on_host)  # of cores
-        self.threads = self.placement.update_threads or fair_share
+        store, threads_of_rank = self.store, max(1, update_threads() // self.ranks.on_host)
+        self.threads = self.placement.update_threads or threads_of_rank
         self.tiles, self.layers = store.tiles, store.of(TileKind.LAYER)
         self.media = store.of(TileKind.MEDIA)  # one tile, or none
         [self.prologue], [self.head] = store.of(TileKind.PROLOGUE), store.of(TileKind.HEAD)

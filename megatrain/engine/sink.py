@@ -24,7 +24,6 @@ _ALIGNMENT = 128  # fp32 elements: every piece starts on a boundary that the wid
 # bus (0.6 ms), small enough that a few of them are nothing beside a tile.
 PIECE = 1 << 24
 
-
 NOWHERE = Buffer("nowhere", torch.empty(0))
 
 
@@ -57,7 +56,7 @@ class ScratchArena:
 
     def __init__(self, device: Device, numel: int, prologue: int, dtype: torch.dtype) -> None:
         """Args: `numel`: gradient elements of the largest tile; `prologue`: of the prologue's tile,
-        or of the encoders' if that is larger."""
+        or of the encoders' tile if that is larger."""
         self._device, self._dtype = device, dtype
         self._numel, self._prologue = align(numel, _ALIGNMENT), align(prologue, _ALIGNMENT)
         self._memory: Tensor
@@ -73,12 +72,12 @@ class ScratchArena:
         return Buffer("gradient sums", self._memory[:numel], self._overlapping)
 
     def lay_out(self, tables: Sequence[TableRows], *, kept: bool) -> None:
-        """Set the tables' `rows` and `sums`, valid until the next call; the arena grows if it must.
+        """Set the tables' `rows` and `sums`, valid until the next call; the arena may grow.
 
         Args: `kept`: True if the tiles' `sums` must not overlap the rows.
         """
         self._overlapping = ()
-        for table in tables:  # let go of memory that may be replaced
+        for table in tables:  # drop references to memory that may be replaced
             table.rows = table.sums = NOWHERE
         sum_starts, stop = _in_a_row([t.numel * t.trained for t in tables], self._prologue)
         in_fp32 = [-(-t.numel * self._dtype.itemsize // 4) for t in tables]  # rounded up
@@ -109,7 +108,7 @@ def _in_a_row(lengths: Sequence[int], offset: int) -> tuple[list[int], int]:
 
 @dataclass
 class GradAccumulator:
-    """A tile's fp32 gradient sums on the device; `reached`: parameters that got a gradient."""
+    """A tile's fp32 gradient sums on the device; `reached`: parameters that have a gradient."""
 
     tile: Tile
     sums: Buffer
@@ -137,23 +136,23 @@ class Sink:
         device, placement, dtype = shared.device, shared.placement, shared.dtype
         tiles, visited = shared.tiles, shared.visited
         self._device = device
-        # Tiles whose fp32 gradient is summed in its own plane, which the device reads in place.
-        summed = [tile for tile in waiting if tile.rests.shared and dtype == torch.float32]
-        with_own_sums = visited if placement.passes > 1 else summed
-        in_arena = {
-            tile: 0 if tile in with_own_sums else tile.layout.local.trainable_numel
+        # Tiles whose fp32 gradient is summed where it rests, in memory that the device can write.
+        summed_in_plane = [t for t in waiting if t.rests.shared and dtype == torch.float32]
+        outside_arena = visited if placement.passes > 1 else summed_in_plane
+        arena_numels = {
+            tile: 0 if tile in outside_arena else tile.layout.local.trainable_numel
             for tile in visited
         }
-        of_prologue = max(in_arena[tile] for tile in (shared.prologue, *shared.media))
-        self.arena = ScratchArena(device, max(in_arena.values()), of_prologue, dtype)
+        prologue_numel = max(arena_numels[tile] for tile in (shared.prologue, *shared.media))
+        self.arena = ScratchArena(device, max(arena_numels.values()), prologue_numel, dtype)
         self._collectives = shared.collectives
         self.updates = updates  # the `Update` (engine/update.py) that gets each gradient
         self._is_first_pass, self._is_last_pass = True, True
         self._reached = set[str]()  # encoders' parameters with a gradient, in any pass of the step
-        # indices of the tiles to whose gradients the Embedding adds those of rows, before it passes
-        # them to `updates.ready`
+        # The Embedding adds the gradients of rows to the gradients of these tiles (by index), and
+        # then calls `updates.ready`; until then `landed` has the tiles' host gradients.
         self.with_rows = set[int]()
-        self.landed: dict[int, Lane] = {}  # the host gradients of these tiles, by tile index
+        self.landed: dict[int, Lane] = {}
         # Lanes: device buffers for rounded pieces of gradients on their way to the host.
         largest = max([1, *(tile.layout.local.trainable_numel for tile in visited)])
         layer = max((tile.layout.local.trainable_numel for tile in shared.layers), default=0)
@@ -169,7 +168,7 @@ class Sink:
         # fp32 sums that stay on the device from one pass to the next.
         self._sums: dict[int, Buffer] = {}  # by the tile's id
         for tile in visited if placement.passes > 1 else ():
-            if tile not in summed:
+            if tile not in summed_in_plane:
                 name, numel = f"{tile.name} sums", tile.layout.local.trainable_numel
                 sums = device.empty(Name(Memory.KEPT_SUMS, name), numel, torch.float32)
                 self._sums[id(tile)] = sums
@@ -182,11 +181,11 @@ class Sink:
         tiers = [tile.rests.gradient for tile in waiting]
         buffers = planes(device, gradient_plane(dtype), layouts, tiers)
         self._own = {t.index: Lane(b) for t, b in zip(waiting, buffers, strict=True)}
-        for tile in summed:
+        for tile in summed_in_plane:
             gradient = in_place(device, tile, self._own[tile.index].buffer)
             self._sums[id(tile)] = gradient.piece(0, tile.layout.local.trainable_numel)
-        sharing = [tile for tile in tiles if tile.index not in self._own]
-        any_on_host = any(tile.rests.gradient is Tier.HOST for tile in sharing)
+        others = [tile for tile in tiles if tile.index not in self._own]
+        any_on_host = any(tile.rests.gradient is Tier.HOST for tile in others)
         numel = max(tile.own_numel for tile in tiles)
         num_shared = placement.host_grad_buffers if any_on_host else 0
         names = [Name(Memory.GRADIENTS, f"host gradient {i}") for i in range(num_shared)]
@@ -196,7 +195,7 @@ class Sink:
         self.host_bytes = sum(lane.buffer.data.nbytes for lane in (*on_host, *self._shared))
 
     def _lane_numel(self, layer: int, lanes: int | None) -> int:
-        """Elements of a lane; `layer`: trainable elements of the largest layer."""
+        """Elements of a lane; a forecast's sink looks at the largest layer and at `lanes`."""
         return PIECE
 
     def _pieces(self, numel: int) -> Iterable[tuple[int, int]]:
@@ -231,7 +230,8 @@ class Sink:
         for start, stop in tile.layout.gathered:
             if start < len(sums.data):
                 self._collectives.reduce_scatter(sums.piece(start, stop), tile.name)
-        if tile.layout.kind is TileKind.MEDIA:  # as in plain torch; in layers it counts as zero
+        # As in plain torch; in layers the gradient of unused parameters (experts) counts as zero.
+        if tile.layout.kind is TileKind.MEDIA:
             by_rank = self._collectives.ranks.all_gather_object(accumulator.reached)
             tile.idle = {entry.name for entry in tile.layout.trainable} - set().union(*by_rank)
 
@@ -254,7 +254,7 @@ class Sink:
         self._device.run(COMPUTE, f"no gradient of {tile.name}", clear, writes=[self.squares])
 
     def send(self, accumulator: GradAccumulator, host_grad: Lane) -> None:
-        """Round a gradient, and send it to `host_grad`, which is then `ready` for its update."""
+        """Round a gradient and send it to `host_grad`, whose `ready` event the update waits for."""
         tile, device = accumulator.tile, self._device
         if tile.rests.local:
             if host_grad.buffer.name != accumulator.sums.name:  # else they are the same memory

@@ -70,13 +70,13 @@ def train_step(parts: TrainingParts, batch: Batch) -> tuple[float, float]:
     """Compute a step's gradients and start all updates; return its loss and gradient norm."""
     stream, saved, sink, update = parts.stream, parts.saved, parts.sink, parts.update
     groups = batch.passes(parts.passes)
-    # The backward ends at the first trained unit of the trunk.
-    trained = [unit for unit in reversed(parts.trunk) if unit.needs_backward]
+    # The units of the backward, which ends at the trunk's first trained unit.
+    backward = [unit for unit in reversed(parts.trunk) if unit.needs_backward]
     parts.embedding.fetch(batch)
-    stream.begin([*parts.trunk, parts.head, *trained] * len(groups))
+    stream.begin([*parts.trunk, parts.head, *backward] * len(groups))
     update.begin()
 
-    losses: list[Tensor] = []
+    losses: list[Tensor] = []  # shares of the step's loss, which is their sum
     for group in groups:  # one, unless the placement says more
         saved.begin(len(group.micro))
         sink.begin(first=group is groups[0], last=group is groups[-1])
@@ -87,13 +87,13 @@ def train_step(parts: TrainingParts, batch: Batch) -> tuple[float, float]:
 
         for head, weights in stream.visit([parts.head]):
             accumulator = sink.accumulator(head.tile)
-            loss, dh = head.loss_and_vjp(weights, group, h, accumulator)
-            losses += loss
+            shares, dh = head.loss_and_vjp(weights, group, h, accumulator)
+            losses += shares
             if group is groups[-1]:
                 update.guard(losses)  # no update begins if the loss is not finite
             sink.put(accumulator)
 
-        for unit, weights in stream.visit(trained):
+        for unit, weights in stream.visit(backward):
             accumulator = sink.accumulator(unit.tile)
             dh = unit.vjp(weights, group, saved.take(unit), dh, accumulator)
             sink.put(accumulator)

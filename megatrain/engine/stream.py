@@ -1,8 +1,8 @@
 """Weights on their way in: tiles are copied into a few slots ahead of their use.
 
-A slot is as large as the largest layer. A larger tile (the head) takes several neighbours. Weights
-that stay on the device have memory of their own, into which each version is copied once. Where the
-device reads the host's memory in place, a tile's slot is its plane, and nothing is copied.
+A slot is as large as the largest layer. A larger tile (the head) takes several adjacent slots.
+Weights that stay on the device have memory of their own, into which each version is copied once.
+Where the device reads the host's memory in place, nothing is copied: layers read a tile's plane.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,8 +31,8 @@ class _Place:
 
     slots: list[Lane]
     buffer: Buffer
-    ready: Any = None  # event of the weights' arrival
-    version: int | None = None  # of the weights that were copied in last
+    ready: Any = None  # event after which the weights have arrived
+    version: int | None = None  # version of the weights that were copied in last
 
 
 class Stream:
@@ -43,42 +43,43 @@ class Stream:
         device, tiles, dtype = shared.device, shared.tiles, shared.dtype
         self.disk = DiskReader(device, [tile.weights for tile in shared.layers])
         streamed = [tile.layout.local for tile in shared.visited if tile.rests.streamed]
-        largest = max((layout.numel for layout in streamed), default=0)
+        largest_numel = max((layout.numel for layout in streamed), default=0)
         layer_numels = [layout.numel for layout in streamed if layout.kind is TileKind.LAYER]
         self._device, self._distance = device, shared.placement.prefetch_distance
         self._collectives, self._checks, self._unpack = shared.collectives, shared.checks, unpack
-        self._slot_numel = numel = max(layer_numels, default=largest)
-        count = max(shared.placement.slots, self._num_slots(largest))
-        self._memory = device.empty(Name(Memory.SLOTS, "slots"), count * numel, dtype)
-        pieces = [
+        self._slot_numel = numel = max(layer_numels, default=largest_numel)
+        num_slots = max(shared.placement.slots, self._num_slots(largest_numel))
+        self._memory = device.empty(Name(Memory.SLOTS, "slots"), num_slots * numel, dtype)
+        slots = [
             Buffer(f"slot {i}", self._memory.data[i * numel : (i + 1) * numel])
-            for i in range(count)
+            for i in range(num_slots)
         ]
-        staying: dict[int, Buffer] = {}  # by the tile's index
+        staying: dict[int, Buffer] = {}  # by the tile's index, memory for weights that stay
         for tile in tiles:
             if tile.rests.stays:
                 name = Name(Memory.KEPT_WEIGHTS, f"{tile.name} kept weights")
                 staying[tile.index] = device.empty(name, tile.layout.local.numel, dtype)
-        # torch's allocator orders by COMPUTE alone: other streams wait until it has passed this.
-        device.run(COMPUTE, "allocate slots", lambda: None, writes=pieces)
+        # torch's allocator orders by COMPUTE alone: other streams wait until COMPUTE is past this.
+        device.run(COMPUTE, "allocate slots", lambda: None, writes=slots)
         allocated = device.record(COMPUTE)
-        self._slots = [Lane(piece, allocated) for piece in pieces]
+        self._slots = [Lane(slot, allocated) for slot in slots]
         self._staying = {i: _Place([Lane(b, allocated)], b) for i, b in staying.items()}
         local = (tile for tile in shared.visited if tile.rests.local)
         self._local = {tile.index: in_place(device, tile, tile.weights) for tile in local}
         layouts = [tile.layout.local for tile in shared.layers]
-        unpacked = [layout.unpacked.numel for layout in layouts if layout.needs_unpacking]
+        numels = [layout.unpacked.numel for layout in layouts if layout.needs_unpacking]
         name = Name(Memory.SLOTS, "unpacked weights")
-        self._unpacked = device.empty(name, max(unpacked, default=0), dtype)
-        self._itinerary: list[StreamedModule] = []
-        self._places: list[_Place] = []
-        self._loaded = self._visited = 0  # visits of the itinerary
+        self._unpacked = device.empty(name, max(numels, default=0), dtype)
+        self._itinerary: list[StreamedModule] = []  # the visits that need a load, in order
+        self._places: list[_Place] = []  # of these visits
+        self._loaded = self._visited = 0  # how many of these loads have started, visits have ended
         self._stacks: Stacks = {}
 
     def keeps(self, tile: Tile) -> bool:
-        """True if the tile's weights stay on the device from one visit to the next."""
-        in_memory = self._device.can.shares_host_memory or not tile.rests.shared
-        on_device = (tile.rests.local and in_memory) or tile.index in self._staying
+        """True if the weights that layers compute with stay on the device from visit to visit."""
+        rests = tile.rests
+        on_device = rests.weights is Tier.DEVICE or rests.stays
+        on_device |= rests.shared and self._device.can.shares_host_memory
         return on_device and not tile.layout.needs_unpacking
 
     def begin(
@@ -89,18 +90,19 @@ class Stream:
         Args: `stacks`: parameters that loads leave out; visits `bring` the rows that they need.
         """
         self._stacks = stacks
-        self._itinerary, loaded = [], {i: place.version for i, place in self._staying.items()}
+        self._itinerary, versions = [], {i: place.version for i, place in self._staying.items()}
         for unit in itinerary:
             tile = unit.tile
-            if tile.rests.streamed or loaded.get(tile.index, tile.version) != tile.version:
+            # Weights that stay are loaded once for each version.
+            if tile.rests.streamed or versions.get(tile.index, tile.version) != tile.version:
                 self._itinerary.append(unit)
-                loaded[tile.index] = tile.version
+                versions[tile.index] = tile.version
         self._places = list(self._assigned_places())
         self._loaded = self._visited = 0
         self._load_until(self._distance)
 
     def _assigned_places(self) -> Iterator[_Place]:
-        """Each visit's place: the next free slots, from the first again if too few are left."""
+        """Yield each visit's place: the next slots, from the first one again at the end."""
         start = 0
         for unit in self._itinerary:
             if (place := self._staying.get(unit.tile.index)) is not None:
@@ -132,7 +134,7 @@ class Stream:
                 continue
             place, position = self._staying.get(unit.tile.index), self._visited
             is_loaded_now = self._itinerary[position : position + 1] == [unit]
-            if is_loaded_now:  # else its weights stayed from an earlier visit
+            if is_loaded_now:  # else the unit's weights have stayed from an earlier visit
                 self._load_until(position + self._distance)
                 place = self._places[position]
             assert place is not None, "visits must follow the itinerary"
@@ -196,7 +198,7 @@ class Stream:
             self._loaded += 1
 
     def _load(self, tile: Tile, place: _Place) -> None:
-        """Start copying a tile's weights to `place`, when they are updated and `place` is free."""
+        """Copy a tile's weights to `place` as soon as they are updated and `place` is free."""
         if tile.rests.weights is Tier.DISK:
             for slot in place.slots:
                 self._device.wait(DISK_WEIGHTS, slot.free, "slot free for the disk")
@@ -213,8 +215,9 @@ class Stream:
             place.ready = self._gather(tile, place.buffer, COPY_IN)
         place.version = tile.version  # set last: an interrupted load is repeated
 
-    def _gather(self, tile: Tile, whole: Buffer, stream: str) -> Any:
-        parts = [whole.piece(*part) for part in tile.layout.gathered]
+    def _gather(self, tile: Tile, weights: Buffer, stream: str) -> Any:
+        """Gather the ranks' blocks of a tile's parts; return the event of their arrival."""
+        parts = [weights.piece(*part) for part in tile.layout.gathered]
         return self._collectives.all_gather(parts, tile.name, stream)
 
     def _num_slots(self, numel: int) -> int:

@@ -1,4 +1,4 @@
-"""Contexts that keep the engine's calls free of their caller's torch modes, and the reverse."""
+"""Contexts that keep torch's modes and random numbers of engine and caller apart."""
 
 import re
 from collections import defaultdict
@@ -13,8 +13,8 @@ from megatrain.errors import DoesNotFit, InputError
 
 _TYPES_DIFFER = "expected scalar type|to have the same dtype|must have the same dtype|same dtype"
 
-# By device: calls in other threads wait, as they would draw from the same generator of torch.
-_turns: defaultdict[torch.device, RLock] = defaultdict(RLock)
+# Calls in several threads take turns on a device: they would draw from the same generator of torch.
+_locks: defaultdict[torch.device, RLock] = defaultdict(RLock)
 
 
 @contextmanager
@@ -29,9 +29,9 @@ def plain_tensors() -> Iterator[None]:
 def opening() -> Iterator[None]:
     """Within this context new tensors are as in `plain_tensors`, and no other engine is opened.
 
-    To look at a model takes the CPU's random numbers, and hooks of all modules.
+    Opening a model draws the CPU's random numbers and registers hooks that all modules call.
     """
-    with _turns[torch.device("cpu")], plain_tensors():
+    with _locks[torch.device("cpu")], plain_tensors():
         yield
 
 
@@ -41,7 +41,7 @@ def undisturbed(device: Device, dtype: torch.dtype, *, clips: bool) -> Iterator[
     random = torch.random.fork_rng(devices=device.can.generators)
     autocast = torch.autocast(device.torch_device.type, enabled=False)
     try:
-        with _turns[device.torch_device], random, autocast, plain_tensors():
+        with _locks[device.torch_device], random, autocast, plain_tensors():
             yield
     except torch.OutOfMemoryError as error:
         unchanged = " (no weight has been changed)" if clips else ""

@@ -1,7 +1,7 @@
 """Tile updates, where the optimizer's state rests: mostly on a host stream, beside the device.
 
-Some rules (Muon) first turn gradients into directions, on the device, once their sums are complete.
-The momentum that this needs comes from the host during the layer's backward, and goes back. Each of
+Muon first turns complete gradients into directions (orthogonalised momentum), on the device. The
+momentum that this needs comes from the host during the layer's backward, and goes back. Each of
 several ranks averages its block, and makes directions of the matrices with values in that block.
 """
 
@@ -27,8 +27,7 @@ from megatrain.store.store import DiskStaging, Lane, Tier, Tile, in_place
 from megatrain.tile import Entry, Span, TileKind
 from megatrain.tile.layout import MOST_ELEMENTS
 
-# Device buffers for momentum on its way: one is filled while another one is emptied.
-_ROOMS = 2
+_ROOMS = 2  # device buffers for momentum on its way: one is filled while the other is emptied
 
 Settings = Mapping[str, Any]
 
@@ -53,12 +52,12 @@ class Directions:
         self._collectives, self._checks = shared.collectives, shared.checks
         device, tiles = shared.device, shared.tiles
         self._directed: dict[int, list[Entry]] = {}  # by tile index
-        self._here: dict[int, list[tuple[Entry, Span]]] = {}  # this rank's parts of them
+        self._own_spans: dict[int, list[tuple[Entry, Span]]] = {}  # this rank's parts of these
         for tile in tiles:
             entries = [entry for entry in tile.layout.trainable if rule.directed(entry)]
-            ends = [(entry, entry.offset + entry.numel) for entry in entries]
-            parts = [(e, span) for e, end in ends for span in tile.spans_of(e.offset, end)]
-            self._directed[tile.index], self._here[tile.index] = entries, parts
+            stops = [(entry, entry.offset + entry.numel) for entry in entries]
+            spans = [(e, span) for e, stop in stops for span in tile.spans_of(e.offset, stop)]
+            self._directed[tile.index], self._own_spans[tile.index] = entries, spans
         self._fetched: dict[int, Lane] = {}
         with_state = [*filter(self.has_any, tiles)]
         outside = [tile for tile in with_state if tile.layout.kind is not TileKind.LAYER]
@@ -89,7 +88,7 @@ class Directions:
 
     def _range(self, tile: Tile) -> tuple[int, int]:
         """`(start, stop)` of the tile's directed parameters in this rank's plane."""
-        spans = [span for _, span in self._here[tile.index]]
+        spans = [span for _, span in self._own_spans[tile.index]]
         return (spans[0].start, spans[-1].stop) if spans else (0, 0)
 
     def fetch_state(self, tile: Tile) -> None:
@@ -98,7 +97,7 @@ class Directions:
             return
         device, state, lane = self._device, self._state(tile), next(self._next_room)
         device.wait(COPY_IN, lane.free, "directions' room free")
-        # This reads the newest state: this stream has waited for the tile's update already.
+        # This copies the newest state: COPY_IN has waited for the tile's update already.
         device.copy(COPY_IN, lane.buffer.piece(0, len(state.data)), state)
         lane.ready = device.record(COPY_IN)
         self._fetched[tile.index] = lane
@@ -106,7 +105,7 @@ class Directions:
     def replace_gradients(
         self, tile: Tile, sums: Buffer, settings: Mapping[str, Settings], scale: float = 1.0
     ) -> None:
-        """Replace gradients, multiplied by `scale`, by directions; of several ranks each its block.
+        """Replace the gradients in `sums`, multiplied by `scale`, by directions.
 
         Args: `settings`: the optimizer's settings by parameter.
         """
@@ -116,7 +115,7 @@ class Directions:
         self._collectives.complete(sums, f"averages of {tile.name}")
 
         def work() -> None:
-            for entry, span in self._here[tile.index]:
+            for entry, span in self._own_spans[tile.index]:
                 averages, start = entry.view(sums.data), span.at - entry.offset
                 if len(entry.shape) == 3:  # a stack: only the matrices with values in this block
                     numel = entry.shape[-2] * entry.shape[-1]
@@ -139,12 +138,12 @@ class Directions:
         else:
             device.wait(COMPUTE, lane.ready, "directions' state arrived")
             state = lane.buffer.piece(0, len(at_rest.data))
-        here, (start, _) = self._here[tile.index], self._range(tile)
+        own_spans, (start, _) = self._own_spans[tile.index], self._range(tile)
 
         def work() -> None:
             proceed = self._proceed.data[0].isfinite()
-            with checks.checking_change(tile, state, start) if here else nullcontext():
-                for entry, span in here:
+            with checks.checking_change(tile, state, start) if own_spans else nullcontext():
+                for entry, span in own_spans:
                     gradient = sums.data[span.at : span.at + span.numel].mul_(scale)
                     momentum = state.data[span.start - start : span.stop - start]
                     self._rule.average(gradient, momentum, settings[entry.name], proceed)
@@ -167,8 +166,7 @@ class Directions:
             self._device.wait(stream, event, "directions' state released")
 
 
-# torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
-_CLIP_EPS = 1e-6
+_CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by the norm plus this
 
 _INTACT = (
     "stopped before the update, weights and optimizer state are those of the last step; lower the "
@@ -193,7 +191,7 @@ class _Run(NamedTuple):
     # the number of updates, this one included; None: the elements are not updated
     version: int | None
     scale: float  # the clipping factor; 1 where the gradient is a direction, already clipped
-    # `start + moved` is the first element in the layout of one rank; it seeds rounding
+    # `start + moved` is the first element's number in the layout of one rank, which seeds rounding
     moved: int = 0
 
 
@@ -202,7 +200,7 @@ class StepResult:
     """The result of one optimizer step.
 
     Attributes:
-        loss: the step's loss before the update: its labels' mean cross entropy, unless another.
+        loss: the step's loss before the update: the mean cross entropy of labels, or another loss.
         grad_norm: global 2-norm of the gradient, before clipping.
         tokens: positions in the rows of all ranks, padding included.
         seconds: from the call to the end of the backward (the update may still be running).
@@ -241,17 +239,17 @@ class Update:
         self._pending: list[tuple[Tile, Lane]] = []  # with their host gradients
         self._started: list[Tile] = []  # tiles whose update has started in the current step
         self._torn = False
-        self._losses: list[Tensor] = []
-        self._checked: Any = None
+        self._losses: list[Tensor] = []  # shares of the step's loss
+        self._loss_checked: Any = None  # event
         self._refused = False  # True: the loss is not finite, skip updates; set on the host stream
+        # A step's report: the loss, the squared norms (`Sink.squares`), the flag of checksums.
         memory = device.empty("report", len(tiles) + 3, torch.float32).data
         self._loss, self._norms = Buffer("loss", memory[:1]), Buffer("norms", memory[1:])
-        self._numbers = Buffer("report", memory, (self._loss, self._norms))
+        self._report = Buffer("report", memory, (self._loss, self._norms))
         self._landed = device.host("landed report", len(tiles) + 3, torch.float32, pinned=True)
         self.directions = Directions(shared, optimizer.rule, self._loss)
         self._unclipped = {t.index for t in tiles if optimizer.rule.directs(t.layout)}
-        # True if all updates wait for the global norm
-        self.deferred = max_grad_norm is not None and not self._unclipped
+        self.deferred = max_grad_norm is not None and not self._unclipped  # all wait for the norm
 
     def waits(self, tile: Tile) -> bool:
         """True if a tile's update waits for the global norm."""
@@ -259,7 +257,7 @@ class Update:
 
     @property
     def torn(self) -> bool:
-        """True if a step was aborted after some updates had begun: tiles differ in their steps."""
+        """True if a step was aborted after some updates had begun: tiles are of different steps."""
         return self._torn or bool(self._started)
 
     def begin(self) -> None:
@@ -273,7 +271,7 @@ class Update:
         self._settings = {name: self._groups[index] for name, index in self._group_of.items()}
 
     def ready(self, tile: Tile, host_grad: Lane) -> None:
-        """Take a tile's gradient, which is in `host_grad` once that is `ready`."""
+        """Take a tile's gradient, which is in `host_grad` after the event `host_grad.ready`."""
         if self.waits(tile) or tile.rests.updates == COMPUTE:
             self._pending.append((tile, host_grad))
             if not self.directions.has_any(tile):  # else directions will replace the gradient
@@ -301,7 +299,7 @@ class Update:
             self._refused = not math.isfinite(self._landed.data[0])
 
         device.run(UPDATE, "check loss", check, [self._landed])
-        self._checked = device.record(UPDATE)
+        self._loss_checked = device.record(UPDATE)
 
     def finish(self, sink: Sink) -> tuple[float, float]:
         """Wait for the end of the backward; then start the updates that wait for the norm.
@@ -319,12 +317,13 @@ class Update:
         device.run(COMPUTE, "note norm", collect, [squares, flag], [self._norms])
         ready = self._collectives.all_reduce(self._norms, "norm")
         device.wait(COPY_OUT, ready, "report ready")
-        device.wait(COPY_OUT, self._checked, "loss checked")
-        device.copy(COPY_OUT, self._landed, self._numbers)
+        device.wait(COPY_OUT, self._loss_checked, "loss checked")
+        device.copy(COPY_OUT, self._landed, self._report)
         device.synchronize(device.record(COPY_OUT), "report landed")
-        loss, *measured, differing = device.read(self._landed)
+        loss, *squares_of_tiles, differing = device.read(self._landed)
         self._checks.report(differing, self._collectives.ranks)
-        total = sum(measured) / self._collectives.ranks.hosts  # each host has measured everything
+        # The sum over ranks has each tile once for each host.
+        total = sum(squares_of_tiles) / self._collectives.ranks.hosts
         norm = math.sqrt(total) if total >= 0 else math.nan
         self._check((loss, norm))
         # The backward ends with the tiles that the next forward needs first: tables, layer 0, ...
@@ -360,10 +359,10 @@ class Update:
                 tile.skipped.subtract(tile.idle)
             self._started = []
             self._checks.compare_all()
-            bad = [i for i, share in enumerate(self._losses) if not math.isfinite(share)]
+            not_finite = [i for i, share in enumerate(self._losses) if not math.isfinite(share)]
             ranks = self._collectives.ranks
-            whose = "" if ranks.size == 1 else f" of rank {ranks.rank}"
-            problem = f"the loss is {loss} (micro-batches {bad}{whose})"
+            of_rank = "" if ranks.size == 1 else f" of rank {ranks.rank}"
+            problem = f"the loss is {loss} (micro-batches {not_finite}{of_rank})"
             raise StepRefused(f"{problem}: {_INTACT}", intact=True, measured=measured)
         if norm_is_finite and norm <= self.norm_limit:
             return
@@ -383,17 +382,17 @@ class Update:
         tile.version += 1
         tile.skipped.update(tile.idle)
         self._started.append(tile)
-        in_planes = [  # with `start` and `stop` counted in this rank's planes
+        own_runs = [  # with `start` and `stop` counted in this rank's planes
             run._replace(start=span.start, stop=span.stop, moved=span.at - span.start - span.moved)
             for run in self._runs(tile, scale)
             for span in tile.spans_of(run.start, run.stop)
         ]
         sums = self._checks.update_sums(tile, host_grad.buffer)
         name = Name(Kind.UPDATE, f"update {tile.name}")
-        for first, last, part in self.disk.visit(tile):  # by pieces, if planes rest on a disk
+        for first, last, part in self.disk.visit(tile):  # in parts, if planes rest on a disk
             runs = [
                 run._replace(start=max(run.start, first), stop=min(run.stop, last))
-                for run in in_planes
+                for run in own_runs
                 if first < run.stop and run.start < last
             ]
             work = partial(self._apply, part, first, host_grad, runs, sums)
@@ -420,7 +419,7 @@ class Update:
         tile.updated = host_grad.free = self._device.record(stream)
 
     def _runs(self, tile: Tile, scale: float) -> Iterator[_Run]:
-        """Split a tile into runs of one group and version; a rule of matrices gets each alone."""
+        """Split a tile into runs of one group and version; if the rule needs that, by parameter."""
         states = [plane for plane in tile.states if not plane.on_device]
         versions = {
             entry.name: None if entry.name in tile.idle else tile.version - tile.skipped[entry.name]
@@ -451,7 +450,7 @@ class Update:
     def _apply(
         self, tile: Tile, first: int, host_grad: Lane, runs: Sequence[_Run], sums: UpdateSums | None
     ) -> None:
-        """Update `runs` of `tile`, whose planes begin with element `first` of this rank's."""
+        """Update `runs` of `tile`, whose planes begin with this rank's element `first`."""
         if self._refused:
             return
         gradient = host_grad.buffer.data

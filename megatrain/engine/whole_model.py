@@ -35,7 +35,7 @@ from megatrain.tile import Entry, TileKind
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 _USABLE = 0.9  # part of the free device memory that weights may take; the rest is for the work
-_FEW = 1.0  # with fewer choices for each of a layer's experts only chosen experts are copied
+_FEW = 1.0  # choices (tokens * experts of a token) per expert, below which only chosen are copied
 
 
 @contextmanager
@@ -55,8 +55,8 @@ def whole_model(
         model = stack.enter_context(spec.capture.with_layers())
         places = _Places(model)
         stack.callback(places.restore)
-        first_name, _ = next(model.named_parameters())  # `model.device` is that of this one
-        # Until their weights come, and if they never do, parameters are NaN, without memory.
+        first_name, _ = next(model.named_parameters())  # its device is `model.device`
+        # Parameters without weights, for now or for good, are NaN and take no memory.
         dtype = store.tiles[0].weights.data.dtype
         nan = torch.full((), torch.nan, device=device.torch_device, dtype=dtype)
         for name in {first_name, *spec.unused, *spec.media}:
@@ -113,7 +113,7 @@ def _take_logits_of_first(ranks: Ranks, module: nn.Module, args: Any, output: An
     """A forward hook: replace the logits of each rank by those of rank 0."""
     logits = output.logits.float()
     if ranks.rank:
-        logits = torch.zeros_like(logits)  # 0 * -inf is no number
+        logits = torch.zeros_like(logits)  # not logits * 0, which is NaN for -inf
     ranks.all_reduce(logits)
     output.logits = logits.to(output.logits.dtype)
 
@@ -159,11 +159,11 @@ def _table(opened: EngineSetup, tile: Tile, entry: Entry) -> Tensor:
 
 
 class _Experts(NamedTuple):
-    """A layer's experts: their module, called with the chosen ones' numbers, and its weights."""
+    """A layer's experts."""
 
-    module: nn.Module
+    module: nn.Module  # called with the numbers of the chosen experts
     tile: Tile
-    stack: list[Entry]
+    stack: list[Entry]  # the module's weights `[experts, ...]`
 
 
 def _experts(model: PreTrainedModel, units: Iterable[StreamedModule]) -> Iterator[_Experts]:
@@ -173,12 +173,12 @@ def _experts(model: PreTrainedModel, units: Iterable[StreamedModule]) -> Iterato
         on_host = tile.rests.streamed and tile.rests.weights is Tier.HOST
         if on_host and tile.layout.ranks == 1:
             by_name |= {entry.name: (tile, entry) for entry in tile.layout.entries}
-    for path, part in model.named_modules():
-        if not takes_grouped_products(part):
+    for path, module in model.named_modules():
+        if not takes_grouped_products(module):
             continue
-        names = (f"{path}.{name}" for name, _ in part.named_parameters(recurse=False))
-        entries = [by_name[name] for name in names if name in by_name]
-        stacks = [(tile, entry) for tile, entry in entries if len(entry.shape) == 3]
+        names = (f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))
+        places = [by_name[name] for name in names if name in by_name]
+        stacks = [(tile, entry) for tile, entry in places if len(entry.shape) == 3]
         stack = [e for tile, e in stacks if e.cut_in_rows() and e.name not in tile.layout.copies]
         if stack:
             yield _Experts(model.get_submodule(base_path(path)), stacks[0][0], stack)
@@ -190,7 +190,7 @@ class _Feed:
     def __init__(self, parts: Parts, places: _Places, tables: Mapping[str, Tensor]) -> None:
         self._parts, self._places, self._tables = parts, places, tables
         self._visits: Iterator[tuple[StreamedModule, Buffer]] = iter(())
-        self._chooses = False
+        self._copies_chosen = False  # True if a forward copies the chosen experts alone
 
     def hooks(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterable[Any]:
         """Register hooks on the model and its layers; the caller removes them."""
@@ -206,8 +206,8 @@ class _Feed:
                 self._places.put(name, table)
             ids = kwargs.get("input_ids", args[0] if args else None)
             choices = ids.numel() * num_chosen if isinstance(ids, Tensor) else 0
-            self._chooses = 0 < choices < _FEW * num_experts
-            self._parts.stream.begin(units, stacks if self._chooses else {})
+            self._copies_chosen = 0 < choices < _FEW * num_experts
+            self._parts.stream.begin(units, stacks if self._copies_chosen else {})
             self._visits = self._parts.stream.visit(units)
             self._next(0)
 
@@ -217,24 +217,20 @@ class _Feed:
 
         yield model.register_forward_pre_hook(begin, with_kwargs=True)
         for owner in experts:
-            choose = partial(self._choose, owner)
-            yield owner.module.register_forward_pre_hook(choose, with_kwargs=True)
+            copy_chosen = partial(self._copy_chosen, owner)
+            yield owner.module.register_forward_pre_hook(copy_chosen, with_kwargs=True)
         for number, layer in enumerate(layers, 1):
-            yield layer.register_forward_pre_hook(
-                lambda module, args, number=number: self._next(number), prepend=True
-            )
-        yield layers[-1].register_forward_hook(
-            lambda module, args, output: self._next(len(layers) + 1)
-        )
+            yield layer.register_forward_pre_hook(partial(self._next, number), prepend=True)
+        yield layers[-1].register_forward_hook(partial(self._next, len(layers) + 1))
         yield model.register_forward_hook(end)
 
-    def _choose(self, experts: _Experts, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._chooses:
+    def _copy_chosen(self, experts: _Experts, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._copies_chosen:
             chosen = args[1] if len(args) > 1 else kwargs["top_k_index"]
             self._parts.stream.bring(experts.tile, experts.stack, chosen)
 
-    def _next(self, number: int) -> None:
-        """Put the weights of unit `number`, which must be the next one, into the model."""
+    def _next(self, number: int, *_: Any) -> None:
+        """A hook: put the weights of unit `number`, which must be the next one, into the model."""
         unit, slot = next(self._visits)
         if unit is not [*self._parts.trunk, self._parts.head][number]:
             raise RunFailed("the model's forward calls its layers in another order than it did")

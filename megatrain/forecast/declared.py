@@ -138,7 +138,7 @@ class Declared:
     ) -> tuple[Work, Values]:
         ledger, count = self.ledger, grouped(turn.micro)
         visit = self._visit(layer, turn.micro.inputs["input_ids"].shape[0])
-        saves = layer.saves(turn) if train else None
+        saves = layer.graph_saves(turn) if train else None
         if saves is not None:
             done = self._forward_with_graph(layer, turn, visit, saves, leaving)
         elif train and layer.policy.saves == "attention":

@@ -39,8 +39,7 @@ T = TypeVar("T")
 Values = Mapping[str, Callable[[], Tensor]]  # functions that read tensors, by name
 
 _LONGEST = 1_000_000  # seconds
-# To measure the link: gathers, and elements of each rank in a gather.
-_GATHERS, _GATHERED = 4, 1 << 23
+_GATHERS, _GATHERED = 4, 1 << 23  # to measure the link: gathers, elements of a rank in each
 
 
 def patience() -> timedelta:

@@ -28,8 +28,7 @@ from megatrain.parallel.distributed import Ranks
 from megatrain.placement import CPU_PLACEMENT, Placement
 from megatrain.tile import Entry, Span, TileKind, TileLayout
 
-# Planes that are copied between host and device, so their host memory is pinned.
-_PINNED = (PlaneKind.WEIGHTS, PlaneKind.GRADIENT)
+_PINNED = (PlaneKind.WEIGHTS, PlaneKind.GRADIENT)  # copied between host and device
 
 
 class Tier(Enum):

@@ -9,6 +9,7 @@ import torch
 
 from megatrain import Engine, InputError, Placement, RunFailed
 from megatrain.device import CpuDevice
+from megatrain.engine import bit_checks
 from tests.inside import host_gradients, store_of
 from tests.parity.cases import llama, make_batches, make_engine, masters, same, trained
 from tests.parity.ranks import run_ranks
@@ -75,6 +76,7 @@ def test_a_flipped_bit_of_any_plane_stops_the_next_step(rule, place, tmp_path):
 
 
 def test_one_flipped_bit_is_told_from_several():
+    assert bit_checks._flipped(0, 8) is None  # changes that cancel in one of the sums
     steps = make_batches(2)
     for bytes_flipped, said in (
         ((4321,), ONE_BIT.replace("[0-9,]+", "4,321")),
