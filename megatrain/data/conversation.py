@@ -24,8 +24,8 @@ _TEXT_FIELDS = {
     "tool_call": "tool_calls",
 }  # fmt: skip
 
-# Keys of a content part with a medium that are read.
-_OF_MEDIA = ("type", "url", "path", "base64", "bytes", "data", "format", *PARTS)
+# The keys that are read of a content part with an image, a film or a sound.
+_MEDIA_KEYS = ("type", "url", "path", "base64", "bytes", "data", "format", *PARTS)
 
 
 class Conversation(NamedTuple):
@@ -35,10 +35,10 @@ class Conversation(NamedTuple):
     learnt: list[bool]  # for each message, True if it is a reply to learn
     tools: list[Any] | None = None
     options: Mapping[str, Any] = MappingProxyType({})
-    images: Sequence[Any] = ()  # for each character of `PLACES` a MediumSource; later a Medium
+    images: Sequence[Any] = ()  # for each mark of `PLACES` a MediumSource; once read, a Medium
 
-    def upto(self, turn: int) -> "Conversation":
-        return self._replace(messages=self.messages[:turn], learnt=self.learnt[:turn])
+    def upto(self, count: int) -> "Conversation":
+        return self._replace(messages=self.messages[:count], learnt=self.learnt[:count])
 
 
 def messages(
@@ -48,14 +48,13 @@ def messages(
 
     Args: `images`: contents may have images; a message then has their sources as `media`.
     """
-    value = _objects(value, name, where)
-    places = [f"{where}: message {number}" for number in range(1, len(value) + 1)]
-    checked = [_message(m, place, images) for m, place in zip(value, places, strict=True)]
+    objects = _objects(value, name, where)
+    checked = [_message(m, f"{where}: message {n}", images) for n, m in enumerate(objects, 1)]
     return [m for m, _ in checked], [learnt for _, learnt in checked]
 
 
 def from_json(value: object, name: str, where: str) -> object:
-    """A list or object, decoded if a table stores it as JSON."""
+    """A list or object, decoded if a table stores it as JSON; any other value as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
     with explained(f"{where}: {name!r} is not JSON", "write it as a list", of=ValueError):
@@ -63,7 +62,7 @@ def from_json(value: object, name: str, where: str) -> object:
 
 
 def _objects(value: object, name: str, where: str) -> Sequence[Any]:
-    """A field's list. Raises InputError: it is none, or empty."""
+    """A field's list. Raises InputError: the value is no list, or is empty."""
     value = from_json(value, name, where)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise InputError(f"{where}: {name!r} must be a non-empty list of objects")
@@ -71,7 +70,7 @@ def _objects(value: object, name: str, where: str) -> Sequence[Any]:
 
 
 def tools(value: object, where: str, *, wrap: bool = False) -> list[Any] | None:
-    """The tools of a row; `wrap` puts bare functions into the API's form, as templates expect."""
+    """The tools of a row; `wrap` puts bare functions into OpenAI's form, as templates expect."""
     value = from_json(value, "tools", where)
     if empty(value):
         return None
@@ -103,10 +102,10 @@ def _message(message: object, where: str, images: bool) -> tuple[Message, bool]:
         calls = from_json(fields.pop("content"), "value", where)
         fields["tool_calls"] = calls if isinstance(calls, list) else [calls]
     fields["role"] = SPEAKERS.get(fields["role"], fields["role"])
-    learnt = _learnt(fields, where)
+    learnt = _pop_learnt(fields, where)
     refuse_unheeded_of_message(fields, where)
     if isinstance(fields.get("content"), Sequence) and not isinstance(fields["content"], str):
-        fields |= _of_parts(fields.pop("content"), fields, where, images)
+        fields |= _from_parts(fields.pop("content"), fields, where, images)
     calls = from_json(fields.get("tool_calls"), "tool_calls", where)
     if empty(calls):
         fields.pop("tool_calls", None)
@@ -120,22 +119,22 @@ def _message(message: object, where: str, images: bool) -> tuple[Message, bool]:
     return fields, learnt
 
 
-def _learnt(message: Message, where: str) -> bool:
-    """True if a message is a reply to learn; takes its weight (OpenAI's, or `loss_weight`) away."""
-    reply = message["role"] == "assistant"
+def _pop_learnt(message: Message, where: str) -> bool:
+    """True if a message is a reply to learn; takes `weight` (OpenAI's) and `loss_weight` out."""
+    is_learnt = message["role"] == "assistant"
     for name in ("weight", "loss_weight"):
         weight = message.pop(name, None)
         if weight is None:
             continue
         if not isinstance(weight, (int, float)) or weight not in (0, 1):
             raise InputError(f"{where}: {name!r} must be 0 or 1: round it, or leave it out")
-        if weight and not reply:
+        if weight and not is_learnt:
             raise InputError(f"{where}: {name!r} is 1, but this is no reply: leave it out")
-        reply = reply and weight == 1
-    return reply
+        is_learnt = is_learnt and weight == 1
+    return is_learnt
 
 
-def _of_parts(parts: Sequence[object], message: Message, where: str, images: bool) -> Message:
+def _from_parts(parts: Sequence[object], message: Message, where: str, images: bool) -> Message:
     """The fields of a message with these content parts: text, media, reasoning, tool calls."""
     is_reply = message["role"] == "assistant"
     media: list[MediumSource] = []
@@ -159,11 +158,12 @@ def _of_parts(parts: Sequence[object], message: Message, where: str, images: boo
         if name in message:
             raise InputError(f"{where}: {name!r} is also in a part of 'content': keep one")
         texts_of[name].append(text)
-        inner, read = entries.get(kind), _OF_MEDIA if kind in PARTS else ("type", kind, "value")
+        read_keys = _MEDIA_KEYS if kind in PARTS else ("type", kind, "value")
+        inner = entries.get(kind)  # OpenAI's parts have their keys one level deeper
         for key, value in {**entries, **(inner if isinstance(inner, Mapping) else {})}.items():
-            if not (key in read or empty(value)):
+            if key not in read_keys and not empty(value):
                 refuse_unheeded_of_message({key: value}, where)
-                unread[f"{kind}.{key}"] = value  # no template names it, so that it is told
+                unread[f"{kind}.{key}"] = value  # logged as unread: no template has such a name
     fields: Message = unread | {name: "".join(texts) for name, texts in texts_of.items() if texts}
     if calls := texts_of["tool_calls"]:
         fields["tool_calls"] = [from_json(call, "tool_call", where) for call in calls]
@@ -171,7 +171,7 @@ def _of_parts(parts: Sequence[object], message: Message, where: str, images: boo
 
 
 def _call(call: object, where: str) -> dict[str, Any]:
-    """A call in the API's form, with arguments as an object: templates would escape JSON text."""
+    """A call in OpenAI's form, with arguments as an object: templates would escape JSON text."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InputError(f"{where}: 'tool_calls' must each have a function with a name")
@@ -181,8 +181,8 @@ def _call(call: object, where: str) -> dict[str, Any]:
         arguments = {}
     if not isinstance(arguments, dict):
         raise InputError(f"{where}: 'arguments' of a call must be an object: name each of them")
-    others = {} if function is call else {k: v for k, v in call.items() if v is not None}
-    return {"type": "function", **others, "function": {**function, "arguments": arguments}}
+    beside = {} if function is call else {k: v for k, v in call.items() if v is not None}
+    return {"type": "function", **beside, "function": {**function, "arguments": arguments}}
 
 
 _BEGINS = re.compile(r"\s*\[\s*\{")
@@ -192,21 +192,21 @@ _KEYS = {name: re.compile(rf"""["']{name}["']\s*:""") for name in ("role", "from
 def text_or_messages(value: object, name: str, where: str) -> object:
     """The messages that a table stores as JSON, decoded; any other value as it is.
 
-    A text may begin as JSON does ("[INST]", a list of numbers), or be JSON (a reply in a format).
+    Only a list of objects with a message's keys is decoded: a text may begin as JSON does
+    ("[INST]", a list of numbers), or be JSON (a reply in a format).
 
     Raises InputError: a string looks like messages, but is no valid JSON.
     """
     if not isinstance(value, str) or not _BEGINS.match(value):
         return value
-    if not _of_message({key for key, written in _KEYS.items() if written.search(value)}):
+    if not _has_message_keys({key for key, pattern in _KEYS.items() if pattern.search(value)}):
         return value
-    rows = from_json(value, name, where)
-    are_messages = isinstance(rows, list) and all(
-        isinstance(row, dict) and _of_message(row.keys()) for row in rows
+    decoded = from_json(value, name, where)
+    are_messages = isinstance(decoded, list) and all(
+        isinstance(entry, dict) and _has_message_keys(entry.keys()) for entry in decoded
     )
-    return rows if are_messages else value
+    return decoded if are_messages else value
 
 
-def _of_message(keys: Set[str]) -> bool:
-    """True if these are the keys of a message."""
+def _has_message_keys(keys: Set[str]) -> bool:
     return "role" in keys or {"from", "value"} <= keys

@@ -3,7 +3,8 @@
 A template may write a turn differently when more turns follow: without its reasoning, with another
 end, with the tools elsewhere. A reply is therefore found by signs: a unique character after each
 message's content shows where the content ends in the whole text. A reply begins after the header
-with which the template asks for it, and ends with the tokens that end a turn.
+that the template's generation prompt writes, and ends with the tokens that end a turn. A *request*
+is the text of all messages before a reply, with the generation prompt.
 """
 
 import re
@@ -35,16 +36,15 @@ class ReplySpans:
         token = "|".join(map(re.escape, longest_first)) or r"(?!)"
         self._one_token, self._token_run = re.compile(token), re.compile(f"(?:{token})+")
         self._borders = re.compile(f"{token}|\\s")
-        self._talk = talk
-        self._where = where
+        self._talk, self._where = talk, where
         marked = template.is_marked(talk)
         self.text, self.marks = template.render(
             talk, where, add_generation_prompt=False, return_assistant_tokens_mask=marked
         )
-        used = {*self.text, *template.source(talk)}
-        signs = (chr(code) for code in _PRIVATE if chr(code) not in used)
-        # each message with the sign of its content, and that of its calls
-        self._signs = list(zip(talk.messages, signs, signs, strict=False))
+        used_chars = {*self.text, *template.source(talk)}
+        signs = (chr(code) for code in _PRIVATE if chr(code) not in used_chars)
+        # Each message with the sign of its content, and that of its calls; "" if none is left.
+        self._signs = [(message, next(signs, ""), next(signs, "")) for message in talk.messages]
         all_signs = "".join(sign for _, *pair in self._signs for sign in pair)
         self._any_sign = re.compile(f"[{all_signs}]")
         self._rendered: dict[tuple[int, bool], str] = {}
@@ -61,7 +61,7 @@ class ReplySpans:
             return span
         span = self._by_prefixes(turn, request) or self._by_signs(turn, request)
         if span is not None:
-            span = self._unheaded(turn, request, *span), span[1]
+            span = self._after_header(turn, request, *span), span[1]
         if span is None or self._opens_another(turn, request, *span):
             if not any(self._talk.messages[turn].get(n) for n in SAID):
                 raise InputError(
@@ -77,10 +77,10 @@ class ReplySpans:
         words = words_of_calls(self._talk.messages[turn])
         if any(word not in self.text[begin:end] for word in words):
             raise self._left_out_error(turn)
-        return begin, self._with_end_tokens(turn, begin, self._closed(turn, begin, end))
+        return begin, self._with_end_tokens(turn, begin, self._first_tokens_end(turn, begin, end))
 
-    def _closed(self, turn: int, begin: int, end: int) -> int:
-        """The end of the first added tokens after a reply's content; text may follow them."""
+    def _first_tokens_end(self, turn: int, begin: int, end: int) -> int:
+        """The end of the first added tokens after a reply's content in text[begin:end], if any."""
         content = self._content_range(turn, begin, end)
         if content is None or "tool_calls" in self._talk.messages[turn]:
             return end
@@ -121,6 +121,7 @@ class ReplySpans:
         if content and (start is None or not begin <= start <= end - len(content)):
             tokens = [token.span() for token in self._one_token.finditer(self.text, begin, end)]
             start = self.text.rfind(content, begin, end)
+            # The content "user" is also in the token "<|user|>", for example.
             while any(first <= start and start + len(content) <= last for first, last in tokens):
                 start = self.text.rfind(content, begin, start + len(content) - 1)
         if start is None or not begin <= start <= end - len(content):
@@ -128,7 +129,7 @@ class ReplySpans:
         return start, start + len(content)
 
     def _render(self, num_messages: int, *, asking: bool = False) -> str:
-        """The text of the first messages; `asking`: with the template's request for a reply."""
+        """The text of the first messages; `asking`: with the template's generation prompt."""
         key = (num_messages, asking)
         if key not in self._rendered:
             talk = self._talk.upto(num_messages)
@@ -150,7 +151,7 @@ class ReplySpans:
         after_header = request.rpartition(header)[2]  # the request may be longer
         begin += self._num_equal_to_border(after_header, begin)
         follows = begin >= self._message_ends.get(turn - 1, 0)  # not a header quoted in a message
-        return (begin, end) if follows and self._says_alone(turn, begin, end) else None
+        return (begin, end) if follows and self._has_only(turn, begin, end) else None
 
     def _by_prefixes(self, turn: int, request: str) -> TextRange | None:
         """The reply's place, if the texts without and with it both begin the whole text."""
@@ -179,20 +180,20 @@ class ReplySpans:
             return header_tokens[0] in earlier + later
         return len(tokens_after) > 1 and tokens_after[-1:] == self._one_token.findall(request)[-1:]
 
-    def _unheaded(self, turn: int, request: str, begin: int, end: int) -> int:
-        """The beginning of text[begin:end] after a header that is not written as in the request."""
+    def _after_header(self, turn: int, request: str, begin: int, end: int) -> int:
+        """`begin`, or a later place in text[begin:end]: after a header that the request lacks."""
         first = next(i for i, m in enumerate(self._talk.messages) if i and m["role"] == "assistant")
         header = self._header(first, self._render(first, asking=True))
-        asks = header.strip() in self._header(turn, request)
-        if asks and self.text.startswith(request):
+        in_request = header.strip() in self._header(turn, request)
+        if in_request and self.text.startswith(request):
             return begin
         content = self._content_start(turn)
         previous_end = self._message_ends.get(turn - 1, begin)
         start, stop = self._find_header(header, previous_end, end if content is None else content)
-        return begin if asks and self.text[begin:start].strip() else max(begin, stop)
+        return begin if in_request and self.text[begin:start].strip() else max(begin, stop)
 
     def _find_header(self, header: str, begin: int, end: int) -> TextRange:
-        """The place of a header in text[begin:end], whatever its white space; -1: not found."""
+        """The place of a header in text[begin:end], whatever its white space; (-1, -1): none."""
         words = r"\s*".join(map(re.escape, header.split())) or r"(?!)"
         match = re.compile(words).search(self.text, begin, end)
         if match is None:
@@ -220,15 +221,15 @@ class ReplySpans:
             return None
         header = self._header(turn, request)
         begin = self._begin(request[start_sign:], header, places[turn - 1], places[turn])
-        closings = self._one_token.findall(request[start_sign : len(request) - len(header)])
-        end = self._end(with_reply[end_sign:], closings, places[turn], turn)
+        end_tokens = self._one_token.findall(request[start_sign : len(request) - len(header)])
+        end = self._end(with_reply[end_sign:], end_tokens, places[turn], turn)
         messages = self._talk.messages
         if begin is None and messages[turn - 1]["role"] == "tool":  # the reply continues its turn
             content = messages[turn].get("content", "").rstrip()
             start = places[turn] - len(content)
             if content and "tool_calls" not in messages[turn]:
                 begin = start if self.text.startswith(content, start) else None
-        if begin is None or not self._says_alone(turn, begin, end):
+        if begin is None or not self._has_only(turn, begin, end):
             return None
         return begin, end
 
@@ -236,10 +237,10 @@ class ReplySpans:
         """The beginning of the reply in text[place:end], after `query` that ends with `header`."""
         common = self._num_equal_to_border(query, place)
         if header:
-            is_found = common > len(query) - len(header)
+            has_header = common > len(query) - len(header)
         else:
-            is_found = self._one_token.search(query, common) is None
-        if is_found:
+            has_header = self._one_token.search(query, common) is None
+        if has_header:
             return place + common
         opening = self._one_token.match(header.lstrip())
         start = -1 if opening is None else self.text.find(opening.group(), place, end)
@@ -248,8 +249,11 @@ class ReplySpans:
         start, stop = self._find_header(header, place, end)
         return None if start < 0 or self.text[place:start].strip() else stop
 
-    def _end(self, closing: str, closings: list[str], place: int, turn: int) -> int:
-        """The end of the tokens that end the turn; `closing` follows a last reply's content."""
+    def _end(self, closing: str, end_tokens: list[str], place: int, turn: int) -> int:
+        """The end of the tokens from `place` on that end the turn, which begin as `closing` does.
+
+        `closing` follows a last reply's content; `end_tokens` end the message before the reply.
+        """
         length = self._num_equal(closing, place)
         first = self._token_run.search(closing)
         if "tool_calls" not in self._talk.messages[turn] and first and first.end() <= length:
@@ -258,8 +262,8 @@ class ReplySpans:
             if token.start() <= length < token.end():
                 tokens = self._one_token.findall(token.group())
                 place = self._past_tokens(tokens, place + token.start())
-                other_closing = next((t for t in closings if self.text.startswith(t, place)), "")
-                return place + len(other_closing)
+                end_token = next((t for t in end_tokens if self.text.startswith(t, place)), "")
+                return place + len(end_token)
         return place + self._num_equal_to_border(closing, place)
 
     def _past_tokens(self, tokens: list[str], place: int) -> int:
@@ -281,19 +285,18 @@ class ReplySpans:
         return next((i for i, (a, b) in pairs if a != b), len(actual))
 
     def _num_equal_to_border(self, expected: str, place: int) -> int:
-        """The same number; if not all are equal, only to the last end of a token or a space."""
+        """As `_num_equal`; if not all are equal, only up to the last end of a token or a space."""
         length = self._num_equal(expected, place)
         if length == len(expected):
             return length
         return max((m.end() for m in self._borders.finditer(expected, 0, length)), default=0)
 
-    def _says_alone(self, turn: int, begin: int, end: int) -> bool:
-        """True if text[begin:end] has all of this message, and no other message ends inside it."""
+    def _has_only(self, turn: int, begin: int, end: int) -> bool:
+        """True if text[begin:end] has all of this message, and the end of no other message."""
         message = self._talk.messages[turn]
         answer = message.get("content", "").split("</think>")[-1].strip()
-        for other, place in self._message_ends.items():
-            if other != turn and begin < place < end:
-                return False
+        if any(n != turn and begin < place < end for n, place in self._message_ends.items()):
+            return False
         return all(part in self.text[begin:end] for part in (*words_of_calls(message), answer))
 
     @cached_property
@@ -303,32 +306,31 @@ class ReplySpans:
     def _find_ends(
         self, num_messages: int, text: str, *, asking: bool = False
     ) -> Mapping[int, int]:
-        """The ends of messages in `text`, without those whose sign the template does not write."""
-        for empty in (True, False):  # a sign in an empty content may change how it is written
-            shown = self._shown(num_messages, asking=asking, empty=empty)
-            if self._any_sign.sub("", shown) == text:
+        """Message -> its end in `text`, without messages whose sign the template does not write."""
+        for empty in (True, False):  # a sign may change how a template writes an empty content
+            signed_text = self._signed_text(num_messages, asking=asking, empty=empty)
+            if self._any_sign.sub("", signed_text) == text:
                 break
         else:
             return {}
         ends: dict[int, int] = {}
         places: dict[str, list[int]] = {}
-        for number, sign in enumerate(self._any_sign.finditer(shown)):
-            places.setdefault(sign.group(), []).append(sign.start() - number)
-        for turn, (message, of_content, of_calls) in enumerate(self._signs[:num_messages]):
+        for num_before, sign in enumerate(self._any_sign.finditer(signed_text)):
+            places.setdefault(sign.group(), []).append(sign.start() - num_before)
+        for turn, (message, content_sign, calls_sign) in enumerate(self._signs[:num_messages]):
             calls = "tool_calls" in message  # templates repeat the calls' names with their results
-            ends_of_message = places.get(of_calls if calls else of_content, [])
+            ends_of_message = places.get(calls_sign if calls else content_sign, [])
             if len(ends_of_message) == 1 or (calls and ends_of_message):
                 ends[turn] = ends_of_message[0]
         return ends
 
-    def _shown(self, num_messages: int, *, asking: bool = False, empty: bool = False) -> str:
-        """The template's text of the first messages, with two signs in each content.
+    def _signed_text(self, num_messages: int, *, asking: bool = False, empty: bool = False) -> str:
+        """The template's text of the first messages with their signs (`with_signs`).
 
-        `empty`: in empty contents, too. Messages have none where signs have run out.
+        `empty`: also in empty contents.
         """
-        talk = self._talk.upto(num_messages)
         signed = [with_signs(*signs, empty=empty) for signs in self._signs[:num_messages]]
-        talk = talk._replace(messages=[*signed, *talk.messages[len(signed) :]])
+        talk = self._talk.upto(num_messages)._replace(messages=signed)
         return self._template.render(talk, self._where, add_generation_prompt=asking).text
 
     def _refuse_tools_left_out(self) -> None:
@@ -349,17 +351,14 @@ class ReplySpans:
         """Raises InputError: a message's content is not in the text, even in another notation."""
         messages = self._talk.messages
         contents = [message.get("content", "").strip() for message in messages]
-        missing = any(content not in self.text for content in contents)
-        shown = self._shown(len(messages)) if missing else ""
-        inline = contents[-1].rpartition("</think>")[0].removeprefix("<think>")
-        reasoning = next(filter(None, map(messages[-1].get, REASONING)), inline).strip()
-        for turn, (content, (message, sign, _)) in enumerate(
-            zip(contents, self._signs, strict=True)
-        ):
+        is_missing = [content not in self.text for content in contents]
+        signed_text = self._signed_text(len(messages)) if any(is_missing) else ""
+        inline_reasoning = contents[-1].rpartition("</think>")[0].removeprefix("<think>")
+        reasoning = next(filter(None, map(messages[-1].get, REASONING)), inline_reasoning).strip()
+        for turn, (message, content_sign, _) in enumerate(self._signs):
             words = [*words_of_calls(message), *([reasoning] if message is messages[-1] else [])]
-            if any(word not in self.text for word in words) or (
-                content not in self.text and sign not in shown
-            ):
+            is_written = not is_missing[turn] or (content_sign and content_sign in signed_text)
+            if not is_written or any(word not in self.text for word in words):
                 raise self._left_out_error(turn)
 
     def _left_out_error(self, turn: int) -> InputError:
@@ -400,14 +399,14 @@ def words_of_calls(message: Message) -> list[str]:
     return [*(function["name"] for function in functions), *words]
 
 
-def with_signs(message: Message, of_content: str, of_calls: str, *, empty: bool) -> Message:
+def with_signs(message: Message, content_sign: str, calls_sign: str, *, empty: bool) -> Message:
     """A message with one sign after its content, and the other after its last call's name."""
     signed = dict(message)
     text = message.get("content", "").rstrip()
     if text or (empty and "content" in message and "tool_calls" not in message):
-        signed["content"] = text + of_content + message["content"][len(text) :]
+        signed["content"] = text + content_sign + message["content"][len(text) :]
     if "tool_calls" in message:
-        *others, last = message["tool_calls"]
-        function = {**last["function"], "name": last["function"]["name"] + of_calls}
-        signed["tool_calls"] = [*others, {**last, "function": function}]
+        *earlier, last = message["tool_calls"]
+        function = {**last["function"], "name": last["function"]["name"] + calls_sign}
+        signed["tool_calls"] = [*earlier, {**last, "function": function}]
     return signed

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from megatrain.data import open_dataset
+from megatrain.data import open_dataset, reply_spans
 from megatrain.data.conversation import messages
 from megatrain.errors import InputError
 from tests.refusals import refused
@@ -252,6 +252,16 @@ def test_a_header_that_takes_white_space_in_is_not_learnt_in_a_text(tmp_path):
     batch = data.batch([0])
     taught = batch["input_ids"][0][batch["labels"][0] != -100]
     assert tokenizer.decode(taught) == "It is 42.<|endoftext|>"
+
+
+def test_conversations_may_have_more_messages_than_there_are_signs(monkeypatch):
+    monkeypatch.setattr(reply_spans, "_PRIVATE", range(0xE000, 0xE004))  # for two messages
+    assert learnt(phi3(), "What?", "D", "Why?", "E") == "D<|end|>E<|end|>"
+    without_third = PHI3.replace(
+        "+ message['content'] +", "+ ('' if loop.index == 3 else message['content']) +"
+    )
+    with pytest.raises(InputError, match="leaves out message 3"):
+        learnt(phi3(without_third), "What?", "D", "Why?", "E")
 
 
 def test_an_ordinary_token_over_the_border_of_a_reply_is_learnt():
