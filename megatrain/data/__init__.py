@@ -1,8 +1,8 @@
 """Data: from files to the steps that the engine takes.
 
-Read in this order: `sources` (which files), `readers` (their rows, checked), `encoders`
-(tokens), `token_store` (kept on disk), `row_packing` (which share a row), `dataset` (batches),
-`loader` (their endless order). `tokenise` calls them in turn.
+Read in this order: `sources` (which files), `readers` (their rows), `encoders` (their tokens),
+`token_store` (tokens on disk), `row_packing` (documents that share a row), `dataset` (batches),
+`loader` (the endless order of steps). `tokenise.open_dataset` calls all but the last in turn.
 """
 
 from megatrain.data.dataset import PLAIN, PackedDataset, ReplyDataset, numbered

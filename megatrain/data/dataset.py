@@ -25,16 +25,17 @@ from megatrain.loss import IGNORED
 MicroBatch = dict[str, Tensor]
 Overlong = Literal["truncate", "drop", "error"]
 
-ROWS = "image_rows"  # for each line of a micro-batch: a row of the data set, a line of that row
+ROWS = "image_rows"
 """Name of a micro-batch's tensor `[lines, 2]`: each line's row, and its number in the row."""
 CLASSES = ("classes", "class_sets", "tags")
 """Kinds of data with classes: one for each text, several, or one for each word."""
 REPLIES = ("pairs", "margins", "anchors")
 """Kinds of data whose rows have several texts, which a loss compares."""
-_NAMES = {"text": "documents", "pairs": "replies", "margins": "replies"}
-_NAMES |= dict.fromkeys(("anchors", *CLASSES), "texts")
+_DOCUMENTS = {"text": "documents", "pairs": "replies", "margins": "replies"}
+_DOCUMENTS |= dict.fromkeys(("anchors", *CLASSES), "texts")
 
 PLAIN = ("input_ids", "labels", "attention_mask")
+"""Names of the tensors of `ReplyDataset.plain`: all but the loss's inputs."""
 _log = logging.getLogger("megatrain.data")
 _WIDTH_MULTIPLE = 8  # of tokens in unpacked batches, for matrix units
 _MAX_PLACES = 8  # places that one description names
@@ -42,7 +43,7 @@ _MAX_PLACES = 8  # places that one description names
 
 def documents_named(kind: str) -> str:
     """The word for documents of this kind of data, for messages."""
-    return _NAMES.get(kind, "conversations")
+    return _DOCUMENTS.get(kind, "conversations")
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ class Layout:
         """A micro-batch of rows, each given as its segments' tokens; on the CPU.
 
         Its tensors are int64 `[rows, width]`: input_ids, and labels (-100: not predicted). Packed
-        rows have `sequence_length` tokens, and position_ids if a row has several segments; padding
-        is a segment of its own, as transformers separates segments only without an attention_mask.
+        rows have `sequence_length` tokens, and position_ids if a row has several segments. Padding
+        counts as a segment: transformers separates segments only without an attention_mask.
         Unpacked rows are as wide as the longest, with an attention_mask if others are shorter.
         """
         lengths = np.array([sum(len(segment.ids) for segment in row) for row in rows])
@@ -91,17 +92,17 @@ class Layout:
         positions = np.tile(np.arange(width), (len(rows), 1))
         for line, row in enumerate(rows):
             start = 0
-            for ids, targets in row:
-                stop = start + len(ids)
-                input_ids[line, start:stop] = ids
-                labels[line, start:stop] = targets
+            for segment in row:
+                stop = start + len(segment.ids)
+                input_ids[line, start:stop] = segment.ids
+                labels[line, start:stop] = segment.labels
                 labels[line, start] = -100
-                positions[line, stop:] = np.arange(width - stop)
+                positions[line, stop:] = np.arange(width - stop)  # of the next segment
                 start = stop
         batch = {"input_ids": input_ids, "labels": labels}
         if not self.packing and (lengths < width).any():
             batch["attention_mask"] = (np.arange(width) < lengths[:, None]).astype(np.int64)
-        elif self.packing and (positions[:, -1] < width - 1).any():
+        elif self.packing and (positions[:, -1] < width - 1).any():  # several segments in a row
             batch["position_ids"] = positions
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
@@ -125,7 +126,7 @@ class PackedDataset:
     def __init__(self, store: TokenStore, documents: Segments, layout: Layout, part: str) -> None:
         self.store = store  # the tokens on disk
         self.documents = documents  # the documents to learn from
-        self._layout, self._part = layout, part
+        self._layout, self._part = layout, part  # `part`: how they were chosen, in words
         self.kind, self.packing = layout.kind, layout.packing
         self.sequence_length, self.has_images = layout.sequence_length, store.has_images
         self._rows = layout.arrange(documents)
@@ -171,31 +172,31 @@ class PackedDataset:
         """
         documents = self.documents
         if self._layout.kind == "text":
-            place = int(documents.lengths.sum() * (1 - fraction))
-            documents = documents.cut(np.array([place]))
-            split = int(np.searchsorted(np.cumsum(documents.lengths), place, side="right"))
+            train_tokens = int(documents.lengths.sum() * (1 - fraction))
+            documents = documents.cut(np.array([train_tokens]))
+            split = int(np.searchsorted(documents.lengths.cumsum(), train_tokens, side="right"))
         else:
             per_row = self._layout.lines
-            number = len(documents) // per_row
-            split = per_row * (number - max(1, round(number * fraction)))
-        return self._piece(documents[:split], f"train {fraction}"), self._piece(
-            documents[split:], f"evaluation {fraction}"
-        )
+            num_rows = len(documents) // per_row
+            split = per_row * (num_rows - max(1, round(num_rows * fraction)))
+        train = self._with_documents(documents[:split], f"train {fraction}")
+        return train, self._with_documents(documents[split:], f"evaluation {fraction}")
 
-    def batches(self, size: int, of_step: int = 1 << 62) -> Iterator[MicroBatch]:
+    def batches(self, size: int, rows_per_step: int = 1 << 62) -> Iterator[MicroBatch]:
         """Micro-batches of all rows in order, `size` rows in each; none has rows of two steps."""
-        for first in range(0, len(self), of_step):
-            rows = range(len(self))[first : first + of_step]
+        for first in range(0, len(self), rows_per_step):
+            rows = range(len(self))[first : first + rows_per_step]
             yield from (self.batch(rows[i : i + size]) for i in range(0, len(rows), size))
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
+        """The micro-batch of these rows, as of `Layout.batch`; `with_images` completes it."""
         batch = self._layout.batch([list(self.pieces(row)) for row in rows])
         if self.has_images:
             batch[ROWS] = torch.tensor([(row, 0) for row in rows])  # rows have one line each
         return batch
 
     def images(self, row: int, lines: slice, *, whole: bool = True) -> list[Medium]:
-        """The images of documents (`lines`) in a row; not `whole`: without their bytes."""
+        """The images of the documents `lines` of a row; not `whole`: without their bytes."""
         documents = self._segments(row).document[lines].tolist() if self.has_images else ()
         return [image for n in documents for image in self.store.images_of(n, whole=whole).media]
 
@@ -210,12 +211,12 @@ class PackedDataset:
             return None
         processor = self.image_processor
         lines = slice(None if self.packing else 1)  # the replies of a row have the same images
-        rows = (self.images(row, lines, whole=False) for row in range(len(self)))
+        images_by_row = (self.images(row, lines, whole=False) for row in range(len(self)))
 
-        def tokens(images: list[Medium]) -> int:
+        def num_tokens(images: list[Medium]) -> int:
             return sum(len(processor.replacement(*image.shape)) for image in images)
 
-        images = max(rows, key=tokens)
+        images = max(images_by_row, key=num_tokens)
         return processor.example([image.shape for image in images]) if images else None
 
     def with_images(self, batch: MicroBatch) -> MicroBatch:
@@ -228,7 +229,7 @@ class PackedDataset:
         batch = dict(batch)
         images: list[list[Medium]] = []  # of each document
         for row, line in batch.pop(ROWS).tolist():
-            # A packed row is one line of several documents; in others each line is a document.
+            # A packed row is one line of several documents; in other rows each line is a document.
             documents = range(len(self._segments(row))) if self.packing else (line,)
             images += [self.images(row, slice(n, n + 1)) for n in documents]
         return batch | self.image_processor.inputs(batch["input_ids"].tolist(), images)
@@ -247,13 +248,13 @@ class PackedDataset:
         ]
 
     def pieces(self, row: int) -> Iterator[Tokens]:
-        for segment in self._segments(row):
-            yield self.store.read(*segment)
+        """The tokens of each segment of a row."""
+        return (self.store.read(*segment) for segment in self._segments(row))
 
-    def _piece(self, documents: Segments, part: str) -> Self:
-        piece = type(self)(self.store, documents, self._layout, f"{self._part}, {part}")
-        piece.image_processor = self.image_processor
-        return piece
+    def _with_documents(self, documents: Segments, part: str) -> Self:
+        data = type(self)(self.store, documents, self._layout, f"{self._part}, {part}")
+        data.image_processor = self.image_processor
+        return data
 
     def _segments(self, row: int) -> Segments:
         return self._rows.segments[slice(self._rows.first[row], self._rows.first[row + 1])]
@@ -271,18 +272,18 @@ class ClassDataset(PackedDataset):
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
         batch = super().batch(rows)
-        of_rows = [self._labels(row) for row in rows]
+        classes_by_row = [self._labels(row) for row in rows]
         if self.kind == "tags":  # the first token has a tag, although texts do not predict it
-            batch["labels"][:, 0] = torch.tensor([int(labels[0]) for labels in of_rows])
+            batch["labels"][:, 0] = torch.tensor([int(tags[0]) for tags in classes_by_row])
             return batch
         labels = scored(batch["input_ids"], batch.get("attention_mask"), self.pad)
         if self.kind == "classes":
-            labels = labels.where(labels < 0, torch.tensor(np.stack(of_rows)))
+            labels = labels.where(labels < 0, torch.tensor(np.stack(classes_by_row)))
         else:
             count = self._layout.num_classes
             shape = (*labels.shape, count)
             truths = torch.zeros(len(rows), count)
-            for truth, classes in zip(truths, of_rows, strict=True):
+            for truth, classes in zip(truths, classes_by_row, strict=True):
                 truth[torch.from_numpy(classes)] = 1
             batch["classes"] = torch.arange(count).expand(shape).contiguous()
             batch["truths"] = truths[:, None].expand(shape).contiguous()
@@ -296,7 +297,7 @@ class ReplyDataset(PackedDataset):
     """Rows of several lines of tokens: a better and a worse reply, or an anchor, its positive, ...
 
     Attributes:
-        loss: micro-batches get its inputs; set it before the first one.
+        loss: the loss whose inputs micro-batches get; set it before the first `batch`.
         reference: the reference model's log-probabilities of replies, `[rows, lines]`; None: none.
     """
 
@@ -328,26 +329,26 @@ class ReplyDataset(PackedDataset):
         batch = self.plain(rows)
         ids, labels = batch["input_ids"], batch["labels"]
         pairs = torch.arange(len(rows)).repeat_interleave(self.lines)
-        text = torch.arange(self.lines).repeat(len(rows))
-        of_lines = {"pair": pairs}
-        of_lines |= {"text": text} if self.loss.embeds else {"chosen": text == 0}
+        line_in_row = torch.arange(self.lines).repeat(len(rows))
+        line_inputs = {"pair": pairs}  # a value for each line, then one for each token
+        line_inputs |= {"text": line_in_row} if self.loss.embeds else {"chosen": line_in_row == 0}
         if "margin" in self.loss.inputs:
-            firsts = [int(self._segments(row).document[0]) for row in rows]
-            of_lines["margin"] = torch.tensor([self.store.margin(i) for i in firsts])[pairs]
-        for name, values in of_lines.items():
+            chosen = [int(self._segments(row).document[0]) for row in rows]
+            line_inputs["margin"] = torch.tensor([self.store.margin(i) for i in chosen])[pairs]
+        for name, values in line_inputs.items():
             batch[name] = values[:, None].expand(labels.shape).float().contiguous()
         if self.reference is not None:
-            # A reply's sum is at its first learnt token.
+            # A reply's log-probability stands at its first learnt token.
             first = (labels != IGNORED).float().argmax(1, keepdim=True)
-            sums = self.reference[list(rows)].view(-1, 1).float()
-            batch["reference_logp"] = torch.zeros(labels.shape).scatter(1, first, sums)
+            logps = self.reference[list(rows)].view(-1, 1).float()
+            batch["reference_logp"] = torch.zeros(labels.shape).scatter(1, first, logps)
         mask = batch.get("attention_mask")
         if self.loss.scores:
             batch["labels"] = scored(ids, mask, self.pad)
         elif self.loss.embeds and self.loss.pooling == "mean":
             batch["labels"] = torch.zeros_like(ids) if mask is None else IGNORED * (1 - mask)
         elif self.loss.embeds:
-            batch["labels"] = scored(ids, mask, -1)
+            batch["labels"] = scored(ids, mask, -1)  # -1: the mask alone tells padding
         return batch
 
 
@@ -390,8 +391,9 @@ def choose(store: TokenStore, layout: Layout, seed: int) -> Segments:
     _report_unlearnable(store, learnable | dropped, layout)
     per_row = layout.lines  # all documents of a row are usable, or none
     usable = np.logical_and.reduce(learnable.reshape(-1, per_row), 1)
-    order = shuffled(len(usable), 0, seed)
-    order = (per_row * order[usable[order]][:, None] + np.arange(per_row)).reshape(-1)
+    rows = shuffled(len(usable), 0, seed)
+    rows = rows[usable[rows]]
+    order = (per_row * rows[:, None] + np.arange(per_row)).reshape(-1)
     return Segments(order, np.zeros_like(order), lengths[order])
 
 
@@ -411,10 +413,10 @@ def _shorten(
             f"{len(overlong)} {documents} are longer than sequence_length {limit} ({example}): "
             "raise it, or set overlong to truncate or drop"
         )
-    done = "truncated" if layout.overlong == "truncate" else "dropped"
+    action = "truncated" if layout.overlong == "truncate" else "dropped"
     _log.warning(
         "%s %d of %d %s, which are longer than sequence_length %d (%s)",
-        done, len(overlong), len(lengths), documents, limit, example,
+        action, len(overlong), len(lengths), documents, limit, example,
     )  # fmt: skip
     lengths = lengths.copy()
     lengths[overlong] = limit if layout.overlong == "truncate" else 0
@@ -429,7 +431,7 @@ def _shorten(
 
 
 def _report_unlearnable(store: TokenStore, learnable: NDArray[np.bool_], layout: Layout) -> None:
-    """Log documents without a token to learn. Raises InputError: all are such."""
+    """Log documents without a token to learn. Raises InputError: no document has one."""
     useless = np.flatnonzero(~learnable)
     if len(useless) == 0:
         return

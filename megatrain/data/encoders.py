@@ -1,6 +1,6 @@
-"""Makes examples of rows, and documents of tokens of these: texts, completions, conversations.
+"""Turns rows into examples (texts, completions, conversations), and these into tokens.
 
-All tokens of a text are learnt, of a prompt with its completion the completion, of a conversation
+Of a text all tokens are learnt, of a prompt with its completion the completion, of a conversation
 the replies. If the chat template marks replies with `{% generation %}`, the marks decide, else
 `reply_spans` finds them. The end-of-turn token belongs to the reply; white space that the template
 writes after it does not.
@@ -70,13 +70,14 @@ class PlacedExample(NamedTuple):
 
 
 class Examples:
-    """All examples of the sources, in order; `notes` records findings while they are read.
+    """All examples of the sources, in order.
 
     Attributes:
-        notes: findings, for JSON. kind: text or chat. formats: title -> [number of sources, name
-            of the first]. unread: fields that were not read. num_bad, bad: number of rows left
-            out, and the reasons of the first. empty: number of rows that teach an empty reply, and
-            the first of them. after: special tokens after a text, for texts with labels.
+        notes: findings while the sources are read, for JSON. Keys: kind: text or chat; formats:
+            title -> [number of sources, name of the first]; unread: fields that were not read;
+            num_bad, bad: number of rows left out, and the reasons of the first; empty: number of
+            rows that teach an empty reply, and the first of them; after: number of special tokens
+            after a text with labels.
     """
 
     def __init__(self, sources: Sequence[DataSource], reading: Reading, bad_rows: BadRows) -> None:
@@ -91,7 +92,7 @@ class Examples:
     def __iter__(self) -> Iterator[PlacedExample]:
         for index, source in enumerate(self.sources):
             if source.format == "text":
-                self._note("text files", TEXT, source)
+                self._note_format("text files", TEXT, source)
                 for piece in read_text(source):
                     yield PlacedExample(index, piece.line, f"{source.name}:{piece.line}", piece)
             else:
@@ -106,37 +107,38 @@ class Examples:
                     raise row
                 if form is None:
                     form = self._reading.find(row, where)
-                    self._note(form.title, form, source)
+                    self._note_format(form.title, form, source)
                 example, unread = self._reading.example(form, row, where)
                 if isinstance(example, str):
                     check_encodable(example, where)
             except InputError as error:
-                self.bad(error)
+                self.note_bad(error)
                 continue
             if _has_empty_reply(example):
                 number_so_far, first = self.notes["empty"]
                 self.notes["empty"] = [number_so_far + 1, first or where]
-            self.pass_over(unread)
+            self.note_unread(unread)
             if isinstance(example, str):
                 for piece in split_text(example, number):
                     yield PlacedExample(index, number, where, piece)
             else:
                 yield PlacedExample(index, number, where, example)
 
-    def pass_over(self, names: Iterable[str]) -> None:
+    def note_unread(self, names: Iterable[str]) -> None:
+        """Note fields that were not read; of many only the first."""
         unread = self.notes["unread"]
         unread += [n for n in names if n not in unread][: SHOWN - len(unread)]
 
-    def bad(self, error: InputError) -> None:
-        """Note a row that cannot be trained on; raises its error unless such rows are skipped."""
+    def note_bad(self, error: InputError) -> None:
+        """Note a row that cannot be trained on; raises `error` unless such rows are skipped."""
         if self._bad_rows == "stop":
             raise error
         self.notes["num_bad"] += 1
         if len(self.notes["bad"]) < SHOWN:
             self.notes["bad"].append(str(error))
 
-    def _note(self, title: str, form: Format, source: DataSource) -> None:
-        """Note a source's format. Raises InputError: it is of another kind than those before."""
+    def _note_format(self, title: str, form: Format, source: DataSource) -> None:
+        """Note a source's format. Raises InputError: earlier sources have rows of another kind."""
         formats = self.notes["formats"]
         if self.notes["kind"] not in (None, form.kind):
             first, (_, where) = next(iter(formats.items()))
@@ -159,7 +161,7 @@ class Document(NamedTuple):
     good: bool = True
     margin: float = 0.0  # by how much the pair's better reply is preferred
     images: Sequence[Medium] = ()  # in the order of their tokens
-    images_end: int = 0  # the number of tokens up to the end of the last image's
+    images_end: int = 0  # the number of tokens up to the last one of the last image
     # `[m]` int32: the document's classes, or the class of each token (-100: none)
     labels: NDArray[np.int32] = np.zeros(0, np.int32)
     source: int = 0
@@ -178,12 +180,12 @@ class Encoder:
         self._tokenizer, self._vocab_size, self._images = tokenizer, vocab_size, images
 
     @cached_property
-    def _added(self) -> set[int]:
-        """The ids of added tokens; listed only when needed, as some tokenizers cannot."""
+    def _added_ids(self) -> set[int]:
+        """The ids of added tokens; listed only when needed, as some tokenizers cannot list them."""
         return {*self._tokenizer.added_tokens_decoder, *self._tokenizer.all_special_ids}
 
     @cached_property
-    def _names(self) -> list[str]:
+    def _added_tokens(self) -> list[str]:
         return [str(token) for token in self._tokenizer.added_tokens_decoder.values()]
 
     @cached_property
@@ -226,16 +228,16 @@ class Encoder:
     def _row(self, placed: PlacedExample, examples: Examples) -> Sequence[Document]:
         """The documents of an example; none, with a note in `examples`, if it cannot be used."""
         example = placed.example
-        talks = example.replies if isinstance(example, Pair) else [example]
-        conversations = [talk for talk in talks if isinstance(talk, Conversation)]
+        parts = example.replies if isinstance(example, Pair) else [example]
+        conversations = [part for part in parts if isinstance(part, Conversation)]
         if any(talk.images for talk in conversations):
             self._images.load()  # an unusable processor makes no row bad
         try:
             for talk in conversations:
-                examples.pass_over(f"{name} (of messages)" for name in self._unread(talk))
-            documents = [self._encoded(talk, placed, examples) for talk in talks]
+                examples.note_unread(f"{name} (of messages)" for name in self._unread(talk))
+            documents = [self._encoded(part, placed, examples) for part in parts]
         except InputError as error:
-            examples.bad(error)
+            examples.note_bad(error)
             return []
         source, line = placed.source, placed.number
         margin = example.margin if isinstance(example, Pair) else 0.0
@@ -244,24 +246,24 @@ class Encoder:
             for number, document in enumerate(documents)
         ]
 
-    def _encoded(self, talk: Any, placed: PlacedExample, examples: Examples) -> Document:
+    def _encoded(self, part: Any, placed: PlacedExample, examples: Examples) -> Document:
         """A labelled text, a completion, or a conversation with its images, as a document."""
-        if isinstance(talk, Labelled):
+        if isinstance(part, Labelled):
             examples.notes["after"] = len(self._around_texts.closing)
-            return self._labelled(talk, placed.where)
-        if not isinstance(talk, Conversation):
-            return self._completion(talk, placed.where)
-        if not talk.images:
-            return self.conversation(talk, placed.where)
+            return self._labelled(part, placed.where)
+        if not isinstance(part, Conversation):
+            return self._completion(part, placed.where)
+        if not part.images:
+            return self.conversation(part, placed.where)
         if not self._images.identity:
-            kind = talk.images[0].kind
+            kind = part.images[0].kind
             raise InputError(
                 f"{placed.where}: {kind}s ({kind!r}, '{kind}s', parts of a content): the model has "
                 "no processor for them: use the folder of one that has, or leave them out"
             )
         folder = Path(examples.sources[placed.source].name).parent
-        images = self._images.read(talk.images, folder, placed.where)
-        return self.conversation(talk._replace(images=images), placed.where)
+        images = self._images.read(part.images, folder, placed.where)
+        return self.conversation(part._replace(images=images), placed.where)
 
     def _pieces(self, pieces: Sequence[tuple[PlacedExample, TextPiece]]) -> Iterator[Document]:
         """Each piece as a document. Raises InputError: an id is outside the vocabulary."""
@@ -283,13 +285,13 @@ class Encoder:
     def _completion(self, example: Completion, where: str) -> Document:
         """A prompt and its completion as a document; the completion and its end token are learnt.
 
-        So is a token with characters of both, unless it is a special token of the prompt that
-        includes white space of the completion.
+        A token with characters of both is learnt, too, unless it is a special token of the prompt
+        that includes white space of the completion.
         """
         prompt, completion = example
         special = self._around_documents
         ids, offsets = placed_tokens(self._tokenizer, prompt + completion, where)
-        first = first_token(prompt + completion, offsets, ids, self._added, len(prompt))
+        first = first_token(prompt + completion, offsets, ids, self._added_ids, len(prompt))
         lead = special.lacking_before(ids)
         ids = [*lead, *ids, *special.lacking_after(ids)]
         targets = np.ones(len(ids), bool)
@@ -299,17 +301,17 @@ class Encoder:
         return Document(token_ids(ids, self._vocab_size, where), targets)
 
     def _labelled(self, example: Labelled, where: str) -> Document:
-        """A text with special tokens around it as a document, with its or its words' classes."""
+        """A text with special tokens around it as a document, with the text's or words' classes."""
         text, labels, words = example
         opening, closing = self._around_texts
-        of_text, offsets = placed_tokens(self._tokenizer, text, where)
-        ids = token_ids([*opening, *of_text, *closing], self._vocab_size, where)
+        text_ids, offsets = placed_tokens(self._tokenizer, text, where)
+        ids = token_ids([*opening, *text_ids, *closing], self._vocab_size, where)
         classes = np.array(labels, np.int32)
-        if words is not None:
-            firsts = [first_token(text, offsets, of_text, self._added, start) for start in words]
-            places = np.array(firsts)
+        if words is not None:  # the first token of a word has the word's class
+            added = self._added_ids
+            places = np.array([first_token(text, offsets, text_ids, added, w) for w in words])
             token_classes = np.full(len(ids), -100, np.int32)
-            has_token = places < len(of_text)
+            has_token = places < len(text_ids)
             token_classes[len(opening) + places[has_token]] = classes[has_token]
             classes = token_classes
         return Document(ids, np.ones(len(ids), bool), labels=classes)
@@ -322,7 +324,7 @@ class Encoder:
         refuse_unplaced(talk, self._template, where)
         if not any(talk.learnt):
             return Document(np.zeros(0, np.int32), np.zeros(0, bool))
-        replies = ReplySpans(self._template, self._names, talk, where)
+        replies = ReplySpans(self._template, self._added_tokens, talk, where)
         if not talk.images:
             self._refuse_tokens(replies.text, where)
         text, media_end, moved = self._images.place(replies.text, talk.images, where)
@@ -330,29 +332,29 @@ class Encoder:
         ids = token_ids(unchecked, self._vocab_size, where)
         starts = offsets[:, 0]
         marked, targets = np.zeros((2, len(ids)), bool)
+        for begin, end in replies.marks:
+            first = first_token(text, offsets, ids, self._added_ids, moved(begin))
+            marked[first : np.searchsorted(starts, moved(end))] = True
         images_end = int(np.searchsorted(starts, media_end))
         document = Document(ids, marked, images=talk.images, images_end=images_end)
-        for begin, end in replies.marks:
-            first = first_token(text, offsets, ids, self._added, moved(begin))
-            marked[first : np.searchsorted(starts, moved(end))] = True
         is_marked = self._template.is_marked(talk)
         if is_marked and talk.learnt == [m["role"] == "assistant" for m in talk.messages]:
             return document
         for turn in np.flatnonzero(talk.learnt).tolist():
             begin, end = map(moved, replies.span(turn))
-            first = first_token(text, offsets, ids, self._added, begin)
-            # White space after the closing special token is between two turns: it is not learnt.
-            visible = begin + len(text[begin:end].rstrip())
-            last, closing = np.searchsorted(starts, (end, visible))
-            closed = closing > first and int(ids[closing - 1]) in self._added
-            targets[first : closing if closed else last] = True
+            first = first_token(text, offsets, ids, self._added_ids, begin)
+            # White space after a reply's last special token is between two turns: it is not learnt.
+            stripped_end = begin + len(text[begin:end].rstrip())
+            stop, stripped_stop = np.searchsorted(starts, (end, stripped_end))
+            is_closed = stripped_stop > first and int(ids[stripped_stop - 1]) in self._added_ids
+            targets[first : stripped_stop if is_closed else stop] = True
         return document._replace(targets=targets & marked if is_marked else targets)
 
     def _refuse_tokens(self, text: str, where: str) -> None:
         """Raises InputError: a text without images has a token that stands for one."""
         if not self._images.identity:  # the model takes text alone
             return
-        for name in self._names:
+        for name in self._added_tokens:
             if re.search("image|img|video|audio", name, re.IGNORECASE) and name in text:
                 raise InputError(
                     f"{where}: the text has the token {name!r}, but the row has no images: name "
@@ -362,8 +364,8 @@ class Encoder:
     def _unread(self, talk: Conversation) -> list[str]:
         """The fields of messages that the template does not mention."""
         names = dict.fromkeys(n for m in talk.messages for n, v in m.items() if not empty(v))
-        read = ("role", *SAID)
-        return [n for n in names if n not in read and not self._template.has_place(talk, n)]
+        names_read = ("role", *SAID)
+        return [n for n in names if n not in names_read and not self._template.has_place(talk, n)]
 
 
 class SpecialTokens(NamedTuple):
@@ -374,7 +376,7 @@ class SpecialTokens(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Any) -> Self:
-        """Those that the tokenizer adds to a text. Raises InputError: it also changes the text."""
+        """The tokens that the tokenizer adds to a text. Raises InputError: it changes the text."""
         with tokenising("a text"):
             plain = tokenizer("a", add_special_tokens=False)["input_ids"]
             full = tokenizer("a")["input_ids"]
@@ -384,11 +386,11 @@ class SpecialTokens(NamedTuple):
         raise InputError("the tokenizer changes texts when it adds special tokens: check its files")
 
     def lacking_before(self, ids: list[int]) -> list[int]:
-        """The tokens to add before `ids`; none if it begins with them."""
+        """The opening tokens; none if `ids` begin with them."""
         return [] if ids[: len(self.opening)] == self.opening else self.opening
 
     def lacking_after(self, ids: list[int]) -> list[int]:
-        """The tokens to add after `ids`; none if it ends with them."""
+        """The closing tokens; none if `ids` end with them."""
         return [] if ids[-len(self.closing) :] == self.closing else self.closing
 
 

@@ -1,8 +1,8 @@
 """Images, films and sounds of rows: reads their files, and calls the model's processor.
 
 In a conversation a character of `PLACES` in a message's content marks the place of each medium.
-Kept tokens have its files, size and digest; pixels and waves are decoded for each micro-batch, from
-bytes whose digest is compared.
+A token store keeps the files, size and digest of each medium. Pixels and waves are decoded for each
+micro-batch, from bytes whose digest is compared.
 """
 
 import base64
@@ -54,13 +54,12 @@ _FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocess
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://")
 _SHAPES = 4096  # media whose tokens are remembered by their shape
 
-
-Source = str | bytes | tuple[str | bytes, ...]
-Shape = tuple[str, tuple[int, ...], str, int]
+Source = str | bytes | tuple[str | bytes, ...]  # a path or bytes; or those of a film's frames
+Shape = tuple[str, tuple[int, ...], str, int]  # `kind`, `size`, `film`, `together` of a `Medium`
 
 
 class MediumSource(NamedTuple):
-    """The source of a medium in a conversation; None: it is the next one of the row's field."""
+    """A medium's place in a conversation; `source` None: the row's field has the medium."""
 
     kind: str
     source: Source | None
@@ -69,7 +68,7 @@ class MediumSource(NamedTuple):
 class Medium(NamedTuple):
     """An image, film or sound, as it is kept beside tokens."""
 
-    path: str  # of the file, or of each frame, a line each; empty if the row itself has the bytes
+    path: str  # of the file, or of each frame, one a line; empty if the row itself has the bytes
     digest: str  # of the encoded bytes
     # width and height in pixels, after a film's number of frames; or a sound's samples
     size: tuple[int, ...]
@@ -79,7 +78,7 @@ class Medium(NamedTuple):
     kind: str = "image"
     # the facts about a film's frames that the processor needs (rate, places), as JSON
     film: str = ""
-    together: int = 1  # the number of images in the conversation, if the tokens of one depend on it
+    together: int = 1  # the number of images in the conversation, if an image's tokens depend on it
 
     @property
     def shape(self) -> Shape:
@@ -122,7 +121,7 @@ def sources(field: object, kind: str, where: str) -> list[Source]:
 
 
 def source_of(part: Mapping[str, Any], kind: str, where: str) -> Source | None:
-    """The source that a content part names; None: it stands for the next of the row's field."""
+    """The source that a content part names; None: the part stands for one of the row's field."""
     names = (kind, f"{kind}_url", "input_audio", "url", "path", "base64", "bytes")
     if isinstance(encoded := part.get("base64"), str):
         part = {**part, "base64": f"data:,{encoded.rpartition(',')[2]}"}
@@ -162,33 +161,34 @@ def place_media(
 ) -> list[MediumSource]:
     """Mark the places of media in messages; returns their sources in the order of the marks.
 
-    Args: `media`: those of the row's fields. They take the places of parts that name no source, or
-        of `<image>`, `<video>` and `<audio>` in texts (LLaVA); without such places they come
-        before the first question (TRL).
+    Args: `media`: kind -> sources of the row's field. These take the places of parts that name no
+        source, or of `<image>`, `<video>` and `<audio>` in texts (LLaVA); without such places they
+        come before the first question (TRL).
     """
     placed: list[MediumSource] = []
     for message in turns:
         in_parts = message.pop("media", [])
         if not in_parts and message["role"] != "assistant" and any(media.values()):
             content = message.get("content", "")
-            for kind in (kind for kind, of_kind in media.items() if of_kind):
-                content = content.replace(f"<{kind}>", PLACES[kind])
+            for kind, field_sources in media.items():
+                content = content.replace(f"<{kind}>", PLACES[kind]) if field_sources else content
             message["content"] = content
             in_parts = [MediumSource(KINDS[char], None) for char in content if char in KINDS]
         placed += in_parts
     question = next((message for message in turns if message["role"] == "user"), None)
-    for kind, of_kind in media.items():
+    for kind, field_sources in media.items():
+        number = len(field_sources)
         has_place = any(medium.kind == kind for medium in placed)
-        if of_kind and question is not None and not has_place:
-            question["content"] = PLACES[kind] * len(of_kind) + question.get("content", "")
-            placed += [MediumSource(kind, None)] * len(of_kind)
-        if (num_places := placed.count(MediumSource(kind, None))) != len(of_kind):
+        if number and question is not None and not has_place:
+            question["content"] = PLACES[kind] * number + question.get("content", "")
+            placed += [MediumSource(kind, None)] * number
+        if (num_places := placed.count(MediumSource(kind, None))) != number:
             raise InputError(
-                f"{where}: {len(of_kind)} {kind}s in the row, and {num_places} places for them: "
+                f"{where}: {number} {kind}s in the row, and {num_places} places for them: "
                 f"give each one place (<{kind}> in a question's text, or a part of the type {kind})"
             )
-    of_fields = {kind: iter(of_kind) for kind, of_kind in media.items()}
-    return [m._replace(source=m.source or next(of_fields[m.kind])) for m in placed]
+    unplaced = {kind: iter(field_sources) for kind, field_sources in media.items()}
+    return [m._replace(source=m.source or next(unplaced[m.kind])) for m in placed]
 
 
 def _state(paths: Sequence[str]) -> tuple[int, ...]:
@@ -233,14 +233,14 @@ def _wave(data: bytes, rate: int) -> NDArray[np.float32]:
         return sound
     with wave.open(io.BytesIO(data)) as file:
         form = file.getparams()
-        samples = file.readframes(file.getnframes())
+        encoded_samples = file.readframes(file.getnframes())
     if form.framerate != rate or form.sampwidth != 2:
         raise InputError(
             f"{form.framerate} Hz in {8 * form.sampwidth} bits: write it in {rate} Hz and 16 bits, "
             "or install torchcodec, or soundfile and soxr"
         )
-    values = np.frombuffer(samples, "<i2").reshape(-1, form.nchannels).astype(np.float32)
-    return values.mean(1) / np.float32(2**15)
+    samples = np.frombuffer(encoded_samples, "<i2").reshape(-1, form.nchannels).astype(np.float32)
+    return samples.mean(1) / np.float32(2**15)  # 16 bits become -1 to 1
 
 
 class TextWithMedia(NamedTuple):
@@ -263,8 +263,8 @@ class ImageProcessor:
     def __init__(self, folder: Path | None, *, trust_remote_code: bool = False) -> None:
         """Args: `folder`: of the model; None: the model has no processor."""
         self._folder, self._trusted = folder, trust_remote_code
-        self._lock, self._of_thread = threading.Lock(), threading.local()
-        self._loaded: Any = None
+        self._lock, self._local = threading.Lock(), threading.local()
+        self._loaded: Any = None  # the processor that each thread copies
         self._longest_heard = 0  # samples of a sound that the processor is known not to cut
         self.replacement = lru_cache(_SHAPES)(self._replacement)
 
@@ -284,12 +284,6 @@ class ImageProcessor:
             self._processor()
 
     @property
-    def counts_images(self) -> bool:
-        """True if an image's tokens depend on the number of images beside it (LLaVA-OneVision)."""
-        processor = getattr(self._processor(), "image_processor", None)
-        return "batch_num_images" in getattr(processor, "model_input_names", ())
-
-    @property
     def rate(self) -> int:
         """The rate (Hz) of the sounds that the model takes."""
         processor = self._processor()  # whose part for sounds has one of two names
@@ -304,7 +298,7 @@ class ImageProcessor:
         raise InputError(f"a {name} has no place for {kind}s: leave them out")
 
     def film(self, data: Sequence[bytes]) -> Any:
-        """The frames that the model sees, with facts, of a film's file or of all its frames."""
+        """The frames of a film that the model sees, with facts; `data`: the film, or each frame."""
         if len(data) > 1:
             frames = np.stack([np.asarray(_image(frame)) for frame in data])
             return film_of(self._processor(), frames, _refuse_large)
@@ -322,9 +316,11 @@ class ImageProcessor:
         """A conversation's media, each as `_read_medium` reads it."""
         media = [self._read_medium(source, folder, where) for source in sources]
         count = sum(medium.kind == "image" for medium in media)
-        if count < 2 or not self.counts_images:
+        processor = getattr(self._processor(), "image_processor", None) if count > 1 else None
+        if "batch_num_images" not in getattr(processor, "model_input_names", ()):
             return media
-        return [medium._replace(together=count) for medium in media]  # tokens depend on it
+        # An image's tokens depend on the number of images beside it (LLaVA-OneVision).
+        return [medium._replace(together=count) for medium in media]
 
     def _read_medium(self, medium: MediumSource, folder: Path, where: str) -> Medium:
         """A medium, decoded once to check it. Raises InputError: it is broken, or not supported."""
@@ -352,11 +348,11 @@ class ImageProcessor:
         else:
             size = tuple(decoded.size if kind == "image" else decoded.shape)
         data = b"".join(encoded)
-        kept = b"" if paths else data
-        return Medium("\n".join(paths), _digest(data), size, state, kept, kind, film)
+        row_data = b"" if paths else data
+        return Medium("\n".join(paths), _digest(data), size, state, row_data, kind, film)
 
     def decode(self, kind: str, data: Sequence[bytes], name: str) -> Any:
-        """Decode a medium, as `Medium.decoded` has it. Raises InputError: broken, or too large."""
+        """A medium in the form of `Medium.decoded`. Raises InputError: broken, or too large."""
         try:
             if kind == "audio":
                 return _wave(data[0], self.rate)
@@ -376,32 +372,32 @@ class ImageProcessor:
         """
         if not media:
             return TextWithMedia(text)
-        of_kind: dict[str, list[str]] = {}
+        by_mark: dict[str, list[str]] = {}  # the tokens of each medium, by the mark of its kind
         with explained(where):
             for medium in media:
-                token = self.token(medium.kind)
-                of_kind.setdefault(token, []).append(self.replacement(*medium.shape))
-        matches = [*re.finditer("|".join(map(re.escape, of_kind)), text)]
-        for token, parts in of_kind.items():
-            number = sum(match[0] == token for match in matches)
+                mark = self.token(medium.kind)
+                by_mark.setdefault(mark, []).append(self.replacement(*medium.shape))
+        matches = [*re.finditer("|".join(map(re.escape, by_mark)), text)]
+        for mark, parts in by_mark.items():
+            number = sum(match[0] == mark for match in matches)
             if number != len(parts):
-                kind = next(medium.kind for medium in media if self.token(medium.kind) == token)
+                kind = next(medium.kind for medium in media if self.token(medium.kind) == mark)
                 raise InputError(
                     f"{where}: the chat template's text has {number} places of {kind}s "
-                    f"({token!r}), and the row {len(parts)} {kind}s: use a template with a place "
+                    f"({mark!r}), and the row {len(parts)} {kind}s: use a template with a place "
                     "for each"
                 )
-        unplaced = {token: iter(parts) for token, parts in of_kind.items()}
+        unplaced = {mark: iter(parts) for mark, parts in by_mark.items()}
         parts = [next(unplaced[match[0]]) for match in matches]
         places = [match.start() for match in matches]
-        longer = (len(part) - len(match[0]) for part, match in zip(parts, matches, strict=True))
-        grown = np.cumsum([0, *longer]).tolist()
+        growths = (len(part) - len(match[0]) for part, match in zip(parts, matches, strict=True))
+        shifts = np.cumsum([0, *growths]).tolist()  # of a place after so many marks
 
         def moved(place: int) -> int:
-            return place + int(grown[int(np.searchsorted(places, place))])
+            return place + int(shifts[int(np.searchsorted(places, place))])
 
-        filler = iter(parts)
-        expanded = re.sub("|".join(map(re.escape, of_kind)), lambda _: next(filler), text)
+        part = iter(parts)
+        expanded = re.sub("|".join(map(re.escape, by_mark)), lambda _: next(part), text)
         return TextWithMedia(expanded, moved(places[-1]) + len(parts[-1]), moved)
 
     def _replacement(
@@ -468,30 +464,30 @@ class ImageProcessor:
         return dict(self._processed(blank, 1))
 
     def _processed(self, media: Mapping[str, list[list[Any]]], rows: int, **options: Any) -> Any:
-        """The processor's result for `rows` rows of media, given by kind and row."""
+        """The processor's result for `rows` rows of `media`, given by kind and row."""
         text = [""] * rows
         inputs: dict[str, Any] = {}
-        for kind, of_rows in media.items():
-            token = self.token(kind)
-            text = [row + token * len(of_row) for row, of_row in zip(text, of_rows, strict=True)]
-            flat = [medium for of_row in of_rows for medium in of_row]
+        for kind, by_row in media.items():
+            mark = self.token(kind)
+            text = [row + mark * len(in_row) for row, in_row in zip(text, by_row, strict=True)]
+            flat = [medium for in_row in by_row for medium in in_row]
             if kind == "video":
                 flat, facts = map(list, zip(*flat, strict=True))
                 if all(facts):
                     inputs["videos_kwargs"] = {"video_metadata": facts, "do_sample_frames": False}
-            inputs |= {"images": of_rows} if kind == "image" else {_NAMES[kind]: flat}
+            inputs |= {"images": by_row} if kind == "image" else {_ARGUMENTS[kind]: flat}
         if "audio" in inputs:
             inputs["audio_kwargs"] = {"sampling_rate": self.rate}
-        options |= {} if options else {"padding": True, "return_tensors": "pt"}
+        options = options or {"padding": True, "return_tensors": "pt"}
         return self._processor()(text=text, **inputs, **options)
 
     def _processor(self) -> Any:
         """This thread's copy of the processor: its tokenizer serves one thread at a time."""
-        if not hasattr(self._of_thread, "processor"):
+        if not hasattr(self._local, "processor"):
             with self._lock:
                 self._loaded = self._loaded or self._load()
-                self._of_thread.processor = copy.deepcopy(self._loaded)
-        return self._of_thread.processor
+                self._local.processor = copy.deepcopy(self._loaded)
+        return self._local.processor
 
     def _load(self) -> Any:
         from transformers import AutoProcessor
@@ -509,7 +505,7 @@ class ImageProcessor:
         return processor
 
 
-_NAMES = {"video": "videos", "audio": "audio"}
+_ARGUMENTS = {"video": "videos", "audio": "audio"}  # of a processor, for media of these kinds
 
 
 def _refuse_large(frames: int, film: Any) -> None:

@@ -29,7 +29,7 @@ class StepLoader:
 
     Args:
         rows_per_micro_batch: rows that pass a layer together; a step's last micro-batch may have
-            fewer. The attribute may be set before the first step is taken.
+            fewer. This attribute may be set before the first step is taken.
         workers: steps prepared ahead, each by a thread; 0: a step is prepared when it is taken.
         finish: completes a step in its thread, by adding images for example; None: nothing to add.
     """
@@ -139,8 +139,8 @@ class StepLoader:
         """The rows of each micro-batch of a step."""
         first = self._first_row(step)
         places = range(first, first + self._rows_per_step)
-        epochs = [divmod(place, self._num_rows) for place in places]
-        rows = [int(self._order(epoch)[offset]) for epoch, offset in epochs]
+        positions = (divmod(place, self._num_rows) for place in places)
+        rows = [int(self._order(epoch)[position]) for epoch, position in positions]
         if not self.dataset.packing:
             # Sorted by length, rows need less padding; the step's mean loss is the same.
             rows.sort(key=lambda row: -self.dataset.row_lengths[row])

@@ -15,9 +15,10 @@ from megatrain.data.dataset import PackedDataset, documents_named
 from megatrain.data.images import ImageProcessor, Medium
 from megatrain.data.token_store import Tokens
 
-_REPEATED = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])\1{3,}")  # an image's tokens
+_REPEATED = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])\1{3,}")  # a special token 4 times or more
 _SOURCES = 20  # that a summary lists
-_SAMPLES, _IMAGES, _CHARACTERS = 3, 4, 1000  # documents of a report, and of each at most
+_SAMPLES = 3  # documents that a report shows
+_IMAGES, _CHARACTERS = 4, 1000  # of each of these documents, at most
 
 
 class ShownDocument(NamedTuple):
@@ -36,12 +37,12 @@ def summary(data: PackedDataset) -> list[str]:
     lengths = data.documents.lengths
     formats = ", ".join(name for name in data.store.notes["formats"] if name != unit)
     pieces = (piece for row in range(len(data)) for piece in data.pieces(row))
-    learnt = sum(int((piece.labels[1:] != -100).sum()) for piece in pieces)
+    num_learnt = sum(int((piece.labels[1:] != -100).sum()) for piece in pieces)
     return [
         f"training: {len(lengths):,} {unit}{formats and f' ({formats})'} in {len(data):,} rows "
         f"of {data.sequence_length:,} tokens, {data.fill:.0%} full",
-        f"{data.num_tokens:,} tokens, of which {learnt:,} ({learnt / data.num_tokens:.0%}) are "
-        "learnt",
+        f"{data.num_tokens:,} tokens, of which {num_learnt:,} ({num_learnt / data.num_tokens:.0%}) "
+        "are learnt",
         f"tokens of {unit}: {lengths.min():,} to {lengths.max():,}, half of them at most "
         f"{int(np.median(lengths)):,}",
         *_of_media(data),
@@ -67,7 +68,7 @@ def _repeated(data: PackedDataset, unit: str) -> Iterator[str]:
     """A line about documents with the tokens of another one, if there are any."""
     store = data.store
     first_of: dict[bytes, int] = {}
-    earlier_of: dict[int, int] = {}  # the first document with a repeated one's tokens
+    earlier_of: dict[int, int] = {}  # repeated document -> the first one with the same tokens
     for document, begin, end in data.documents:
         ids = store.read(document, begin, end).ids
         digest = hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
@@ -91,12 +92,12 @@ def _by_source(data: PackedDataset, unit: str) -> Iterator[str]:
     tokens = np.bincount(sources, documents.lengths, minlength=len(names)).astype(np.int64)
     counts = np.bincount(sources, minlength=len(names))
     yield f"\ntokens by source{f' in {folder}' if folder else ''}"
-    widest = np.argsort(-tokens, kind="stable")
-    for source in widest[:_SOURCES]:
+    largest = np.argsort(-tokens, kind="stable")
+    for source in largest[:_SOURCES]:
         name = names[source].removeprefix(folder)
         yield f"  {tokens[source]:>14,}  {counts[source]:>10,} {unit}  {name}"
     if (num_hidden := len(names) - _SOURCES) > 0:
-        yield f"  {tokens[widest[_SOURCES:]].sum():>14,}  in {num_hidden:,} more"
+        yield f"  {tokens[largest[_SOURCES:]].sum():>14,}  in {num_hidden:,} more"
 
 
 def folder_of(names: Sequence[str]) -> str:
@@ -129,7 +130,7 @@ def samples(data: PackedDataset, tokenizer: Any) -> list[dict[str, Any]]:
     documents: list[dict[str, Any]] = []
     for row in range(len(data)):
         if not data.images(row, slice(None), whole=False):
-            continue  # its texts are not decoded
+            continue  # without decoding the row's texts
         for line, piece in enumerate(shown(data, row, tokenizer)):
             if media := data.images(row, slice(line, line + 1)):
                 images = [medium for medium in media[:_IMAGES] if medium.kind == "image"]
@@ -152,7 +153,7 @@ def _thumbnail(medium: Medium, processor: ImageProcessor) -> str:
 def _runs(tokens: Tokens, tokenizer: Any) -> list[tuple[str, bool]]:
     """`ShownDocument.runs` of a document's tokens; an image's repeated token is counted."""
     learnt = tokens.labels != -100
-    learnt[:1] = False  # no token before it predicts it
+    learnt[:1] = False  # no token predicts the first one
     edges = [0, *(np.flatnonzero(np.diff(learnt)) + 1).tolist(), len(learnt)]
     runs: list[tuple[str, bool]] = []
     for start, stop in itertools.pairwise(edges):

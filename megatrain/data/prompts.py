@@ -27,11 +27,10 @@ from megatrain.errors import InputError
 Prompt = str | Sequence[Mapping[str, Any]]  # a text to continue, or messages to reply to
 
 _ASKED, _ANSWERED = "some words", "an answer"
-_TALK = Conversation(
-    [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}],
-    [False, True],
-)
-_LONGER = Conversation([*_TALK.messages, _TALK.messages[0]], [*_TALK.learnt, False])
+_QUESTION = {"role": "user", "content": _ASKED}
+_REPLY = {"role": "assistant", "content": _ANSWERED}
+_ENDS_WITH_REPLY = Conversation([_QUESTION, _REPLY], [False, True])
+_ENDS_WITH_QUESTION = Conversation([_QUESTION, _REPLY, _QUESTION], [False, True, False])
 
 
 def prompt_ids(
@@ -43,7 +42,7 @@ def prompt_ids(
 ) -> tuple[list[int], list[Medium]]:
     """The tokens of a text that begins a document, or of messages and the header of their reply.
 
-    Also the images of messages, which only a processor can read.
+    Returns these tokens, and the images of the messages (none if `images` is None).
 
     Raises InputError: the prompt is empty, or the tokenizer or its template refuses it.
     """
@@ -72,27 +71,23 @@ def prompt_ids(
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """The token with which the chat template ends a reply, some only before another turn.
-
-    None: there is no template, or no single token ends replies.
-    """
+    """The token with which the chat template ends a reply; None: no single token does."""
     if not tokenizer.chat_template or not tokenizer.is_fast:
         return None
-    added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
-    for talk in (_TALK, _LONGER):
+    ids = {str(token): token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
+    for talk in (_ENDS_WITH_REPLY, _ENDS_WITH_QUESTION):  # some end replies before questions alone
         with suppress(InputError):  # the template refuses this conversation
-            replies = ReplySpans(Template(tokenizer), list(added), talk, "the chat template")
+            replies = ReplySpans(Template(tokenizer), list(ids), talk, "the chat template")
             begin, end = replies.span(1)
             closing = replies.text[begin:end].rpartition(_ANSWERED)[2]
-            places = {closing.rfind(token): token for token in added if token and token in closing}
-            if places:
-                return added[places[max(places)]]
+            by_place = {closing.rfind(token): token for token in ids if token and token in closing}
+            if by_place:
+                return ids[by_place[max(by_place)]]  # the last one
     return None
 
 
 # Arguments of TRL's reward functions that no field of a row may replace.
 _TRL = ("prompts", "completion", "completions", "completion_ids", "trainer_state", "log_metric")
-
 log = logging.getLogger("megatrain.data")
 
 
@@ -141,11 +136,11 @@ class Prompts:
 
     def hold_out(self, fraction: float) -> tuple["Prompts", "Prompts"]:
         """Disjoint data sets to train and to evaluate on, which data and seed decide."""
-        split = len(self) - max(1, round(len(self) * fraction))
-        if not split:
+        num_train = len(self) - max(1, round(len(self) * fraction))
+        if not num_train:
             raise InputError(f"data.eval_fraction {fraction} leaves no prompt to train on")
         order = shuffled(len(self), 0, self._seed)
-        parts = [np.sort(part).tolist() for part in (order[:split], order[split:])]
+        parts = [np.sort(part).tolist() for part in (order[:num_train], order[num_train:])]
         train, held_out = (Prompts(self.batch(part), self._seed) for part in parts)
         return train, held_out
 

@@ -54,12 +54,12 @@ _UNPACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, 
 
 def open_file(file: DataSource) -> IO[bytes]:
     """A file's bytes, unpacked. Raises InputError: the library that unpacks it is missing."""
-    packed = file.path.suffix.lower()
-    if packed in _UNPACKED:
-        unpacked: IO[bytes] = _UNPACKED[packed](file.path, "rb")
+    suffix = file.path.suffix.lower()
+    if suffix in _UNPACKED:
+        unpacked: IO[bytes] = _UNPACKED[suffix](file.path, "rb")
         return unpacked
-    if packed == ".zst":
-        with _arrow(file, "zstd") as arrow:
+    if suffix == ".zst":
+        with _pyarrow(file, "zstd") as arrow:
             return io.BufferedReader(arrow.input_stream(str(file.path), compression="zstd"))
     return file.path.open("rb")
 
@@ -73,27 +73,27 @@ def reading(file: DataSource) -> Iterator[None]:
     errors = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
     remedy = "give the whole file, text in UTF-8"
     with explained(f"{file.name}: cannot be read", remedy, of=errors):
-        _refuse_other(file)
+        _refuse_other_format(file)
         yield
 
 
-def _refuse_other(file: DataSource) -> None:
+def _refuse_other_format(file: DataSource) -> None:
     """Raises InputError: the file's first bytes are those of another format."""
     with file.path.open("rb") as stream:
-        begins = stream.read(64)
-    packed = file.path.suffix.lower() in (*_UNPACKED, ".zst")
+        head = stream.read(64)
+    is_packed = file.path.suffix.lower() in (*_UNPACKED, ".zst")
     for beginning, kind in _BEGINNINGS.items():
-        of_its_name = beginning == _TABLES.get(file.format) or (packed and "packed by" in kind)
-        if begins.startswith(beginning) and not of_its_name:
+        fits_name = beginning == _TABLES.get(file.format) or (is_packed and "packed by" in kind)
+        if head.startswith(beginning) and not fits_name:
             raise InputError(f"{file.name}: {kind}")
-    if file.format != "text" and begins.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(_PAGES):
+    if file.format != "text" and head.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(_PAGES):
         raise InputError(f"{file.name}: a page of HTML, not rows: download the file itself")
 
 
 PIECE_BYTES = 256 * 1024  # long documents are tokenised in pieces of about this size
 _BOM = codecs.BOM_UTF8
 MAX_LINE_BYTES = 32 * MIB  # parsed JSON can take 20 times its text
-# Rows of JSON begin with an object, in a list or not, that has one of these fields among its first.
+# Rows of JSON begin with an object, in a list or not, with one of these fields soon in it.
 _FIELDS = (
     "messages|conversations?|instruction|prompt|completion|text|question|answer|input|output|"
     "response|problem|solution|query|chosen|rejected"
@@ -117,8 +117,8 @@ def read_text(file: DataSource) -> Iterator[TextPiece]:
     Raises InputError: unreadable, not UTF-8, or with NUL bytes; with the offset in the file.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    line, first, text = 1, True, ""
-    offset = 0
+    line, first, offset = 1, True, 0
+    text = ""  # the piece to yield next, once another block shows that it is not the last
     with reading(file), open_file(file) as stream:
         while block := stream.read(PIECE_BYTES):
             # Read on to the end of the line, so that pieces rarely cut a word; a line may be long.
@@ -156,7 +156,8 @@ def read_rows(source: DataSource, wanted: Wanted) -> Rows:
 
     A malformed row is yielded as an error, and reading continues after it.
     """
-    number, read = 0, read_hub if source.format == "hub" else _read_file
+    read = read_hub if source.format == "hub" else _read_file
+    number = 0
     for number, row in read(source, wanted):
         yield number, row
     if number == 0 and source.named:
@@ -171,8 +172,8 @@ def _read_file(file: DataSource, wanted: Wanted) -> Rows:
             yield from read_arrow(file, wanted)
         else:
             with open_file(file) as stream:
-                begins: bytes = stream.peek(64)  # type: ignore[attr-defined]  # all of `open_file`
-                is_list = begins.removeprefix(_BOM).lstrip().startswith(b"[")
+                head: bytes = stream.peek(64)  # type: ignore[attr-defined]  # `open_file`'s have it
+                is_list = head.removeprefix(_BOM).lstrip().startswith(b"[")
                 read: Callable[..., Rows] = _read_jsonl
                 if file.format == "csv":
                     read = read_csv
@@ -221,7 +222,7 @@ def _read_jsonl(file: DataSource, stream: IO[bytes]) -> Rows:
 
 
 def _read_json(file: DataSource, stream: IO[bytes]) -> Rows:
-    """The objects of a list, or consecutive objects; memory holds one at a time."""
+    """The objects of a list, or consecutive objects; memory holds one, and `text` that follows."""
     decode = json.JSONDecoder(object_pairs_hook=each_key_once).raw_decode
     reader = codecs.getreader("utf-8-sig")(stream)
     text, number, at_end = reader.read(PIECE_BYTES), 0, False
@@ -236,9 +237,7 @@ def _read_json(file: DataSource, stream: IO[bytes]) -> Rows:
                 raise InputError(f"{file.name}: more after the list of rows: correct the file")
             return
         where = f"{file.name}:{number + 1}"
-        row, end = None, place
-        if next_char:
-            row, end = _decoded(decode, text, place, where, at_end)
+        row, end = _decoded(decode, text, place, where, at_end) if next_char else (None, place)
         if row is not None and (end < len(text) or at_end):
             number, place = number + 1, end
             yield number, row
@@ -256,16 +255,16 @@ def _read_json(file: DataSource, stream: IO[bytes]) -> Rows:
 
 
 def _decoded(
-    decode: Callable[[str, int], tuple[object, int]], text: str, place: int, where: str, ended: bool
+    decode: Callable[..., tuple[object, int]], text: str, place: int, where: str, at_end: bool
 ) -> tuple[DataRow | None, int]:
     """The row at `place` and its end in the text; None while the text has only a part of it."""
     try:
         row, end = decode(text, place)
     except (RecursionError, ValueError) as error:
-        if isinstance(error, json.JSONDecodeError) and not ended:
+        if isinstance(error, json.JSONDecodeError) and not at_end:
             return None, place
         raise _unusable(where, error) from error
-    return _row(row, where), end
+    return _checked(row, where), end
 
 
 def _too_long(what: str) -> InputError:
@@ -274,7 +273,7 @@ def _too_long(what: str) -> InputError:
 
 def _parse(line: bytes, where: str) -> DataRow:
     try:
-        return _row(parse_json(line), where)
+        return _checked(parse_json(line), where)
     except UnicodeDecodeError as error:
         raise _not_utf8(where, 0, error) from error
     except ValueError as error:  # nested too deeply, an integer of thousands of digits, a key twice
@@ -285,12 +284,12 @@ def _unusable(where: str, error: Exception) -> InputError:
     if isinstance(error, json.JSONDecodeError):
         remedy = "correct the row (one that takes several lines needs a file named .json)"
         return InputError(f"{where}: not JSON: {error.msg} (column {error.colno}): {remedy}")
-    reason = str(error).split(";")[0]  # without that error's remedy
+    reason = str(error).split(";")[0]  # without the remedy that `parse_json` names
     reason = "nested too deeply" if isinstance(error, RecursionError) else reason
     return InputError(f"{where}: not usable JSON: {reason}: correct the row")
 
 
-def _row(row: object, where: str) -> DataRow:
+def _checked(row: object, where: str) -> DataRow:
     if not isinstance(row, dict):
         raise InputError(f"{where}: a row must be a JSON object, this is a {type(row).__name__}")
     return row
@@ -300,21 +299,21 @@ def read_hub(source: DataSource, wanted: Wanted) -> Rows:
     """The rows of a hub data set."""
     encoded = source.rows.with_format("arrow")  # without decoding images
     names = encoded.column_names
-    yield from _rows(
-        source, names, wanted, lambda kept: encoded.select_columns(kept).iter(_BATCH_ROWS)
+    yield from _table_rows(
+        source, names, wanted, lambda present: encoded.select_columns(present).iter(_BATCH_ROWS)
     )
 
 
 def read_parquet(file: DataSource, wanted: Wanted) -> Rows:
     """The rows of a Parquet file."""
-    with _arrow(file, "Parquet") as arrow, arrow.parquet.ParquetFile(file.path) as table:
+    with _pyarrow(file, "Parquet") as arrow, arrow.parquet.ParquetFile(file.path) as table:
         batches = partial(table.iter_batches, _BATCH_ROWS, None)  # None: all row groups
-        yield from _rows(file, table.schema_arrow.names, wanted, batches)
+        yield from _table_rows(file, table.schema_arrow.names, wanted, batches)
 
 
 def read_arrow(file: DataSource, wanted: Wanted) -> Rows:
     """The rows of an Arrow file: a stream (as `datasets` saves), or a file with random access."""
-    with _arrow(file, "Arrow") as arrow, arrow.memory_map(str(file.path)) as stream:
+    with _pyarrow(file, "Arrow") as arrow, arrow.memory_map(str(file.path)) as stream:
         try:
             table: Any = arrow.ipc.open_stream(stream)
             batches: Iterable[Any] = table
@@ -327,8 +326,9 @@ def read_arrow(file: DataSource, wanted: Wanted) -> Rows:
             for batch in batches
             for start in range(0, batch.num_rows, _BATCH_ROWS)
         )
-        names = table.schema.names
-        yield from _rows(file, names, wanted, lambda present: (p.select(present) for p in parts))
+        yield from _table_rows(
+            file, table.schema.names, wanted, lambda present: (p.select(present) for p in parts)
+        )
 
 
 def read_csv(file: DataSource, stream: IO[bytes]) -> Rows:
@@ -342,10 +342,10 @@ def read_csv(file: DataSource, stream: IO[bytes]) -> Rows:
             raise InputError(f"{file.name}: NUL in its header (UTF-16?): convert it to UTF-8")
         default = "\t" if ".tsv" in file.path.suffixes else ","
         delimiter = next((d for d in (default, "\t", ";", "|", ",") if d in header), default)
-        cells = csv.reader(chain([header], text), delimiter=delimiter, strict=True)
-        names = next(cells, [])
-        _once(names, file)
-        for number, values in enumerate(filter(None, cells), 1):
+        lines = csv.reader(chain([header], text), delimiter=delimiter, strict=True)
+        names = next(lines, [])
+        _refuse_twice(names, file)
+        for number, values in enumerate(filter(None, lines), 1):
             if len(values) != len(names):
                 raise InputError(
                     f"{file.name}:{number}: {len(values)} values for {len(names)} columns: "
@@ -363,28 +363,28 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _once(names: list[str], file: DataSource) -> None:
+def _refuse_twice(names: list[str], file: DataSource) -> None:
     """Raises InputError: two columns have the same name."""
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is not None:
         raise InputError(f"{file.name}: column {twice!r:.40} is there twice: rename one")
 
 
-def _rows(
-    file: DataSource, names: list[str], wanted: Wanted, parts: Callable[[list[str]], Iterable[Any]]
+def _table_rows(
+    file: DataSource, names: list[str], wanted: Wanted, read: Callable[[list[str]], Iterable[Any]]
 ) -> Rows:
-    """The rows of a table with these columns; `parts` returns those of some columns in batches."""
-    _once(names, file)
+    """The rows of a table with columns `names`; `read` returns batches with the columns it gets."""
+    _refuse_twice(names, file)
     unread = {name: UNREAD for name in names if not wanted(name)}
     present = [name for name in names if name not in unread] or names[:1]  # rows need a column
-    rows = (row for part in parts(present) for row in part.to_pylist())
+    rows = (row for batch in read(present) for row in batch.to_pylist())
     for number, row in enumerate(rows, 1):
         yield number, {**_without_nulls(row), **unread}
 
 
 @contextmanager
-def _arrow(file: DataSource, what: str) -> Iterator[Any]:
-    """Within this context pyarrow's errors are one line that names the file."""
+def _pyarrow(file: DataSource, what: str) -> Iterator[Any]:
+    """The module pyarrow, whose errors become one line that names the file."""
     arrow = importlib.import_module("pyarrow")
     importlib.import_module("pyarrow.parquet")
     problem = f"{file.name}: not a readable {what} file"

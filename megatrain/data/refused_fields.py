@@ -55,19 +55,19 @@ def says_training(column: str) -> bool:
 
 
 def refuse_unheeded(rest: Mapping[str, Any], where: str, *, text: bool) -> None:
-    """Raises InputError: an unread field asks for training that is not supported."""
+    """Raises InputError: a field of a row (a `text`) is not read, and asks for other training."""
     refusals = _ROW if text else _ROW | _ROW_OF_TURNS
     for name, value in rest.items():
         remedy = refusals.get(name) or (_WEIGHTS if _WEIGHT.fullmatch(name) else None)
         if remedy is None or empty(value):
             continue
-        objects = isinstance(value, list) and isinstance(value[0], dict)  # rows, not weights
-        if remedy is _WEIGHTS and (objects or (type(value) in (int, float) and value == 1)):
+        are_objects = isinstance(value, list) and isinstance(value[0], dict)  # rows, not weights
+        if remedy is _WEIGHTS and (are_objects or (type(value) in (int, float) and value == 1)):
             continue
         if name == "label" and text and not isinstance(value, bool):
-            continue  # it is the class of a text
-        passing = f"data.fields: {{{name}: null}} passes it over"
-        raise InputError(f"{where}: field {name!r}: {remedy} ({passing})")
+            continue  # the class of a text
+        way_out = f"data.fields: {{{name}: null}} passes it over"
+        raise InputError(f"{where}: field {name!r}: {remedy} ({way_out})")
 
 
 def refuse_unheeded_of_message(message: Mapping[str, Any], where: str) -> None:

@@ -34,8 +34,7 @@ class Segments:
         return len(self.document)
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        columns = (self.document, self.begin, self.end)
-        return zip(*(column.tolist() for column in columns), strict=True)
+        return zip(self.document.tolist(), self.begin.tolist(), self.end.tolist(), strict=True)
 
     def __getitem__(self, index: slice | Ints | NDArray[np.bool_]) -> "Segments":
         return Segments(self.document[index], self.begin[index], self.end[index])
@@ -43,13 +42,12 @@ class Segments:
     def cut(self, places: Ints) -> "Segments":
         """These segments, cut at `places` too: offsets into all their tokens end to end."""
         edges = np.concatenate([[0], np.cumsum(self.lengths)])
-        starts = np.unique(
-            np.concatenate([edges[:-1], places[(places > 0) & (places < edges[-1])]])
-        )
-        source = np.searchsorted(edges, starts, side="right") - 1
-        begin = self.begin[source] + starts - edges[source]
+        inside = places[(places > 0) & (places < edges[-1])]
+        starts = np.unique(np.concatenate([edges[:-1], inside]))
+        uncut = np.searchsorted(edges, starts, side="right") - 1  # the segment with each start
+        begin = self.begin[uncut] + starts - edges[uncut]
         lengths = np.diff(np.concatenate([starts, edges[-1:]]))
-        return Segments(self.document[source], begin, begin + lengths)
+        return Segments(self.document[uncut], begin, begin + lengths)
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ def mixed(
     chosen: list[Ints] = []
     for group, group_times in enumerate(times.tolist()):
         members = np.flatnonzero(group_of == group)
-        whole_times = int(group_times + 1e-9)
+        whole_times = int(group_times + 1e-9)  # 1 - 1e-16 is a 1 that was rounded
         rest_tokens = max(group_times - whole_times, 0) * tokens[group]
         num_rest = int(np.searchsorted(np.cumsum(segments.lengths[members]), rest_tokens + 0.5))
         chosen += [members] * whole_times + [members[:num_rest]]
@@ -130,15 +128,16 @@ def fit_rows(segments: Segments, row_length: int) -> PackedRows:
 
 def split_rows(segments: Segments, row_length: int) -> PackedRows:
     """Rows of one segment each; segments longer than a row are cut."""
-    starts = np.cumsum(segments.lengths) - segments.lengths
-    cuts = [np.arange(s + row_length, s + n, row_length, dtype=np.int64)
-              for s, n in zip(starts.tolist(), segments.lengths.tolist(), strict=True)
-              if n > row_length]  # fmt: skip
+    ends = np.cumsum(segments.lengths)
+    starts = ends - segments.lengths
+    too_long = np.flatnonzero(segments.lengths > row_length).tolist()
+    cuts = [np.arange(starts[n] + row_length, ends[n], row_length) for n in too_long]
     pieces = segments.cut(np.concatenate(cuts)) if cuts else segments
     return PackedRows(pieces, np.arange(len(pieces) + 1, dtype=np.int64))
 
 
 def _best_fit(order: list[int], lengths: Ints, row_length: int) -> list[list[int]]:
+    """The segments of each row: each one in turn goes into the row with the least room for it."""
     rows: list[list[int]] = []
     free_rows: list[tuple[int, int]] = []  # (tokens free, row), sorted
     for segment in order:
@@ -156,4 +155,5 @@ def _best_fit(order: list[int], lengths: Ints, row_length: int) -> list[list[int
 
 
 def _offsets(sizes: Ints) -> Ints:
+    """The places where ranges of these sizes, end to end, begin; and the end of the last."""
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)

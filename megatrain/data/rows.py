@@ -25,8 +25,7 @@ from megatrain.errors import InputError
 
 _RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversations",
              "documents", "messages", "return_assistant_tokens_mask", "tools"}  # fmt: skip
-# A reply may begin with a prompt of no more characters by chance.
-_BY_CHANCE = 20
+_BY_CHANCE = 20  # a reply may begin like a prompt of so many characters by chance
 _LARGE = 1e30  # a limit of margins that excludes infinity
 # Fields that must be texts in every format that has them.
 _TEXTS = ("question", "answer", "instruction", "input", "output", "reasoning", "system", "text")
@@ -47,11 +46,11 @@ class Pair(NamedTuple):
 
 
 class Labelled(NamedTuple):
-    """A text and its classes; or a class for each word, with the words' places in the text."""
+    """A text and its classes, or a class for each of its words."""
 
     text: str
     labels: Sequence[int]
-    words: Sequence[int] | None = None
+    words: Sequence[int] | None = None  # the place in the text where each word begins
 
 
 Example = str | Conversation | Completion | Pair | Labelled
@@ -71,8 +70,8 @@ def of_classes(row: DataRow, where: str) -> Labelled:
 def of_tags(row: DataRow, where: str) -> Labelled:
     """Words, joined by spaces, and a class of each; -100: none."""
     words, tags = row["tokens"], row["tags"]
-    lists = isinstance(words, list) and isinstance(tags, list) and len(words) == len(tags) > 0
-    if not lists or not all(isinstance(word, str) and word.strip() for word in words):
+    match = isinstance(words, list) and isinstance(tags, list) and len(words) == len(tags) > 0
+    if not match or not all(isinstance(word, str) and word.strip() for word in words):
         raise InputError(f"{where}: 'tokens' must be words, and 'tags' a class of each")
     starts = accumulate((len(word) + 1 for word in words[:-1]), initial=0)
     return Labelled(" ".join(words), tags, [*starts])
@@ -94,8 +93,8 @@ def of_anchor(row: DataRow, where: str) -> Pair:
 def of_messages(row: DataRow, where: str) -> Conversation:
     """A conversation; its replies are learnt."""
     turns, learnt = messages(row["messages"], "messages", where, images=True)
-    first = from_json(row["messages"], "messages", where)
-    is_sharegpt = isinstance(first, Sequence) and "from" in first[0]
+    unchecked = from_json(row["messages"], "messages", where)
+    is_sharegpt = isinstance(unchecked, Sequence) and "from" in unchecked[0]
     return _conversation(turns, learnt, row, where, wrap=is_sharegpt)
 
 
@@ -127,13 +126,13 @@ def of_pair(row: DataRow, where: str) -> Pair:
                 f"{where}: 'chosen' and 'rejected' repeat the prompt, which would be there twice: "
                 "leave the text of 'prompt' out of both"
             )
-    elif not empty(prompt) and (kind is str or not isinstance(prompt, str)):
+    elif empty(prompt) or (isinstance(prompt, str) and kind is list):
+        prompt, replies = _split_prompt(replies, prompt, where)
+    else:
         raise InputError(
             f"{where}: 'prompt' is neither a string nor what 'chosen' and 'rejected' are: write "
             "all three as strings, or as lists of messages"
         )
-    else:
-        prompt, replies = _taken_apart(replies, prompt, where)
     margin = row.get("margin", 0.0)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < _LARGE:
         raise InputError(f"{where}: 'margin' must be a number, not {margin!r:.40}")
@@ -153,10 +152,10 @@ def _content(message: Any) -> str:
     return "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
 
 
-def _taken_apart(replies: list[Any], prompt: Any, where: str) -> tuple[Any, list[Any]]:
-    """The prompt with which all replies begin, as in TRL, and the rest of each reply."""
-    differ = (index for index, pair in enumerate(zip(*replies, strict=False)) if pair[0] != pair[1])
-    shared = replies[0][: next(differ, min(map(len, replies)))]
+def _split_prompt(replies: list[Any], prompt: Any, where: str) -> tuple[Any, list[Any]]:
+    """The prompt with which both replies begin, as in TRL, and the rest of each reply."""
+    differences = (n for n, (a, b) in enumerate(zip(*replies, strict=False)) if a != b)
+    shared = replies[0][: next(differences, min(map(len, replies)))]
     if isinstance(shared, str):
         shared = shared.removesuffix(" ")
     endings = [reply[len(shared) :] for reply in replies]
@@ -181,10 +180,10 @@ def _repeats(prompt: Any, reply: Any, where: str) -> bool:
         return len(prompt) > _BY_CHANCE and bool(goes_on)
     if not (isinstance(prompt, list) and isinstance(reply, list) and prompt and reply):
         return False
-    of_prompt, of_reply = (
+    prompt_turns, reply_turns = (
         messages(part, "messages", where, images=True)[0] for part in (prompt, reply)
     )
-    return of_prompt == of_reply[: len(of_prompt)]
+    return prompt_turns == reply_turns[: len(prompt_turns)]
 
 
 def _completed(row: DataRow, prompt: Any, completion: Any, where: str) -> Conversation | Completion:
@@ -197,9 +196,9 @@ def _completed(row: DataRow, prompt: Any, completion: Any, where: str) -> Conver
         raise InputError(
             f"{where}: 'prompt' and 'completion' must both be strings, or both lists of messages"
         )
-    of_prompt, _ = messages(prompt, "prompt", where, images=True)
+    turns, _ = messages(prompt, "prompt", where, images=True)
     replies, learnt = messages(completion, "completion", where)
-    return _conversation(of_prompt + replies, [False] * len(of_prompt) + learnt, row, where)
+    return _conversation(turns + replies, [False] * len(turns) + learnt, row, where)
 
 
 def of_question(row: DataRow, where: str) -> Conversation:
@@ -236,6 +235,7 @@ def _conversation(
 
 
 Fields = Mapping[str, str | None]
+# Optional fields: our name -> the names that data give it.
 _SYSTEM = {"system": ("system", "system_prompt")}
 _PROMPTED = {**_SYSTEM, **{name: (name,) for name in ("tools", "chat_template_kwargs")}}
 _MEDIA = {"images": "image", "videos": "video", "audios": "audio"}
@@ -249,15 +249,15 @@ class Format:
 
     title: str
     kind: DataKind
-    needs: Mapping[str, tuple[str, ...]]  # fields that every row of this format has
-    may: Mapping[str, tuple[str, ...]]  # fields that a row may have besides
+    required: Mapping[str, tuple[str, ...]]
+    optional: Mapping[str, tuple[str, ...]]
     # makes the example of a row's fields by our names, and `file:line`
     read: Callable[[DataRow, str], Example]
 
     def names(self, row: DataRow, fields: Fields, where: str) -> dict[str, str] | None:
         """Our name -> the row's name of each field; None: a needed field is missing."""
         names: dict[str, str] = {}
-        for name, aliases in {**self.needs, **self.may}.items():
+        for name, aliases in {**self.required, **self.optional}.items():
             mapped = fields.get(name)
             columns = (mapped,) if mapped else tuple(a for a in aliases if a not in fields)
             present = [a for a in columns if a in row]
@@ -270,7 +270,7 @@ class Format:
                 )
             if filled:
                 names[name] = filled[0]
-            elif name in self.needs:
+            elif name in self.required:
                 return None
         return names
 
@@ -304,7 +304,7 @@ PAIRS = Format(
     "preferences", "pairs", {"chosen": ("chosen",), "rejected": ("rejected",)},
     {"prompt": ("prompt",), **_PROMPTED, **_OF_MEDIA}, of_pair,
 )  # fmt: skip
-MARGINS = replace(PAIRS, needs={**PAIRS.needs, "margin": ("margin",)})
+MARGINS = replace(PAIRS, required={**PAIRS.required, "margin": ("margin",)})
 _OF_TEXT = {"text": ("text", "sentence", "content"), "label": ("label", "labels")}
 _CLASSES = Format("texts with classes", "classes", _OF_TEXT, {}, of_classes)
 _TAGS = Format(
@@ -320,7 +320,8 @@ _ANCHORS = Format(
 _OF_KIND = {"pairs": (PAIRS,), "margins": (MARGINS,), "anchors": (_ANCHORS,),
             "classes": (_CLASSES,), "class_sets": (_CLASSES,), "tags": (_TAGS,)}  # fmt: skip
 _EVERY = (*FORMATS, MARGINS)
-KNOWN = sorted({name for f in (*_EVERY, _CLASSES, _TAGS, _ANCHORS) for name in (*f.needs, *f.may)})
+_ALL = (*_EVERY, _CLASSES, _TAGS, _ANCHORS)
+KNOWN = sorted({name for form in _ALL for name in (*form.required, *form.optional)})
 _NO_CLASS = -100, "tags"  # the label of a word without a class, and the only kind that has it
 # Fields that replies depend on: if they were not read, another conversation would be learnt.
 _PROMPTS = ("instruction", *_QUESTIONS, *_CHATS["messages"])  # names of prompts beside replies
@@ -357,7 +358,7 @@ class Reading:
         mapped = {name for name, theirs in self.fields.items() if theirs is not None}
         forms = _OF_KIND.get(self.kind) or [f for f in FORMATS if self.kind in ("auto", f.kind)]
         for form in forms:
-            if mapped <= {*form.needs, *form.may} and form.names(row, self.fields, where):
+            if mapped <= {*form.required, *form.optional} and form.names(row, self.fields, where):
                 if form.kind == "text" and "role" in row and "role" not in self.fields:
                     raise InputError(
                         f"{where}: one message is no row: put all messages of a conversation into "
@@ -371,7 +372,7 @@ class Reading:
                 f"{where}: a prompt alone has no reply to learn: give a 'completion' (or train on "
                 "the prompts as text with data.fields: {text: prompt})"
             )
-        needs = [", ".join(self.fields.get(n) or n for n in form.needs) for form in forms]
+        needs = [", ".join(self.fields.get(n) or n for n in form.required) for form in forms]
         needed = "; ".join(dict.fromkeys(needs))
         names = [n for n in row if self.fields.get(n, n) is not None]
         raise InputError(
@@ -392,7 +393,7 @@ class Reading:
                 f"{listed(row)}: keep formats in files of their own"
             )
         others = {n: v for n, v in row.items() if n not in (*names.values(), *self.fields)}
-        has_reply_fields = form.kind in ("chat", "pairs") and form.needs is not _CHATS
+        has_reply_fields = form.kind in ("chat", "pairs") and form.required is not _CHATS
         prompts = _PROMPTS if form.kind == "pairs" and "prompt" not in names else ()
         for name in (*prompts, *(_CONTEXT_FIELDS if has_reply_fields else ())):
             if not empty(others.get(name)):
@@ -403,8 +404,8 @@ class Reading:
         refuse_unheeded(others, where, text=form.kind == "text")
         values = {name: row[theirs] for name, theirs in names.items()}
         for name in (n for n in _TEXTS if not isinstance(values.get(n, ""), str)):
-            needed = name in form.needs and name != "instruction"  # `input` may ask in its place
-            if needed or values[name] is not None:
+            is_needed = name in form.required and name != "instruction"  # `input` may ask instead
+            if is_needed or values[name] is not None:
                 kind = "null" if values[name] is None else type(values[name]).__name__
                 raise InputError(
                     f"{where}: field {names[name]!r} must be a string, not {kind}: fill it in, or "
@@ -418,17 +419,17 @@ class Reading:
         return example, [n for n, v in others.items() if not empty(v)]
 
     def _cut_to_lines(self, example: Pair, where: str) -> Pair:
-        """Keep the first `lines` texts of the example. Raises InputError: their number is wrong."""
-        surplus = len(example.replies) - 2
-        if surplus < self.lines - 2 or (surplus and self.lines == 2):
+        """Keep the first `lines` texts of an example. Raises InputError: their number is wrong."""
+        num_negatives = len(example.replies) - 2
+        if num_negatives < self.lines - 2 or (num_negatives and self.lines == 2):
             raise InputError(
-                f"{where}: it has {surplus} negatives, and loss.negatives is {self.lines - 2}: "
-                "set it to the number that every row has"
+                f"{where}: it has {num_negatives} negatives, and loss.negatives is "
+                f"{self.lines - 2}: set it to the number that every row has"
             )
         return example._replace(replies=example.replies[: self.lines])
 
     def _numbers(self, labels: Sequence[Any], where: str) -> list[int]:
-        """The numbers of a text's or of its words' classes, which data may give by name."""
+        """The numbers of classes of a text, or of each of its words; data may give their names."""
         two_classes = self.kind == "class_sets" and len(self.labels) == 2
         if two_classes and {*map(repr, labels)} == {"0", "1"}:  # or it is no and yes
             raise InputError(
@@ -462,5 +463,5 @@ class Reading:
 
 def _names_of(forms: Iterable[Format]) -> set[str]:
     """All names that data may give fields of these formats."""
-    fields = [names for form in forms for names in (*form.needs.values(), *form.may.values())]
+    fields = [n for form in forms for n in (*form.required.values(), *form.optional.values())]
     return {name for names in fields for name in names}

@@ -25,7 +25,7 @@ _SUFFIXES: dict[str, FileFormat] = {
 }  # fmt: skip
 _PACKED = (".gz", ".bz2", ".xz", ".zst")
 # Files that `datasets` saves beside rows: descriptions, and caches of `map`.
-_NOT_SAVED = re.compile(
+_BESIDE_ROWS = re.compile(
     r"dataset_infos?\.json|dataset_dict\.json|state\.json|cache-[0-9a-f]{8,}(_\d+_of_\d+)?\.arrow"
 )
 _SPLITS = {
@@ -87,10 +87,10 @@ def open_sources(
         if files and (hub_config is not None or hub_split != "train"):
             _log.warning("%s: hub_config and hub_split choose nothing here: these are files", entry)
         for file in files or [load_hub(str(entry), hub_config, hub_split)]:
-            twice = chosen.get(file.place, (file, group))[1] != group
-            if twice and weighted:
+            named_twice = chosen.get(file.place, (file, group))[1] != group
+            if named_twice and weighted:
                 raise InputError(f"{file.name}: named twice: a weight is for one of them, keep one")
-            if twice:
+            if named_twice:
                 _log.warning("%s: named twice, and read once", file.name)
             chosen.setdefault(file.place, (file, group))
     return [file for file, _ in chosen.values()], [group for _, group in chosen.values()]
@@ -124,11 +124,11 @@ def find_files(source: str | Path, kind: DataKind) -> list[DataSource] | None:
             raise InputError(f"{path}: the file is empty: give one with data")
         return [file]
     described = [f for f in (_describe(p, named=False) for p in paths) if f.size > 0]
-    rows = [f for f in described if f.format != "text"]
-    of_rows = kind not in ("auto", "text")
-    files = rows if of_rows or (kind == "auto" and rows) else described
+    row_files = [f for f in described if f.format != "text"]
+    needs_rows = kind not in ("auto", "text")
+    files = row_files if needs_rows or (kind == "auto" and row_files) else described
     if not files:
-        kind_of_file = "non-empty file" + (" of rows, such as .jsonl" if of_rows else "")
+        kind_of_file = "non-empty file" + (" of rows, such as .jsonl" if needs_rows else "")
         raise InputError(f"no {kind_of_file} in {text!r}: check the path")
     _refuse_splits(text, path, files)
     if len(files) < len(described):
@@ -139,15 +139,15 @@ def find_files(source: str | Path, kind: DataKind) -> list[DataSource] | None:
 
 def _refuse_splits(text: str, folder: Path, files: list[DataSource]) -> None:
     """Raises InputError: file names say that some rows are for training, others for tests."""
-    split: dict[str, str] = {}
+    file_of: dict[str, str] = {}  # split -> the name of a file in it
     for file in files:
         if file.format != "text":
             place = os.path.relpath(file.path, folder).lower()
-            split |= {kind: file.name for kind, names in _SPLITS.items() if names.search(place)}
-    if len(split) > 1:
+            file_of |= {split: file.name for split, names in _SPLITS.items() if names.search(place)}
+    if len(file_of) > 1:
         raise InputError(
-            f"{text}: it has rows to train on and rows to test with ({split['train']}, "
-            f"{split['test']}): name the former as data.path, the latter as data.eval_path"
+            f"{text}: it has rows to train on and rows to test with ({file_of['train']}, "
+            f"{file_of['test']}): name the former as data.path, the latter as data.eval_path"
         )
 
 
@@ -178,7 +178,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(filter(_visible, folders))
         for name in sorted(filter(_visible, names)):
-            if not _NOT_SAVED.fullmatch(name):
+            if not _BESIDE_ROWS.fullmatch(name):
                 yield Path(parent, name)
         for path in (Path(parent, name) for name in folders):
             if path.is_symlink():
@@ -186,10 +186,10 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _glob(pattern: Path) -> list[Path]:
-    magic = next(i for i, part in enumerate(pattern.parts) if any(m in part for m in "*?["))
-    base = Path(*pattern.parts[:magic])
+    first_wild = next(i for i, part in enumerate(pattern.parts) if any(m in part for m in "*?["))
+    base, rest = Path(*pattern.parts[:first_wild]), Path(*pattern.parts[first_wild:])
     with explained(f"{pattern}: not a usable pattern", of=(OSError, ValueError)):
-        matches = [p for p in base.glob(str(Path(*pattern.parts[magic:]))) if not p.is_dir()]
+        matches = [path for path in base.glob(str(rest)) if not path.is_dir()]
         return sorted(p for p in matches if all(map(_visible, p.relative_to(base).parts)))
 
 

@@ -46,19 +46,19 @@ _CALLS: Message = {
 class MessageForm:
     """The form of messages that a template takes."""
 
-    parts: bool = False  # content as a list of parts
-    json: bool = False  # arguments as a string
-    empty: bool = False  # an empty content beside calls without one
+    parts_content: bool = False  # content as a list of parts
+    json_arguments: bool = False  # arguments as a string
+    empty_content: bool = False  # an empty content beside calls that have no content
 
-    def put(self, message: Message) -> Message:
+    def apply(self, message: Message) -> Message:
         formed = dict(message)
         content = formed.get("content")
-        if content is not None and (self.parts or not KINDS.keys().isdisjoint(content)):
+        if content is not None and (self.parts_content or not KINDS.keys().isdisjoint(content)):
             formed["content"] = _as_parts(content)
         if "tool_calls" in formed:
-            if self.empty:
+            if self.empty_content:
                 formed.setdefault("content", "")
-            if self.json:
+            if self.json_arguments:
                 formed["tool_calls"] = [_as_json(call) for call in formed["tool_calls"]]
         return formed
 
@@ -85,29 +85,29 @@ class Template:
         self._headers: dict[tuple[str, str], tuple[int, bool]] = {}
 
     def source(self, talk: Conversation) -> str:
-        """The source of the template for this conversation: tools may have one of their own."""
+        """The source of the template for this conversation: tools may have a separate template."""
         try:
-            source: str = self._tokenizer.get_chat_template(tools=talk.tools)
+            return str(self._tokenizer.get_chat_template(tools=talk.tools))
         except ValueError as error:
             names = ", ".join(sorted(self._tokenizer.chat_template))
             raise InputError(
                 f"the tokenizer has chat templates by name ({names}), and none is the default: "
                 "save the one to use as a file, and name it as model.chat_template"
             ) from error
-        return source
 
     def is_marked(self, talk: Conversation) -> bool:
         """True if the template marks replies with `{% generation %}`."""
         return _MARKS.search(self.source(talk)) is not None
 
     def has_place(self, talk: Conversation, name: str) -> bool:
+        """True if the template mentions `name`."""
         return re.search(rf"\b{re.escape(name)}\b", self.source(talk)) is not None
 
     def heeds(self, talk: Conversation, turn: int, name: str, where: str) -> bool:
         """True if a message's field `name` changes the text. Raises InputError, as `render`."""
         messages = list(talk.messages)
         messages[turn] = {key: v for key, v in messages[turn].items() if key != name}
-        return self.render(talk, where).text != self._tried(talk, self._put(talk, messages))
+        return self.render(talk, where).text != self._tried(talk, self._formed(talk, messages))
 
     def render(self, talk: Conversation, where: str, **options: bool) -> Rendered:
         """A conversation's text. Raises InputError: the template refuses it, or makes too much."""
@@ -116,7 +116,7 @@ class Template:
             "takes another"
         )
         with explained(f"{where}: the chat template refuses the row", remedy):
-            messages = self._put(talk, talk.messages)
+            messages = self._formed(talk, talk.messages)
             rendered = self._rendered(talk._replace(messages=messages), **options)
         if (length := len(rendered.text)) > _LONGEST:
             raise InputError(
@@ -124,10 +124,10 @@ class Template:
             )
         return rendered
 
-    def _put(self, talk: Conversation, messages: list[Message]) -> list[Message]:
-        """The messages in the template's form, with its name for reasoning."""
+    def _formed(self, talk: Conversation, messages: list[Message]) -> list[Message]:
+        """The messages in the template's form, with the template's name for reasoning."""
         form = self._form(talk)
-        return [form.put(self._named(talk, message)) for message in messages]
+        return [form.apply(self._with_reasoning(talk, message)) for message in messages]
 
     def _rendered(self, talk: Conversation, **options: bool) -> Rendered:
         variables = {**self._tokenizer.special_tokens_map, **talk.options, **options}
@@ -147,11 +147,12 @@ class Template:
         return self._reasoning[key]
 
     def _writes(self, name: str, talk: Conversation, *, calls: bool) -> bool:
+        """True if the template writes a reply's field `name`, beside calls or beside content."""
         reply = {**(_CALLS if calls else _SAID), name: "some thought"}
         # Some templates drop the reasoning of a conversation's only reply.
         trial = [_ASKED, reply] if calls else [_ASKED, _SAID, _ASKED, reply]
         form = self._form(talk._replace(messages=trial))
-        return "some thought" in self._tried(talk, map(form.put, trial))
+        return "some thought" in self._tried(talk, map(form.apply, trial))
 
     def header(self, talk: Conversation, token: re.Pattern[str]) -> tuple[int, bool]:
         """The number of tokens that begin a question; True if only these end replies (GLM's)."""
@@ -159,16 +160,17 @@ class Template:
         if key not in self._headers:
             trial = [_ASKED, {"role": "assistant", "content": _VALUE}, _ASKED]
             form = self._form(talk._replace(messages=trial))
-            text, last = (self._tried(talk, map(form.put, part)) for part in (trial, trial[:2]))
+            text = self._tried(talk, map(form.apply, trial))
+            text_to_reply = self._tried(talk, map(form.apply, trial[:2]))
             opening = token.findall(text.partition(_ASKED["content"])[0])
             between = token.findall(text.rpartition(_VALUE)[2].partition(_ASKED["content"])[0])
             pairs = zip(reversed(opening), reversed(between), strict=False)
-            common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-            ends_last = token.search(last.rpartition(_VALUE)[2]) is not None
-            self._headers[key] = common, 0 < common == len(between) and not ends_last
+            length = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            has_end = token.search(text_to_reply.rpartition(_VALUE)[2]) is not None
+            self._headers[key] = length, 0 < length == len(between) and not has_end
         return self._headers[key]
 
-    def _named(self, talk: Conversation, message: Message) -> Message:
+    def _with_reasoning(self, talk: Conversation, message: Message) -> Message:
         """The message, its reasoning in the field that the template writes."""
         present = next((n for n in REASONING if message.get(n)), None)
         written = None if present is None else self.reasoning(talk, message)
@@ -188,16 +190,16 @@ class Template:
         calls = any("tool_calls" in message for message in talk.messages)
         key = (self.source(talk), calls)
         if key not in self._forms:
-            # Without calls only the content's form matters.
-            forms = [MessageForm(*f) for f in product((False, True), repeat=1 + 2 * calls)]
-            tried = ((form, trial) for trial in _trials(calls) for form in forms)
-            fitting = (form for form, trial in tried if self._fits(form, trial, talk))
+            # Without calls only the first of the three choices of a form matters.
+            choices = product((False, True), repeat=3 if calls else 1)
+            attempts = product(_trials(calls), [MessageForm(*choice) for choice in choices])
+            fitting = (form for trial, form in attempts if self._fits(form, trial, talk))
             self._forms[key] = next(fitting, MessageForm())
         return self._forms[key]
 
     def _fits(self, form: MessageForm, trial: list[Message], talk: Conversation) -> bool:
         """True if the text of messages in this form has all their content, rightly written."""
-        text = self._tried(talk, map(form.put, trial))
+        text = self._tried(talk, map(form.apply, trial))
         garbled = f'\\"{_KEY}' in text or f"'{_KEY}'" in text
         return "some words" in text and _VALUE in text and not garbled
 

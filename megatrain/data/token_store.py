@@ -39,7 +39,7 @@ _FILES = ("tokens.bin", "documents.bin", "images.bin")
 _TOKEN = np.dtype("<i4")
 # begin, end: of the document's tokens in `tokens.bin`; labels: the number of its classes
 # first_target: the document's first token to predict, -1 if there is none
-# images: byte in `images.bin` of the JSON that names the document's images, of images_size bytes
+# images, images_size: first byte and size of the JSON in `images.bin` about the document's images
 _RECORD = np.dtype([("begin", "<i8"), ("end", "<i8"), ("first_target", "<i8"),
                     ("line", "<i8"), ("source", "<i4"), ("good", "<i4"),
                     ("margin", "<f8"), ("labels", "<i8"),
@@ -79,18 +79,19 @@ class TokenStore:
         # findings about the sources, as JSON (`Examples.notes`)
         self.notes: dict[str, Any] = meta["notes"]
         self.digest: str = meta["digest"]  # of all tokens and records
-        tokens, records, images = map(_KeptFile, map(folder.joinpath, _FILES), meta["files"])
-        self._tokens, self._records, self._images = tokens.read, records.read, images.read
-        self._records_bytes, self.has_images = records.num_bytes, images.num_bytes > 0
+        files = map(_KeptFile, map(folder.joinpath, _FILES), meta["files"])
+        self._tokens, self._records, self._images = files
+        self.has_images = self._images.num_bytes > 0
 
     def documents(self) -> NDArray[Any]:
         """The records of all documents; they are large: call this once, at the start."""
-        return np.frombuffer(self._records(0, self._records_bytes), _RECORD)
+        return np.frombuffer(self._records.read(0, self._records.num_bytes), _RECORD)
 
     def read(self, document: int, begin: int, end: int) -> Tokens:
+        """The tokens `begin` to `end` of a document."""
         size = _TOKEN.itemsize
         first = int(self._record(document)["begin"])
-        raw = self._tokens((first + begin) * size, (end - begin) * size)
+        raw = self._tokens.read((first + begin) * size, (end - begin) * size)
         tokens = np.frombuffer(raw, _TOKEN).astype(np.int64)
         only_read = tokens < 0
         return Tokens(np.where(only_read, ~tokens, tokens), np.where(only_read, -100, tokens))
@@ -106,7 +107,7 @@ class TokenStore:
     def labels(self, document: int) -> NDArray[np.int64]:
         """The classes of a document, or of each of its tokens."""
         record, size = self._record(document), _TOKEN.itemsize
-        raw = self._tokens(int(record["end"]) * size, int(record["labels"]) * size)
+        raw = self._tokens.read(int(record["end"]) * size, int(record["labels"]) * size)
         return np.frombuffer(raw, _TOKEN).astype(np.int64)
 
     def images_of(self, document: int, *, whole: bool = True) -> DocumentMedia:
@@ -116,10 +117,10 @@ class TokenStore:
         images: list[Medium] = []
         if not size:
             return DocumentMedia(0, images)
-        end, entries = json.loads(bytes(self._images(offset, size)))
+        end, entries = json.loads(bytes(self._images.read(offset, size)))
         offset += size
         for path, digest, dimensions, state, length, *frames in entries:
-            data = bytes(self._images(offset, length)) if whole and length else b""
+            data = bytes(self._images.read(offset, length)) if whole and length else b""
             images.append(Medium(path, digest, (*dimensions,), (*state,), data, *frames))
             offset += length
         return DocumentMedia(end, images)
@@ -129,7 +130,7 @@ class TokenStore:
         return f"{self.names[record['source']]}:{record['line']}"
 
     def _record(self, document: int) -> Any:
-        raw = self._records(int(document) * _RECORD.itemsize, _RECORD.itemsize)
+        raw = self._records.read(int(document) * _RECORD.itemsize, _RECORD.itemsize)
         return np.frombuffer(raw, _RECORD)[0]
 
 
@@ -227,7 +228,7 @@ def _load(folder: Path) -> TokenStore | None:
         return None
     try:
         store = TokenStore(folder)
-        # All records are read, so that damage is repaired now.
+        # Reading all records finds damage now, while the store can be made again.
         with_images = np.flatnonzero(store.documents()["images_size"]).tolist()
         media = (m for n in with_images for m in store.images_of(n, whole=False).media)
         changed = next((medium for medium in media if medium.changed()), None)
@@ -263,10 +264,11 @@ def _write(part: Path, documents: Iterable[Document]) -> tuple[str, int, int]:
     num_documents, num_tokens = 0, 0
     due = time.monotonic() + _SECONDS_BETWEEN_NEWS
     with ExitStack() as stack:
-        tokens, index, images = (stack.enter_context((part / name).open("wb")) for name in _FILES)
+        tokens, records, images = (stack.enter_context((part / name).open("wb")) for name in _FILES)
         for document in documents:
             stored, record = _encoded(document, num_tokens)
-            unset_bytes = 32  # margin, labels and images: old runs' digests are without them
+            # The digest leaves out the place of images, and fields before it that are unset.
+            unset_bytes = 32  # margin, labels, images, images_size
             if len(document.labels):
                 unset_bytes = 16
             elif document.margin:
@@ -281,7 +283,7 @@ def _write(part: Path, documents: Iterable[Document]) -> tuple[str, int, int]:
             record["images"], record["images_size"] = images.tell(), len(names)
             images.write(names + b"".join(image.data for image in document.images))
             tokens.write(stored.tobytes())
-            index.write(record.tobytes())
+            records.write(record.tobytes())
             num_documents, num_tokens = num_documents + 1, num_tokens + len(stored)
             if time.monotonic() >= due:
                 due = time.monotonic() + _SECONDS_BETWEEN_NEWS

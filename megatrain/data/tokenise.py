@@ -70,7 +70,7 @@ def open_dataset(
         raise InputError(f"sequence_length is {sequence_length}, seed is {seed}: 2 and 0 at least")
     reading = Reading(kind, fields or {}, labels, lines)
     weighted = weights is not None
-    sources, groups = open_sources(source, kind, hub_config, hub_split, weighted=weighted)
+    sources, entries = open_sources(source, kind, hub_config, hub_split, weighted=weighted)
     examples = Examples(sources, reading, bad_rows)
     settings = [kind, reading.fields, bad_rows, vocab_size, identity(tokenizer), *labels]
     settings += [lines] if kind == "anchors" else []
@@ -97,8 +97,8 @@ def open_dataset(
     documents = dataset.choose(store, layout, seed)
     part = f"seed {seed}"
     if weights is not None:
-        group_of_document = np.array(groups, np.int64)[store.documents()["source"]]
-        documents = mixed(documents, group_of_document, weights, repeat, seed)
+        entry_of_document = np.array(entries, np.int64)[store.documents()["source"]]
+        documents = mixed(documents, entry_of_document, weights, repeat, seed)
         part += f", weights {list(weights)}{' with repetition' if repeat else ''}"
     if store.has_images:
         images.load()

@@ -106,8 +106,6 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
     "spiece.model", "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
-
-
 _TEXTS = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
@@ -138,8 +136,8 @@ def _refuse_aborting(path: Path) -> None:
         vocab = model["vocab"]
         largest = max([0, *added, *(vocab.values() if isinstance(vocab, dict) else ())])
         prefix, merges = model.get("continuing_subword_prefix") or "", model.get("merges") or ()
-        seconds = [(m.split(" ") if isinstance(m, str) else m)[1] for m in merges if prefix]
-        lacking = next((second for second in seconds if not second.startswith(prefix)), None)
+        right_parts = [(m.split(" ") if isinstance(m, str) else m)[1] for m in merges if prefix]
+        lacking = next((part for part in right_parts if not part.startswith(prefix)), None)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return  # the library reports a missing or malformed file
     if largest > _LARGEST_ID:
