@@ -276,19 +276,30 @@ def check_documents(spec: ModelSpec) -> None:
     model = spec.capture.model
     if runs_on(model, (layer.module for layer in spec.layers)):
         raise InputError(_MIXED.format(model.config.model_type))
-    program, uses = ModelProgram(spec, torch.device("cpu"), torch.float32), Uses()
-    first, size = 6, 13  # tokens of the first document and of the row, no usual widths
-    ids = torch.zeros(1, size, dtype=torch.long)
-    positions = torch.cat([torch.arange(first), torch.arange(size - first)])[None]
-    rows = Rows(ids, ids, {}, ids[0, :1])
-    lengths = length_arguments(positions, ids.device)
-    inputs = {"input_ids": ids, "position_ids": positions}
-    positions = packed_positions(model, inputs)
-    micro = MicroBatch(inputs | {"position_ids": positions}, ids, rows, documents=lengths)
-    zeros = {name: torch.zeros(model.get_parameter(name).shape) for name in spec.kept}
+    program = ModelProgram(spec, torch.device("cpu"), torch.float32)
     program.attends_by_lengths = program.may_attend_by_lengths
-    with Lookups({}, None, uses):
-        program.prologue(zeros, micro)  # its other weights are zeros, too
+    zeros = {name: torch.zeros(model.get_parameter(name).shape) for name in spec.kept}
+    first, size = 6, 13  # tokens of the first document and of the row, no usual widths
+    ids = torch.cat([torch.ones(1, first), torch.zeros(1, size - first)], 1).long()
+
+    def run(inputs: dict[str, Tensor], documents: Mapping[str, Any]) -> tuple[MicroBatch, Uses]:
+        """Run the prologue with weights of zeros."""
+        ids, uses = inputs["input_ids"], Uses()
+        rows = Rows(ids, torch.zeros_like(ids), {}, ids[0, :1])
+        micro = MicroBatch(inputs, ids, rows, documents=documents)
+        with Lookups({}, None, uses):
+            program.prologue(zeros, micro)
+        return micro, uses
+
+    positions = torch.cat([torch.arange(first), torch.arange(size - first)])[None]
+    lengths = length_arguments(positions, positions.device)
+    positions = packed_positions(model, {"input_ids": ids, "position_ids": positions})
+    micro, uses = run({"input_ids": ids, "position_ids": positions}, lengths)
+    _, uses_alone = run({"input_ids": ids[:, first:]}, {})
+    # The second document must look up the rows (of positions, of tokens before) that it does alone.
+    for (_, rows), (_, rows_alone) in zip(uses.lookups, uses_alone.lookups, strict=False):
+        if rows.numel() == size and not rows.flatten()[first:].equal(rows_alone.flatten()):
+            raise InputError(_MIXED.format(model.config.model_type))
     leaves = [leaf for call in micro.calls for leaf in call.leaves if isinstance(leaf, Tensor)]
     entering = set(map(id, leaves))
     if not spec.capture.takes("position_ids") and id(positions) not in uses.touched | entering:
