@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.base.json_yaml import DAMAGED, parse_object, read_json
-from megatrain.errors import InputError
+from megatrain.errors import InputError, explained
 from megatrain.model.safetensors_io import Stored
 from megatrain.tile.formats import BLOCKS, FP8, MXFP4, NF4, NF4_WIDE, SIDE, WeightFormat, is_nf4
 
@@ -51,7 +51,9 @@ def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The `quantization_config` of a config.json, or of its text_config (Kimi K2.5); or empty."""
     nested, key = config.get("text_config"), "quantization_config"
     settings = config.get(key) or (nested if isinstance(nested, dict) else {}).get(key) or {}
-    return settings if isinstance(settings, dict) else {"quant_method": settings}
+    settings = settings if isinstance(settings, dict) else {"quant_method": settings}
+    names: Settings = _OTHER_NAMES.get(str(settings.get("quant_method")), {})
+    return {names.get(name, name): value for name, value in settings.items()} | settings
 
 
 def unpacked_format(config: Mapping[str, Any]) -> str | None:
@@ -78,7 +80,7 @@ def kept_format(config: Mapping[str, Any]) -> WeightFormat | None:
 def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8", "nf4"] | None:
     """The format of weights that stay quantised; None: there are none. Raises InputError."""
     settings = quantisation(config)
-    method = settings.get("quant_method")  # details are added below, for the message
+    method = settings.get("quant_method", f"an unnamed method, {settings}")  # for the message
     if not settings or unpacked_format(config):
         return None
     if method == "bitsandbytes":
@@ -108,7 +110,8 @@ def stays_whole(config: Mapping[str, Any], module: str) -> bool:
 
     settings = quantisation(config)
     keys = settings.get("llm_int8_skip_modules") or settings.get("modules_to_not_convert") or ()
-    return not quantises(module, keys)
+    with explained(f"quantization_config skips {str(keys)[:80]}", "give names or patterns"):
+        return not quantises(module, keys)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +127,10 @@ class Packed(Stored):
     pack: Callable[[Tensor], Sequence[Tensor]] | None = None
 
     def read(self) -> Tensor:
-        """The values, unpacked. Raises InputError: a scale is not a finite number."""
+        """The values, unpacked. Raises InputError: a scale is not finite, or not there."""
         if self.packing is None:
-            values: Tensor = self.unpack(*self._tensors())
+            with explained(f"{self.file}: groups of {self.name!r}", DAMAGED, of=IndexError):
+                values: Tensor = self.unpack(*self._tensors())
             return values
         out = torch.empty(self.shape, dtype=self.packing.computed)
         self.packing.unpack(joined(self.kept()), out)
@@ -170,17 +174,16 @@ def joined(tensors: Iterable[Tensor]) -> Tensor:
 
 def _unsupported(settings: Settings) -> Iterator[tuple[str, Any]]:
     """The settings, and their values, whose weights cannot be unpacked."""
-    compressed = settings.get("quant_method") == "compressed-tensors"
+    method = str(settings.get("quant_method"))
     if settings.get("weight_block_size") and not _is_block(settings["weight_block_size"]):
         yield "weight_block_size", settings["weight_block_size"]
-    for key in ("sparsity_config", "transform_config"):
-        if compressed and settings.get(key):
-            yield key, settings[key]
-    for key, right in _OF_INTEGERS.get(str(settings.get("quant_method")), {}).items():
+    for key, right in _SUPPORTED.get(method, {}).items():
         if settings.get(key, right[0]) not in right:
             yield key, settings[key]
+    if (size := settings.get("group_size", -1)) != -1 and not _is_block((1, size or 0)):
+        yield "group_size", size
     schemes = _schemes(settings)
-    if compressed and not schemes:
+    if method == "compressed-tensors" and not schemes:
         yield "config_groups", settings.get("config_groups")
     sizes: dict[str, Any] = {}
     for scheme in schemes:
@@ -189,6 +192,7 @@ def _unsupported(settings: Settings) -> Iterator[tuple[str, Any]]:
         if form == "pack-quantized":
             checks["num_bits"] = scheme.get("num_bits") == 4
             checks["type"] = scheme.get("type", "int") == "int"
+            checks["actorder"] = scheme.get("actorder") in (None, False, "weight", "static")
         if form == "pack-quantized" or size not in (None, -1):  # shapes alone do not tell which
             checks["group_size"] = size == sizes.setdefault(form, size)
         yield from ((key, scheme.get(key)) for key, right in checks.items() if not right)
@@ -225,6 +229,8 @@ def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
     mark, make = _MAKERS[method]
     packed = (make(n.removesuffix(mark), stored, settings) for n in stored if n.endswith(mark))
     weights = {weight.name: weight for weight in packed}
+    if method in _KEPT and stored and not weights:
+        raise _refused(min(stored.values(), key=str), f"is, as all others, not of {method}")
     parts = {part.name for weight in weights.values() for part in weight.parts}
     others = {n: t for n, t in stored.items() if t.name not in parts and not n.endswith(_UNUSED)}
     for name, tensor in sorted(others.items()):
@@ -390,23 +396,23 @@ def _integers(module: str, stored: Mapping[str, Stored], settings: Settings) -> 
     GPTQ packs inputs, and may have each one's group (g_idx); AWQ packs outputs, in another order.
     """
     awq = settings["quant_method"] == "awq"
-    per = 32 // settings["bits"]  # integers in an int32
+    per = 32 // settings.get("bits", 4)  # integers in an int32
     codes = stored[f"{module}.qweight"]
     scales, zeros = stored.get(f"{module}.scales"), stored.get(f"{module}.qzeros")
     if scales is None or zeros is None:
         raise _refused(codes, f"lacks its '{module}.{'qzeros' if scales else 'scales'}'")
+    if {codes.dtype, zeros.dtype} != {torch.int32} or len(codes.shape) != 2:
+        raise _refused(codes, f"has {codes.dtype} and {zeros.dtype}, not matrices of int32")
     index = None if awq else stored.get(f"{module}.g_idx")
     inputs, outputs = codes.shape
     inputs, outputs = (inputs, outputs * per) if awq else (inputs * per, outputs)
-    size = settings.get("group_size") or -1
-    groups = 1 if size == -1 else ceil(inputs / size)
+    size = settings.get("group_size", 128)
+    size = max(inputs, 1) if size == -1 else size
+    groups = ceil(inputs / size)
     fits = scales.shape == (groups, outputs) and zeros.shape == (groups, outputs // per)
     if not fits or (index and index.shape != (inputs,)):
         raise _unlike(codes, scales, f"group_size {size}, or others of zero points and g_idx")
-    if {codes.dtype, zeros.dtype} != {torch.int32}:
-        raise _refused(codes, f"has {codes.dtype} and {zeros.dtype}, not int32")
-    group_size = inputs if size == -1 else size
-    unpack = partial(_of_integers, settings, group_size)
+    unpack = partial(_of_integers, settings, size)
     parts = filter(None, (scales, codes, zeros, index))
     return _weight(f"{module}.weight", scales.dtype, (outputs, inputs), unpack, *parts)
 
@@ -415,7 +421,7 @@ def _of_integers(
     settings: Settings, size: int, scales: Tensor, codes: Tensor, zeros: Tensor, *index: Tensor
 ) -> Tensor:
     """The values `[O, I]`: integers less the zero points of their groups, times the scales."""
-    bits = settings["bits"]
+    bits = settings.get("bits", 4)
     if settings["quant_method"] == "awq":
         order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of eight outputs in an int32
         integers, offsets = (
@@ -428,7 +434,7 @@ def _of_integers(
         if settings.get("checkpoint_format") != "gptq_v2":  # the first version stores them less one
             offsets = offsets + 1 & 2**bits - 1
     groups = index[0].long() if index else torch.arange(integers.shape[1]) // size
-    centred = (integers - offsets.T[:, groups]).float()
+    centred = (integers - offsets.index_select(0, groups).T).float()  # no negative groups
     return centred.mul_(scales.float().T[:, groups]).to(scales.dtype)
 
 
@@ -481,10 +487,9 @@ def _fp8_rows(module: str, stored: Mapping[str, Stored], settings: Settings) -> 
     name = f"{module}.weight"
     codes = stored[module + _QDATA]
     scales = stored.get(f"{module}._weight_scale", codes)
-    types = (codes.dtype, scales.dtype)
     is_matrix = len(codes.shape) == 2 and prod(codes.shape) % 64 == 0
     fits = is_matrix and scales.shape == (codes.shape[0], 1)
-    if types != (torch.float8_e4m3fn, torch.float32) or not fits:
+    if (codes.dtype, scales.dtype) != (torch.float8_e4m3fn, torch.float32) or not fits:
         raise InputError(
             f"{codes.file}: {name!r} has no float8 (e4m3) values with an fp32 scale for each row; "
             f"{_REMEDY}"
@@ -584,7 +589,12 @@ _MAKERS: dict[str, tuple[str, Callable[..., Packed]]] = {
     "bitsandbytes": (_STATE, _nf4), "torchao": (_QDATA, _fp8_rows),
 }  # fmt: skip
 _KEPT = {"bitsandbytes", "torchao"}  # all others are unpacked
-_OF_INTEGERS: dict[str, dict[str, tuple[Any, ...]]] = {  # supported settings, the default first
+_OTHER_NAMES = {  # of settings, in transformers and in AutoAWQ's own file
+    "gptq": {"format": "checkpoint_format"},
+    "awq": {"format": "version", "w_bit": "bits", "q_group_size": "group_size"},
+}
+_SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {  # settings, the default first
+    "compressed-tensors": dict.fromkeys(("sparsity_config", "transform_config"), (None, {})),
     "gptq": {"bits": (4, 2, 8), "checkpoint_format": ("gptq", "gptq_v2"), "dynamic": (None, {})},
     "awq": {"bits": (4,), "version": ("gemm", "GEMM"), "zero_point": (True,)},
 }

@@ -132,6 +132,13 @@ def test_a_plan_without_weights_leaves_what_the_configuration_skips(base, key):
     assert {(layer, name) for layer, name in kept if layer in "01"} == wanted
 
 
+def test_patterns_of_skipped_modules_that_do_not_compile_are_refused_in_a_line():
+    config = llama(**SIZES).config
+    config.quantization_config = HOW["nf4"] | {"llm_int8_skip_modules": ["*.mlp"]}
+    with pytest.raises(InputError, match=r"skips \['\*.mlp'\]: nothing to repeat"):
+        NamedModel("a hub id", config, LORA).spec()
+
+
 def test_such_a_folder_is_run_as_it_is(tmp_path):
     folder, plain = quantised(tmp_path, NF4)
     with Engine(folder, device="cpu") as engine, Engine(plain, device="cpu") as other:
@@ -174,6 +181,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no adapter": (lambda folder: None, {"adapter": None}, "such are not trained; give an adapter"),
     "another base": (lambda folder: None, {"base": "fp8"}, "the model comes in nf4; leave base"),
     "fp32": (lambda folder: None, {"precision": "fp32"}, "base is 'nf4', and precision 'fp32'"),
+    "plain weights": (
+        lambda folder: write(folder, llama(**SIZES).state_dict(), HOW["nf4"]), {},
+        "is, as all others, not of bitsandbytes",
+    ),
     "hqq": (
         lambda folder: write(folder, {"a": torch.zeros(1)}, {"quant_method": "hqq"}), {},
         "quantised by hqq; only NF4 of bitsandbytes",

@@ -389,6 +389,23 @@ def test_values_of_integers_are_those_of_their_library(how, acts, tmp_path, capl
     assert wanted and same({name: got[name] for name in wanted}, wanted)
 
 
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        (GPTQ | {"checkpoint_format": "gptq_v2"}, GPTQ | {"format": "gptq_v2"}),
+        (GPTQ, {"quant_method": "gptq", "group_size": 16}),
+        (AWQ, {"quant_method": "awq", "q_group_size": 16, "w_bit": 4, "format": "gemm"}),
+    ],
+    ids=["format", "no bits", "awq"],
+)
+def test_settings_may_have_other_names(how, named, tmp_path):
+    """The names that transformers also takes, and those of AutoAWQ's own file."""
+    integer_folder(tmp_path, how)
+    wanted = masters(make_engine(tmp_path))
+    write(tmp_path, load_file(tmp_path / "model.safetensors"), named)
+    assert same(masters(make_engine(tmp_path)), wanted)
+
+
 @pytest.mark.parametrize("kind", ["float", "int"])
 def test_scales_of_activations_and_of_caches_are_left_aside(kind, tmp_path):
     model = in_dtype(llama(), torch.bfloat16)
@@ -430,7 +447,7 @@ def but(**parts):
     return lambda tensors: tensors.update({Q + end: make(tensors) for end, make in parts.items()})
 
 
-ZEROS = Q.replace("weight", "qzeros")
+ZEROS, CODES = (Q.replace("weight", part) for part in ("qzeros", "qweight"))
 REFUSED: dict[str, tuple[dict[str, Any], Any]] = {
     f"lacks its '{Q}_scale_inv'": (FP8, lambda t: t.pop(f"{Q}_scale_inv")),
     f"has no matrix '{Q}' of float8": (FP8, lambda t: t.pop(Q)),
@@ -455,6 +472,10 @@ REFUSED: dict[str, tuple[dict[str, Any], Any]] = {
     "lacks its .*_scales' of uint8": (MXFP4, but(_scales=lambda t: t[f"{Q}_scales"].int())),
     f"qweight' lacks its '{ZEROS}'": (GPTQ, lambda t: t.pop(ZEROS)),
     "are not the scales of group_size": (GPTQ, lambda t: t.update({ZEROS: t[ZEROS][:1]})),
+    "not matrices of int32": (GPTQ, lambda t: t.update({CODES: t[CODES][None]})),
+    "groups of .*: index out of range": (
+        GPTQ, lambda t: t.update({CODES.replace("qweight", "g_idx"): torch.full((64,), -1)}),
+    ),
 }  # fmt: skip
 
 
