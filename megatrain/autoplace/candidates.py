@@ -112,8 +112,8 @@ class FirstTiles(Once):
             gradient = gradient_plane(dtype).num_bytes(tile)
             if tile.ranks > 1:  # each rank has the whole weights beside its shard
                 on_device += streamed_numel([tile]) * dtype.itemsize
-            summed = placement.passes > 1 and not rule.needs_matrices
-            if not (summed and tile.kind is TileKind.LAYER):  # in passes, layers' sums are there
+            has_sums = placement.passes > 1 and not rule.needs_matrices
+            if not (has_sums and tile.kind is TileKind.LAYER):  # layers' sums are there anyway
                 on_device += gradient
             if workload.clip and not rule.directs(tile):  # else the host has few gradients at once
                 on_host += gradient
@@ -255,32 +255,32 @@ class Spending:
         self,
         forecasts: ForecastCache,
         workload: Workload,
-        frame: Forecast,
+        candidate: Forecast,
         budget: Budget,
         passes: int = 1,
     ) -> None:
-        self._forecasts, self._workload, self._frame = forecasts, workload, frame
+        self._forecasts, self._workload, self._candidate = forecasts, workload, candidate
         self._budget, self._passes = budget, passes
         self._layers = len(forecasts.spec.layers)
-        self._micro_batches = -(-workload.rows // frame.micro_batch)
+        self._micro_batches = -(-workload.rows // candidate.micro_batch)
         at_once = -(-self._micro_batches // passes)
-        measured = forecasts.measured(workload, frame.placement)
-        self._work = measured.layer(0, frame.micro_batch)
-        self._first = first_tiles(forecasts, workload, replace(frame.placement, passes=passes))
+        measured = forecasts.measured(workload, candidate.placement)
+        self._work = measured.layer(0, candidate.micro_batch)
+        self._first = first_tiles(forecasts, workload, replace(candidate.placement, passes=passes))
         self._costs = CostModel(budget.machine, workload.rule, workload.ranks)
         # Bytes of a layer's graph, and those that a whole one (`save_all`) has beyond it.
         self._graph_bytes = self._work.keeping.kept_bytes * at_once
         self._whole_bytes = max(0, self._work.recompute.kept_bytes * at_once - self._graph_bytes)
         self._attention_bytes = self._work.recompute.attention_bytes * at_once
-        self._spare = budget.spare(frame)
+        self._spare = budget.spare(candidate)
         if passes > 1:
-            waiting = frame.device_bytes.get(Place.ACTIVATIONS, 0)
+            waiting = candidate.device_bytes.get(Place.ACTIVATIONS, 0)
             freed = waiting * (self._micro_batches - at_once) // self._micro_batches
             self._spare += freed - self._first.sums_bytes
 
     def _graph_bytes_on(self, where: Literal["device", "host"]) -> int:
         """Bytes that a kept graph adds to a memory, less the attention results that it replaces."""
-        is_kept = self._frame.placement.save_attention == where
+        is_kept = self._candidate.placement.save_attention == where
         return max(1, self._graph_bytes - is_kept * self._attention_bytes)
 
     def _fitting_graphs(self, num_bytes: int, offload: int) -> Graphs:
@@ -296,7 +296,7 @@ class Spending:
     def all(self) -> Iterator[Way]:
         """The ways to spend that are worth an estimate."""
         first, tiles = self._first, self._first.tiles
-        host_spare = self._budget.host_spare(self._frame)
+        host_spare = self._budget.host_spare(self._candidate)
         fewest, most = first.fewest(-host_spare), first.most(self._spare)
         if fewest > len(tiles):
             return  # the host lacks memory even if every tile leaves it
@@ -309,8 +309,8 @@ class Spending:
             streamed = first.rest(count)
             all_stay = len(streamed) if self._passes > 1 else 0
             for staying in sorted({0, min(1, len(streamed)), all_stay}):
-                weights = self._workload.dtype.itemsize * streamed_numel(streamed[:staying])
-                spare = self._spare - first.device_bytes[count] - weights
+                staying_bytes = self._workload.dtype.itemsize * streamed_numel(streamed[:staying])
+                spare = self._spare - first.device_bytes[count] - staying_bytes
                 for graphs in self._graphs(spare, host_spare + first.spared(count)):
                     yield Way(count, staying, graphs, *self._seconds(count, staying, graphs))
 
@@ -345,19 +345,19 @@ class Spending:
         """
         first, passes, copy = self._first, self._passes, self._costs.copy
         tiles, resident, streamed = first.tiles, first.tiles[:count], first.rest(count)
-        itemsize, bounds = self._workload.dtype.itemsize, self._frame.bounds
-        # Shares: of all elements, those that the host updates; of the elements that the candidate
-        # streams, those that are still streamed, and of these the ones that then stay.
-        on_host = 1 - sum(t.numel for t in resident) / sum(t.numel for t in tiles)
-        crossing = 1 - streamed_numel(resident) / streamed_numel(tiles)
+        itemsize, bounds = self._workload.dtype.itemsize, self._candidate.bounds
+        # Of all elements, the share that the host updates. Of the elements that the candidate
+        # streams, the share that is still streamed, and the part of this share that then stays.
+        host_share = 1 - sum(t.numel for t in resident) / sum(t.numel for t in tiles)
+        streamed_share = 1 - streamed_numel(resident) / streamed_numel(tiles)
         staying_share = streamed_numel(streamed[:staying]) / streamed_numel(tiles)
-        arriving = bounds[COPY_IN] * ((crossing - staying_share) * passes + staying_share / 2)
-        late = max(0.0, arriving / 2 - self._forward()) if passes > 1 else 0.0
+        arriving = bounds[COPY_IN] * ((streamed_share - staying_share) * passes + staying_share / 2)
+        weights_waits = max(0.0, arriving / 2 - self._forward()) if passes > 1 else 0.0
         exposed = copy(COPY_IN, itemsize * streamed_numel(streamed[:2]))
-        late += exposed * (passes - 1) if streamed and not staying else -exposed
+        weights_waits += exposed * (passes - 1) if streamed and not staying else -exposed
         alone = 0.0  # seconds of updates beside which nothing computes
         if passes > 1 and self._workload.clip:
-            alone = max(0.0, bounds[UPDATE] * on_host - self._forward() / passes)
+            alone = max(0.0, bounds[UPDATE] * host_share - self._forward() / passes)
         crossing_graphs = graphs.offloaded * passes  # each pass has its own graphs
         leaving = crossing_graphs * copy(COPY_OUT, self._graph_bytes)
         compute = self._compute(graphs) + max(0.0, leaving - self._forward())
@@ -375,31 +375,34 @@ class Spending:
         read = copy(DISK_WEIGHTS, itemsize * first.read_numel(placement))
         least = max(
             compute + alone,
-            bounds[UPDATE] * on_host,
+            bounds[UPDATE] * host_share,
             arriving + crossing_graphs * copy(COPY_IN, self._graph_bytes),
-            bounds[COPY_OUT] * crossing + leaving,
+            bounds[COPY_OUT] * streamed_share + leaving,
             read,
         )
-        candidate_waits = self._frame.seconds - bounds[COMPUTE]
+        candidate_waits = self._candidate.seconds - bounds[COMPUTE]
         # The candidate's seconds have one wait for a disk; further passes wait again.
         reads_again = read * (1 - 1 / passes)
-        likely = compute + late + max(candidate_waits * on_host, alone) + reads_again
+        likely = compute + weights_waits + max(candidate_waits * host_share, alone) + reads_again
         return least, max(least, likely)
 
     def _compute(self, graphs: Graphs) -> float:
         """Seconds that a step computes when layers keep these graphs."""
         work, seconds, micro_batches = self._work, self._costs.seconds, self._micro_batches
-        saved = sum(map(seconds, work.computed_twice))
-        if self._frame.placement.save_attention != "none":
-            saved -= seconds(work.recompute) - seconds(work.recompute._replace(attention_flops=0))
-        halves = seconds(work.keeping) + seconds(work.kept_backward)
-        gain = halves - seconds(work.recompute) - seconds(work.backward)
-        spared = (graphs.kept + graphs.offloaded) * max(0.0, saved - halves) * micro_batches
-        return self._frame.bounds[COMPUTE] - spared - graphs.whole * max(0.0, gain) * micro_batches
+        without_graph = sum(map(seconds, work.computed_twice))
+        if self._candidate.placement.save_attention != "none":
+            without_attention = work.recompute._replace(attention_flops=0)
+            without_graph -= seconds(work.recompute) - seconds(without_attention)
+        with_graph = seconds(work.keeping) + seconds(work.kept_backward)
+        gain_of_whole = with_graph - seconds(work.recompute) - seconds(work.backward)
+        num_graphs = graphs.kept + graphs.offloaded
+        spared = num_graphs * max(0.0, without_graph - with_graph) * micro_batches
+        spared_by_whole = graphs.whole * max(0.0, gain_of_whole) * micro_batches
+        return self._candidate.bounds[COMPUTE] - spared - spared_by_whole
 
     def _placement(self, count: int, staying: int, graphs: Graphs) -> Placement:
         return replace(
-            self._frame.placement,
+            self._candidate.placement,
             resident=self._first.names(count),
             keep_weights=staying,
             passes=self._passes,
@@ -410,7 +413,7 @@ class Spending:
 
     def spent(self, way: Way) -> Forecast | None:
         """The forecast of a way, its number of graphs corrected to fit; None if none fits."""
-        graphs, best, rows = way.graphs, None, self._frame.micro_batch
+        graphs, best, rows = way.graphs, None, self._candidate.micro_batch
         for _ in range(3):
             placement = self._placement(way.resident, way.staying, graphs)
             spent = self._forecasts.of(self._budget.machine, placement, self._workload, rows)

@@ -32,20 +32,20 @@ from megatrain.tile import TileKind
 # Places of two slower candidates in a family: with layer inputs on the host, and with fewer slots
 # and smaller chunks besides. The memory that they leave on the device may buy more than they cost.
 _SPARING = (1, 3)
-_TRIED = 3  # ways to spend that are forecast in full
+_WAYS_TRIED = 3  # ways to spend that are forecast in full
 # Numbers of passes that are tried, beside one pass for each micro-batch, and how many of their ways
 # are forecast in full.
-_PASSES, _TRIED_IN_PASSES = (2, 3, 4, 6, 8, 12, 16), 2
-_FEW = 16384  # tokens of a micro-batch in passes: enough to keep a large GPU busy
+_PASSES, _WAYS_TRIED_IN_PASSES = (2, 3, 4, 6, 8, 12, 16), 2
+_TOKENS_IN_PASSES = 16384  # tokens of a micro-batch in passes: enough to keep a large GPU busy
 _NO_DISK: dict[str, Any] = {f"disk_{kind}": 0 for kind in DISK_KINDS}
 _SPILLS_TRIED = 3  # choices of planes on a disk that likely fit, from the fewest planes on
 _DEVICE_WORTH = 8  # host bytes that are as hard to come by as one of the device
 # Candidates whose needs differ by no more than this share are alike: the fastest of them is taken.
-_ALIKE = 0.01
+_SIMILAR = 0.01
 # Weights are read in place if a step then takes no more than this share of its seconds with copies.
 _IN_PLACE = 0.99
 # On four H200s steps with owned experts took 1.35 times their forecast, with sharded ones 1.16.
-_OWNED = 1.2
+_OWNED_SLOWDOWN = 1.2
 # A step may have more micro-batches than this only if the device is too small for fewer: the
 # working set of a layer hardly counts any more.
 _MANY = 24
@@ -68,7 +68,8 @@ def fastest(
         try:
             fitting.append(_fastest(forecasts, split, workload, fixed, thorough=thorough))
         except DoesNotFit:
-            if not (machine.one_memory or own_experts or fitting):
+            is_last_hope = not own_experts and not fitting  # owned experts are tried first
+            if is_last_hope and not machine.one_memory:
                 raise
     if not fitting:  # one memory may be divided between two splits
         needed = least(forecasts, machine, workload)
@@ -77,7 +78,7 @@ def fastest(
         fitting = [needed]
 
     def likely_seconds(forecast: Forecast) -> float:
-        return forecast.seconds * (_OWNED if forecast.placement.own_experts else 1)
+        return forecast.seconds * (_OWNED_SLOWDOWN if forecast.placement.own_experts else 1)
 
     best = min(fitting, key=likely_seconds)
     if not thorough or workload.ranks > 1:
@@ -164,13 +165,13 @@ def _spills(forecasts: ForecastCache, machine: Machine, workload: Workload) -> l
         """Each choice has one tile more: moments first, then remainders, then weights."""
         num_trained = sum(t.trainable_numel > 0 for t in layouts)
         num_layers = sum(t.kind is TileKind.LAYER for t in layouts)
-        choices, largest, of_largest = list[tuple[dict[str, int], int]](), dict[str, int](), 0
+        choices, largest, largest_bytes = list[tuple[dict[str, int], int]](), dict[str, int](), 0
         for kind in DISK_KINDS:
             most = num_layers if kind == "weights" else num_trained
             sizes = [candidates.disk_bytes(layouts, workload, kind, n) for n in range(most + 1)]
             for number, num_bytes in enumerate(sizes[1:], 1):
-                choices.append((largest | {f"disk_{kind}": number}, of_largest + num_bytes))
-            largest, of_largest = largest | {f"disk_{kind}": most}, of_largest + sizes[-1]
+                choices.append((largest | {f"disk_{kind}": number}, largest_bytes + num_bytes))
+            largest, largest_bytes = largest | {f"disk_{kind}": most}, largest_bytes + sizes[-1]
         return choices
 
     spills = forecasts.once(("spills", workload.rule, workload.ranks, workload.dtype), with_bytes)
@@ -192,7 +193,7 @@ class _Tiled(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A placement, the index of its family, and its own there."""
+    """A placement, the number of its family, and its place in the family."""
 
     family: int
     place: int
@@ -224,25 +225,25 @@ class Search:
         sizes = self._sizes
         least = None
         while sizes:
-            frames = self._fitting_frames(sizes)
-            if (best := self._fastest_of(frames)) is not None:
+            forecasts = self._fitting_forecasts(sizes)
+            if (best := self._fastest_of(forecasts)) is not None:
                 return best
             least = least or self.least()
             if not self._budget.fits(least):
                 raise DoesNotFit(lacking(self._machine, least.machine))
-            smallest = min((frame.micro_batch for frame in frames), default=0)
+            smallest = min((forecast.micro_batch for forecast in forecasts), default=0)
             sizes = [rows for rows in sizes if rows < smallest]
         return least or self.least()
 
-    def _fastest_of(self, frames: list[Forecast]) -> Forecast | None:
+    def _fastest_of(self, forecasts: list[Forecast]) -> Forecast | None:
         """The fastest forecast of these candidates: alone, with memory spent, or in passes."""
-        fitting = filter(self._budget.fits, frames)
-        best = min(fitting, key=lambda frame: frame.seconds, default=None)
-        spending = [self._spending(frame) for frame in frames]
-        best = _best_spent(best, spending, _TRIED if self._thorough else 1)
+        fitting = filter(self._budget.fits, forecasts)
+        best = min(fitting, key=lambda forecast: forecast.seconds, default=None)
+        spending = [self._spending(forecast) for forecast in forecasts]
+        best = _best_spent(best, spending, _WAYS_TRIED if self._thorough else 1)
         if best is None or not self._thorough:
             return best
-        return _best_spent(best, self._in_passes(best), _TRIED_IN_PASSES)
+        return _best_spent(best, self._in_passes(best), _WAYS_TRIED_IN_PASSES)
 
     def could_fit(self) -> bool:
         """True if a candidate likely fits, with the largest micro-batches or the smallest."""
@@ -273,7 +274,7 @@ class Search:
             considered = sizes
             sparing, least_peaks = self._lacking_least(sizes[-1])
         limits = [
-            lacks + _ALIKE * peak if lacks else 0
+            lacks + _SIMILAR * peak if lacks else 0
             for lacks, peak in zip(self._lacks(least_peaks), least_peaks, strict=True)
         ]
 
@@ -306,7 +307,7 @@ class Search:
             for number, family in enumerate(self._sparing_families(rows))
             for placement in self._most_sparing(family)
         ]
-        least_on_device = min(self._least_bytes(each.placement).device for each in sparing)
+        least_on_device = min(self._least_bytes(c.placement).device for c in sparing)
         device_suffices = least_on_device <= self._budget.device
         largest_device = max(self._budget.device, most_memory())
 
@@ -317,7 +318,7 @@ class Search:
             few = _DEVICE_WORTH * lacks.device + lacks.host
             return peaks.device > largest_device, lacks_both, few
 
-        bounds = {each: rank(self._with_tiles(each.placement, rows, 0).peaks) for each in sparing}
+        bounds = {c: rank(self._with_tiles(c.placement, rows, 0).peaks) for c in sparing}
         best: tuple[_Candidate, Peaks] | None = None
         for candidate in sorted(sparing, key=bounds.__getitem__):
             if best is not None and rank(best[1]) <= bounds[candidate]:
@@ -351,14 +352,15 @@ class Search:
     def _may_fit(self, family: list[Placement], rows: int) -> bool:
         """True if one of a family's most sparing candidates fits."""
         for placement in self._most_sparing(family):
-            counted = (self._with_tiles(placement, *more).peaks for more in ((), (rows, 0)))
-            lacks = any(any(self._lacks(peaks)) for peaks in counted)
-            if not lacks and self._holds(*self._peaks(placement, rows, 1)):
+            lacks = any(self._lacks(self._with_tiles(placement).peaks)) or any(
+                self._lacks(self._with_tiles(placement, rows, steps=0).peaks)
+            )
+            if not lacks and self._holds(*self._peaks(placement, rows, steps=1)):
                 return True
         return False
 
     def _lacks(self, peaks: Peaks) -> Peaks:
-        """Bytes by which these exceed the budget."""
+        """Bytes by which peaks exceed the budget."""
         budget = self._budget
         return Peaks(max(0, peaks.device - budget.device), max(0, peaks.host - budget.host))
 
@@ -379,19 +381,19 @@ class Search:
         if steps < STEADY:
             followed = replace(placement, resident=(), **_NO_DISK)
         try:
-            frame = self._of(followed, rows, steps)
+            forecast = self._of(followed, rows, steps)
         except NotForeseeable:
             if placement.chunk_tokens is None:
                 raise
             return Peaks(1 << 62, 1 << 62)  # no forecast of these layers in tiles is possible
         least, least_followed = self._least_bytes(placement), self._least_bytes(followed)
         return Peaks(
-            frame.device_peak_bytes + least.device - least_followed.device,
-            frame.host_peak_bytes + least.host - least_followed.host,
+            forecast.device_peak_bytes + least.device - least_followed.device,
+            forecast.host_peak_bytes + least.host - least_followed.host,
         )
 
     def _with_tiles(self, placement: Placement, rows: int | None = None, steps: int = 1) -> _Tiled:
-        """The placement with as many resident tiles as the host has no room for.
+        """The placement with those tiles resident for which the host has no room.
 
         Up to four forecasts each correct the number of tiles for the next one. Without `steps`, or
         without `rows`, nothing is forecast: peaks are `_least_bytes`.
@@ -421,19 +423,19 @@ class Search:
     def _of(self, placement: Placement, rows: int, steps: int = STEADY) -> Forecast:
         return self._forecasts.of(self._machine, placement, self._workload, rows, steps)
 
-    def _fitting_frames(self, sizes: list[int]) -> list[Forecast]:
+    def _fitting_forecasts(self, sizes: list[int]) -> list[Forecast]:
         """Candidates to spend memory from: the first that fit, and more sparing ones."""
-        frames = self._first_fitting(sizes)
-        if not frames or not self._thorough:
-            return frames
-        rows = min(frames, key=lambda frame: frame.seconds).micro_batch
-        fitting = {frame.placement for frame in frames if frame.micro_batch == rows}
+        forecasts = self._first_fitting(sizes)
+        if not forecasts or not self._thorough:
+            return forecasts
+        rows = min(forecasts, key=lambda forecast: forecast.seconds).micro_batch
+        fitting = {forecast.placement for forecast in forecasts if forecast.micro_batch == rows}
         for family in self._families(rows):
             places = (place for place, candidate in enumerate(family) if candidate in fitting)
             first = min(places, default=len(family))
             sparing = [self._of(family[place], rows) for place in _SPARING if place > first]
-            frames += [f for f in sparing if self._holds(f.device_peak_bytes, f.host_peak_bytes)]
-        return frames
+            forecasts += [f for f in sparing if self._holds(f.device_peak_bytes, f.host_peak_bytes)]
+        return forecasts
 
     def _first_fitting(self, sizes: list[int]) -> list[Forecast]:
         """The first candidate of each family that fits, for the two largest sizes with any."""
@@ -452,9 +454,9 @@ class Search:
                 break
             least_fits = self._holds(*self._least_bytes(candidate, rows))
             if least_fits and self._holds(*self._peaks(candidate, rows, steps=1)):
-                frame = self._of(candidate, rows)
-                if self._holds(frame.device_peak_bytes, frame.host_peak_bytes):
-                    return frame
+                forecast = self._of(candidate, rows)
+                if self._holds(forecast.device_peak_bytes, forecast.host_peak_bytes):
+                    return forecast
         return None
 
     def _holds(self, device: int, host: int) -> bool:
@@ -462,8 +464,8 @@ class Search:
         fewest = self._tiles.fewest(host - self._budget.host)
         return fewest <= self._tiles.most(self._budget.device - device)
 
-    def _spending(self, frame: Forecast, passes: int = 1) -> Spending:
-        return Spending(self._forecasts, self._workload, frame, self._budget, passes)
+    def _spending(self, forecast: Forecast, passes: int = 1) -> Spending:
+        return Spending(self._forecasts, self._workload, forecast, self._budget, passes)
 
     def _in_passes(self, best: Forecast) -> list[Spending]:
         """Spending in several passes, for each number of passes.
@@ -477,14 +479,15 @@ class Search:
             return []
         spending, sizes = [], self._sizes
         if self._workload.micro_batch is None:  # small ones, as a pass keeps few graphs at once
-            sizes = [rows for rows in sizes if rows * self._workload.sequence_length <= _FEW][:2]
+            most_rows = _TOKENS_IN_PASSES // self._workload.sequence_length
+            sizes = [rows for rows in sizes if rows <= most_rows][:2]
         for rows in sizes:
             micro_batches = -(-self._workload.rows // rows)
             if micro_batches > 1:
                 whole_layers, *_ = self._families(rows)
-                frame = self._of(whole_layers[0], rows)  # usually the fastest
+                forecast = self._of(whole_layers[0], rows)  # usually the fastest
                 passes = sorted({n for n in _PASSES if n < micro_batches} | {micro_batches})
-                spending += [self._spending(frame, n) for n in passes]
+                spending += [self._spending(forecast, n) for n in passes]
         return spending
 
 

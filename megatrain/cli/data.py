@@ -37,11 +37,9 @@ def _print_row(console: Console, row: int, pieces: Sequence[ShownDocument]) -> N
     legend = "green: learnt" if coloured else "⟦ ⟧: learnt"
     console.print(Text(f"\nrow {row + 1} ({legend})", style="bold"), soft_wrap=True)
     for piece in pieces:
-        console.print(
-            Text(f"-- {piece.place}: {piece.num_tokens:,} tokens", style="cyan"), soft_wrap=True
-        )
-        for image in piece.images:
-            console.print(Text(f"   {image}", style="cyan"), soft_wrap=True)
+        title = f"-- {piece.place}: {piece.num_tokens:,} tokens"
+        for line in (title, *(f"   {image}" for image in piece.images)):
+            console.print(Text(line, style="cyan"), soft_wrap=True)
         text, characters_left = Text(), _LONGEST
         for run, learnt in piece.runs:
             part = run[: max(characters_left, 0)]

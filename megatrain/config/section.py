@@ -43,7 +43,6 @@ def a_pattern(text: str) -> str:
 
 Pattern = Annotated[str, AfterValidator(a_pattern)]
 
-
 # Former keys with their defaults, which are in config.yaml of old runs, and are ignored.
 _GIVEN_UP = {
     "base_model": None, "z_loss": None, "gamma": None, "normalize_advantages": None,

@@ -6,6 +6,7 @@ The memory of a second, frozen model (a reference, a teacher) is added: it has a
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 
 import torch
@@ -67,7 +68,7 @@ def needs_of(
     tokens: int | None = None,
     distinct: int | None = None,
 ) -> Needs:
-    """An engine's long-lived memory and largest gradient; `distinct` of a step's tokens differ."""
+    """An engine's long-lived memory and largest gradient; `distinct` of `tokens` a step differ."""
     counting, model = _CountingDevice(), model.placed(placement)
     assembly = assembled(counting, model, placement)
     device, host = counting.needs.device, counting.needs.host
@@ -88,8 +89,8 @@ def needs_of(
         examples = [layer.kind.example[ref.leaf] for layer, refs in layers for ref in refs]
         numels = [e.numel() // prod(PROBE_SHAPE) for e in examples if torch.is_tensor(e)]
         tokens_of_pass = (tokens or 0) // placement.passes  # of the smallest pass
-        where = host if placement.layer_inputs == "host" else device
-        where[_LAYER_INPUTS] += sum(numels) * dtype.itemsize * tokens_of_pass
+        memory = host if placement.layer_inputs == "host" else device
+        memory[_LAYER_INPUTS] += sum(numels) * dtype.itemsize * tokens_of_pass
     return counting.needs
 
 
@@ -143,8 +144,9 @@ class ForecastCache(Once):
         """Resident memory of the process without graphs and attention results on the host."""
         host = self.needs(workload, placement).host
         planes = sum(host[kind.value] for kind in PlaneKind if kind is not PlaneKind.GRADIENT)
-        later, measured = sum(host.values()) - planes, self.measured(workload)
-        return planes + later + process_bytes(self.model(workload), placement, measured, later)
+        later, model = sum(host.values()) - planes, self.model(workload)
+        process = process_bytes(model, placement, self.measured(workload), allocated_later=later)
+        return planes + later + process
 
     def measured(self, workload: Workload, placement: Placement | None = None) -> Profile:
         """The works of the model's parts; `placement`: with its chunks and owners of experts."""
@@ -152,8 +154,8 @@ class ForecastCache(Once):
         chunk_tokens = None if placement is None else placement.chunk_tokens
         owners = workload.ranks if placement is not None and placement.own_experts else 1
         workload = replace(workload, compile=workload.compile and owners == 1)
-        key = chunk_tokens, self._notes, owners
-        return self.once((*shape, chunk_tokens, owners), lambda: Profile(self.spec, workload, *key))
+        profile = partial(Profile, self.spec, workload, chunk_tokens, self._notes, owners)
+        return self.once((*shape, chunk_tokens, owners), profile)
 
     def of(
         self,

@@ -28,11 +28,10 @@ from megatrain.tile.formats import BLOCKS, FP8, PIECE
 # with more launches a parameter (NF4 of 7B, 72B, gpt-oss-120B, its MXFP4; benchmarks/results).
 _BY_TABLE_GBPS, _MORE_LAUNCHES = 4080 / 5, 4
 
-# A graph that leaves or returns takes this many times its bytes from the rate of device memory: a
-# step of 7B with 15 graphs on the host takes 7.79 s; the forecast is 0.9 % less, at 0 2.3 % less.
+# A graph that leaves for the host or returns touches this many times its bytes of device memory.
+# So the forecast for 7B with 15 graphs on the host is 0.9 % below the measured 7.79 s; with a 0
+# here it would be 2.3 % below.
 _CROSSING = 2
-
-_NO_WORK = Work()
 
 Values = dict[Ref, Any]
 
@@ -58,7 +57,7 @@ class _Visit:
         self.gradient_bytes = layout.trainable_numel * itemsize
         # Gradients are added to fp32 sums; those in bf16 by one kernel for each parameter.
         kernels = len(layout.trainable) if itemsize < 4 else min(len(layout.trainable), 1)
-        self.summed = Work(touched_bytes=layout.trainable_numel * (itemsize + 8), kernels=kernels)
+        self.summing = Work(touched_bytes=layout.trainable_numel * (itemsize + 8), kernels=kernels)
 
 
 class Declared:
@@ -84,7 +83,7 @@ class Declared:
         }
 
     def of(self, work: Any) -> tuple[Work, Any] | None:
-        """The work and the result of a call of an engine's method; None: it has no price here."""
+        """The work and the result of a call of an engine's method; None: it is not priced here."""
         method = getattr(work, "func", None)
         price = self._prices.get(getattr(method, "__func__", None))
         if price is None:
@@ -92,7 +91,7 @@ class Declared:
         return price(work.func.__self__, *work.args, **work.keywords)
 
     def unpack(self, layout: TileLayout, stored: Tensor, out: Tensor) -> None:
-        """A method that engines of a forecast call to unpack weights: it only has a price."""
+        """Called where a real engine unpacks weights: does nothing, and has a price."""
 
     def _unpacked(self, _: Any, layout: TileLayout, *memory: Tensor) -> tuple[Work, None]:
         unpacked = [e for e in layout.entries if e.needs_unpacking]
@@ -104,9 +103,9 @@ class Declared:
         kernels += _MORE_LAUNCHES * len(by_table)
 
         def scratch_bytes(entry: Entry) -> int:
-            # Scales are spread over their blocks, a parameter's at once: three fp32 values a block.
+            # All scales of a parameter are spread at once: three fp32 values for a block of 64.
             scratch = entry.numel * 12 // 64
-            # What is multiplied in float8 is unpacked from NF4 before, and in fp32 if not compiled.
+            # Operands of float8 products are unpacked from NF4 first, to bf16.
             if entry.is_operand and entry.packed not in (None, FP8):
                 scratch += entry.numel * 2
             if not self.measured.compiled:  # values and products in fp32, and indices of a table
@@ -125,9 +124,11 @@ class Declared:
     def _visit(self, layer: Layer, rows: int) -> _Visit:
         visit, measured = self._visits.get((layer, rows)), self.measured
         if visit is None:
-            work, entering = measured.layer(layer.visit, rows), measured.prologue(rows).results
-            absent = {r for r in layer.inputs if r.visit == ADDED} - {*dict(entering)}
-            shapes = {r: measured.shape(r, rows) for r in layer.inputs if r not in absent}
+            work = measured.layer(layer.visit, rows)
+            of_prologue = dict(measured.prologue(rows).results)
+            # Tensors that a forward with images adds are there only if the rows have images.
+            present = [r for r in layer.inputs if r.visit != ADDED or r in of_prologue]
+            shapes = {r: measured.shape(r, rows) for r in present}
             input_grads = {r: s.num_bytes for r, s in shapes.items() if s.dtype.is_floating_point}
             visit = _Visit(work, layer, input_grads, self._itemsize)
             self._visits[layer, rows] = visit
@@ -154,8 +155,8 @@ class Declared:
             done = forward.times(count)
         else:
             done = self._of_group(visit.work.forward, count)
-        kept_on = {ref: value for ref, value in turn.values.items() if ref in layer.live_out}
-        return done, {**kept_on, **self._results(visit.produced, count)}
+        passed_on = {ref: value for ref, value in turn.values.items() if ref in layer.live_out}
+        return done, {**passed_on, **self._results(visit.produced, count)}
 
     def _forward_with_graph(
         self, layer: Layer, turn: Turn, visit: _Visit, saves: Saves, leaving: OffloadPlan | None
@@ -197,7 +198,7 @@ class Declared:
             # A graph that has returned from the host stays in its lanes.
             least_peak = backward.made_bytes if graph is None else 0
             crossing = _CROSSING * sum(memory.nbytes for memory in returned)
-            done = Work(touched_bytes=crossing) if crossing else _NO_WORK
+            done = Work(touched_bytes=crossing)
         else:
             forward, backward, least_peak = visit.work.recompute, visit.work.backward, 0
             if waiting is not None:
@@ -206,9 +207,9 @@ class Declared:
             done = self._of_group(forward, count)
             graph = ledger.hold(Place.WORKING_SET, forward.kept_bytes)
             ledger.note_peak(visit.produced_bytes)
-        del waiting
+        del waiting  # so that `graph` alone holds the graph's memory
         passed_on = {ref: gradient for ref, gradient in dh.items() if ref not in layer.outputs}
-        if dh.keys().isdisjoint(visit.produced) and dh.keys().isdisjoint(layer.outputs):
+        if dh.keys().isdisjoint(layer.outputs):  # no gradient reaches the layer
             return done, passed_on
         # The graph already counts in the backward's peak.
         ledger.note_peak(max(least_peak, backward.peak_bytes - forward.kept_bytes))
@@ -228,8 +229,8 @@ class Declared:
         del graph
         ledger.add_bytes(Place.ACTIVATIONS, freed)
         ledger.add_bytes(Place.WORKING_SET, -visit.gradient_bytes)
-        done = added(done, added(backward, visit.summed).times(count))
-        for ref in input_grads.keys() & passed_on.keys():
+        done = added(done, added(backward, visit.summing).times(count))
+        for ref in input_grads.keys() & passed_on.keys():  # both gradients are added
             input_grads[ref] = ledger.hold(Place.WORKING_SET, input_grads[ref].nbytes)
             done = added(done, Work(touched_bytes=3 * input_grads[ref].nbytes, kernels=1))
         return done, passed_on | input_grads
@@ -273,10 +274,11 @@ class Declared:
         if values.keys().isdisjoint(dh) or not (row_bytes or numel or h):  # nothing to compute
             return work, {}
         if micro.media:
-            length = micro.inputs["input_ids"].shape[0]
-            self.ledger.note_peak(self.measured.media_work(length).leaving.peak_bytes)
+            rows = micro.inputs["input_ids"].shape[0]
+            self.ledger.note_peak(self.measured.media_work(rows).leaving.peak_bytes)
         self.ledger.note_peak(row_bytes + numel * self._itemsize)
-        summed = (row_bytes // self._itemsize + numel) * (self._itemsize + 8)  # 8: a sum, twice
+        # 8: a sum in fp32 is read and written.
+        summed = (row_bytes // self._itemsize + numel) * (self._itemsize + 8)
         kernels = len(micro.rows.tables) + len(prologue.tile.layout.trainable)
         summing = Work(touched_bytes=work.touched_bytes + summed, kernels=work.kernels + kernels)
         input_grads = {ref: self.ledger.hold(Place.ACTIVATIONS, h[ref].nbytes) for ref in h}

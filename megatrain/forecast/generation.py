@@ -27,9 +27,9 @@ def generation_bytes(
 ) -> int:
     """Bytes beside the weights, on the model's device, at the peak of continuing `rows` prompts.
 
-    A prompt has `tokens` with its reply, a reply `new_tokens`; a cache is there twice as it grows.
+    A reply has `new_tokens`, a prompt with its reply `tokens`; a cache that grows is there twice.
     """
-    counter, new = OpCounter(), min(new_tokens, tokens - 1)
+    counter, reply_tokens = OpCounter(), min(new_tokens, tokens - 1)
     types = loaded_types(spec.capture.model, dtype)
     with (
         foreseeing("generation"),
@@ -39,28 +39,28 @@ def generation_bytes(
     ):
         training = model.training
         model.eval()
-        named = model.named_parameters()
-        weights = {n: torch.empty(p.shape, dtype=types.get(n, dtype)) for n, p in named}
+        parameters = model.named_parameters()
+        weights = {n: torch.empty(p.shape, dtype=types.get(n, dtype)) for n, p in parameters}
         try:
             prompts_bytes = 0
-            cached = counts_tokens(model.config.get_text_config(decoder=True))
-            if not cached:  # generate/texts.py finds out in the same way if there is a cache
+            has_cache = counts_tokens(model.config.get_text_config(decoder=True))
+            if not has_cache:  # generate/texts.py finds out in the same way if there is a cache
                 with suppress(ValueError):
-                    cached = bool(_forward(model, weights, 1, 1))
+                    has_cache = bool(_forward(model, weights, 1, 1))
             with counter:
-                if not cached:
-                    last = _forward(model, weights, rows, tokens, cached=False)
+                if not has_cache:
+                    output = _forward(model, weights, rows, tokens, use_cache=False)
                 else:
-                    _forward(model, weights, rows, tokens - new)
+                    _forward(model, weights, rows, tokens - reply_tokens)
                     prompts_bytes = counter.peak_bytes
                     past = cache_of(_forward(model, weights, rows, tokens - 1))
                     counter.restart()
-                    last = _forward(model, weights, rows, 1, past, tokens - 1)
+                    output = _forward(model, weights, rows, 1, past, tokens - 1)
         finally:
             model.train(training)
-        sampling = counter.total_bytes + rows * last.logits.shape[-1] * _SAMPLING_BYTES
+        sampling_bytes = counter.total_bytes + rows * output.logits.shape[-1] * _SAMPLING_BYTES
         tables_bytes = sum(weights[name].nbytes for name in spec.gathered)
-        return tables_bytes + max(prompts_bytes, counter.peak_bytes, sampling)
+        return tables_bytes + max(prompts_bytes, counter.peak_bytes, sampling_bytes)
 
 
 def _forward(
@@ -71,12 +71,12 @@ def _forward(
     past: Mapping[str, Any] | None = None,
     num_past: int = 0,
     *,
-    cached: bool = True,
+    use_cache: bool = True,
 ) -> Any:
     """The model's output for `rows` rows of `tokens`; `past` caches the `num_past` before them."""
     ids = torch.zeros(rows, tokens, dtype=torch.int64)
     mask = torch.ones(rows, num_past + tokens, dtype=torch.int64)
-    inputs = {**(past or {}), "attention_mask": mask, "use_cache": cached}
+    inputs = {**(past or {}), "attention_mask": mask, "use_cache": use_cache}
     accepted = signature(model.forward).parameters
     optional = {"logits_to_keep": 1, "position_ids": ids}  # padded rows have positions of their own
     inputs |= {name: value for name, value in optional.items() if name in accepted}

@@ -165,21 +165,21 @@ def traced(run: Any, inputs: list[Any]) -> Trace:
     with _Decomposed(), recorder:
         results = run()
         split = len(recorder.ops)
-        values, grads = ends(results)
+        values, grads = with_gradients(results)
         input_grads = torch.autograd.grad(values, leaves(inputs), grads, allow_unused=True)
     return Trace(
-        recorder.ops,
-        recorder.sizes,
-        split,
-        recorder.numbers((inputs, grads)),
-        recorder.numbers(list(results.values())),
-        recorder.numbers(input_grads),
-        recorder.random,
-        shapes(results),
+        ops=recorder.ops,
+        sizes=recorder.sizes,
+        split=split,
+        inputs=recorder.numbers((inputs, grads)),
+        results=recorder.numbers(list(results.values())),
+        gradients=recorder.numbers(input_grads),
+        random=recorder.random,
+        outputs=shapes(results),
     )
 
 
-def ends(results: Activations) -> tuple[list[Tensor], list[Tensor]]:
+def with_gradients(results: Activations) -> tuple[list[Tensor], list[Tensor]]:
     """A layer's results that require gradients, and an empty gradient for each."""
     values = [value for value in results.values() if value.requires_grad]
     return values, [torch.empty_like(value) for value in values]
@@ -203,7 +203,7 @@ def eager_work(run: Callable[[], Activations], inputs: list[Any]) -> LayerWork:
     with counter:
         counter.ignore(inputs)
         outputs = run()
-    values, gradients = ends(outputs)
+    values, gradients = with_gradients(outputs)
     counter.ignore(gradients)
     result_bytes = sum(value.nbytes for value in outputs.values())
     kept_bytes = counter.total_bytes - result_bytes
@@ -211,9 +211,9 @@ def eager_work(run: Callable[[], Activations], inputs: list[Any]) -> LayerWork:
     counter.restart()
     with counter:
         torch.autograd.grad(values, leaves(inputs), gradients, allow_unused=True)
-    peak = counter.peak_bytes - result_bytes
-    backward = counter.work._replace(peak_bytes=peak, made_bytes=counter.made_bytes)
-    # A graph that is kept between the sweeps takes the same as one that is recomputed.
+    peak_bytes = counter.peak_bytes - result_bytes
+    backward = counter.work._replace(peak_bytes=peak_bytes, made_bytes=counter.made_bytes)
+    # `keeping` and `kept_backward`: a graph that waits between the sweeps is a recomputed one.
     return LayerWork(forward, keeping, backward, keeping, backward, None, shapes(outputs))
 
 
@@ -222,13 +222,13 @@ def compiled_work(trace: Trace) -> LayerWork:
     layer, random = Compiled(trace), trace.random
     share = None if random else KEPT_SHARE  # as model/layer_template.py compiles kept graphs
     return LayerWork(
-        layer.forward(),
-        layer.forward(layer.held()),
-        layer.backward(),
-        layer.forward(layer.held(share)),
-        layer.backward(share),
-        None if random else layer.backward(0.0),
-        trace.outputs,
+        forward=layer.forward(),
+        recompute=layer.forward(layer.held()),
+        backward=layer.backward(),
+        keeping=layer.forward(layer.held(share)),
+        kept_backward=layer.backward(share),
+        repeating=None if random else layer.backward(0.0),
+        outputs=trace.outputs,
     )
 
 
@@ -239,7 +239,7 @@ class Compiled:
         self._t = trace
         self._forward, self._backward = trace.ops[: trace.split], trace.ops[trace.split :]
         self._producer = {n: op for op in trace.ops for n in op.writes}
-        self._maker = {n: i for i, op in enumerate(self._forward) for n in op.writes}
+        self._forward_index = {n: i for i, op in enumerate(self._forward) for n in op.writes}
         # The storages from which elementwise work alone computes each one.
         bases: dict[int, set[int]] = {}
         for op in self._forward:
@@ -247,13 +247,13 @@ class Compiled:
             for n in op.writes:
                 is_heavy = (op.extern and not op.light) or self._small(n, op)
                 bases[n] = {n} if is_heavy or n in trace.inputs else of_reads
-        made_inside = self._maker.keys() - trace.inputs
+        made_inside = self._forward_index.keys() - trace.inputs
         read = {n for op in self._backward for n in op.reads} & made_inside
         by_library = {n for op in self._backward if op.extern for n in op.reads} & made_inside
         # Results that only a product or attention could compute again for the backward.
         self._heavy = {base for n in read for base in bases[n]} & made_inside
-        recomputable = self._least_cut(read - by_library, by_library | trace.inputs)
-        self._saved = by_library - trace.inputs | recomputable
+        # Storages that a graph keeps by default, and the fewest that it keeps within a budget.
+        self._saved = by_library | self._least_cut(read - by_library, by_library | trace.inputs)
         self._fewest = self._least_cut(read, trace.inputs, light=True)
 
     def forward(self, saved: Set[int] = frozenset()) -> Work:
@@ -287,18 +287,17 @@ class Compiled:
 
     def _with_recomputed(self, saved: set[int]) -> list[Op]:
         """The operations of the backward, with those of the forward that it computes again."""
-        done: set[int] = set()
-        ops: list[Op] = []
+        recomputed, ops = set[int](), list[Op]()  # `recomputed` has indices in the forward
         for op in self._backward:
             needed, pending = set(), [op]
             while pending:
                 for n in pending.pop().reads:
-                    maker = self._maker.get(n)
-                    if n not in saved and maker is not None and maker not in done:
-                        done.add(maker)
-                        needed.add(maker)
-                        pending.append(self._forward[maker])
-            ops += [*(self._forward[maker] for maker in sorted(needed)), op]
+                    index = self._forward_index.get(n)
+                    if n not in saved and index is not None and index not in recomputed:
+                        recomputed.add(index)
+                        needed.add(index)
+                        pending.append(self._forward[index])
+            ops += [*(self._forward[index] for index in sorted(needed)), op]
         return ops
 
     def _knapsack(self, share: float) -> set[int]:
@@ -379,7 +378,7 @@ class Compiled:
         sources = [frozenset(s for n in op.reads for s in self._sources(n, real)) for op in ops]
         reads_left = Counter(n for read in sources for n in read)
         alive = before - inputs
-        peak, made, total = self._size(alive), 0, Work()
+        peak_bytes, made_bytes, total = self._size(alive), 0, Work()
         for kernel in self._kernels(ops, sources):
             fused = [ops[i] for i in kernel]
             new = {n for op in fused for n in op.writes if n in real} - inputs - alive
@@ -400,12 +399,12 @@ class Compiled:
                     alive.discard(next(last, -1))
             alive |= new
             scratch = max(op.scratch_bytes for op in fused)
-            peak = max(peak, self._size(alive) + scratch)
-            made = max(made, self._size(alive - before) + scratch)
+            peak_bytes = max(peak_bytes, self._size(alive) + scratch)
+            made_bytes = max(made_bytes, self._size(alive - before) + scratch)
             total = added(total, work)
             reads_left.subtract(n for i in kernel for n in sources[i])
             alive = {n for n in alive if reads_left[n] or n in ends}
-        return total._replace(peak_bytes=peak, made_bytes=made)
+        return total._replace(peak_bytes=peak_bytes, made_bytes=made_bytes)
 
     def _kernels(self, ops: list[Op], sources: list[frozenset[int]]) -> list[list[int]]:
         """The numbers of each kernel's operations, kernels in the order in which they run.

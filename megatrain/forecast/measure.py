@@ -62,7 +62,7 @@ from megatrain.tile import TileKind, TileLayout
 ENCODER_LAYERS = 20  # an encoder may have as many operations as so many layers of a trunk
 _TRIAL_DIVISOR = 4  # the greatest common divisor of a part's sizes in its first trial
 _CHOICES = 64  # tokens that a teacher's label has, by default
-_MOST = 1 << 24  # parameters of a part that is tried in its own size
+_MOST_PARAMETERS = 1 << 24  # of a part that is tried in its own size
 
 
 class _MeasuredTiles(ChunkedOverTokens):
@@ -119,8 +119,8 @@ def acts_alone(part: nn.Module, bound: dict[str, Tensor], width: int) -> bool:
     trial_divisor = min(divisor, _TRIAL_DIVISOR)
     if is_alone_with({n: n // divisor * trial_divisor for n in sizes}):
         return True
-    quick = sum(value.numel() for value in bound.values()) <= _MOST
-    return quick and is_alone_with({n: n for n in sizes})
+    is_quick = sum(value.numel() for value in bound.values()) <= _MOST_PARAMETERS
+    return is_quick and is_alone_with({n: n for n in sizes})
 
 
 class _AllTiles(torch.autograd.Function):
@@ -142,8 +142,8 @@ class _AllTiles(torch.autograd.Function):
     def backward(ctx: Any, gradient_BTE: Tensor) -> tuple[Tensor | None, ...]:
         x_BTD, *values = ctx.saved_tensors
         work, out = ctx.work, ctx.work.outputs[0]
-        is_trained = ctx.needs_input_grad[3:]
-        trained = [value for value, is_one in zip(values, is_trained, strict=True) if is_one]
+        needs_grad = ctx.needs_input_grad[3:]  # for each of `values`
+        trained = [value for value, needs in zip(values, needs_grad, strict=True) if needs]
         sums = [torch.zeros_like(value, dtype=torch.float32) for value in trained]
         dx_BTD = torch.empty_like(x_BTD)
         grad_bytes = sum(value.nbytes for value in trained)
@@ -154,8 +154,8 @@ class _AllTiles(torch.autograd.Function):
         # A tile's gradients and result are alive until the next tile has computed its own.
         peak = work.backward.peak_bytes + grad_bytes + tile_bytes + out.num_bytes
         _count(added(added(work.recompute, work.backward), summing), ctx.count, peak)
-        rounded = iter([s.to(v.dtype) for s, v in zip(sums, trained, strict=True)])
-        return None, None, dx_BTD, *(next(rounded) if is_one else None for is_one in is_trained)
+        rounded = iter([total.to(v.dtype) for total, v in zip(sums, trained, strict=True)])
+        return None, None, dx_BTD, *(next(rounded) if needs else None for needs in needs_grad)
 
 
 def _count(work: Work, times: int, peak_bytes: int) -> None:
@@ -243,7 +243,7 @@ def give_media(micro: MicroBatch, inputs: Mapping[str, Tensor], program: ModelPr
     micro.rows = replace(micro.rows, ids=inputs["input_ids"])
 
 
-def _with_gradients(run: Callable[[], Any], sources: Sequence[Tensor]) -> None:
+def _forward_and_backward(run: Callable[[], Any], sources: Sequence[Tensor]) -> None:
     with torch.enable_grad():
         results = [leaf for leaf in compat.pytree.tree_leaves(run()) if leaf.is_floating_point()]
     gradients = [torch.empty_like(result) for result in results]
@@ -306,15 +306,15 @@ class Measurer:
             kept_bytes = sum(row.nbytes for _, row in micro.kept)
             again = Work()
             if trained:
-                backward = partial(_with_gradients, encode, trained)
-                again, _ = counted(backward, (*arguments, micro.kept), real=True)
+                both = partial(_forward_and_backward, encode, trained)
+                again, _ = counted(both, (*arguments, micro.kept), real=True)
             self.program.follow_media(micro)
             leaf_N = torch.empty_like(features_N).requires_grad_()
             enter = partial(self.program.prologue, prologue, micro, leaf_N)
             with torch.enable_grad():
                 entering, values = counted(enter, (arguments, leaf_N), real=True)
             sources = [*micro.rows.tables.values(), *prologue.values(), leaf_N]
-            leave = partial(_with_gradients, enter, sources)
+            leave = partial(_forward_and_backward, enter, sources)
             leaving, _ = counted(leave, (arguments, leaf_N), real=True)
         self._calls[rows] = micro.calls
         return MediaWork(
@@ -360,13 +360,13 @@ class Measurer:
     @contextmanager
     def _ready_to_run(self, visit: int) -> Iterator[None]:
         """Within this context a layer can run without data; its experts have their owners."""
-        named = foreseeing(self.spec.layers[visit].name)
+        failures_named = foreseeing(self.spec.layers[visit].name)
         modules = self.spec.layers[visit].kind.module.modules()
         experts = [part for part in modules if hf.takes_grouped_products(part)]
         for part in experts:
             vars(part)["owners"] = self._owners
         try:
-            with named, self._fakes(), torch.enable_grad(), self.program.eager():
+            with failures_named, self._fakes(), torch.enable_grad(), self.program.eager():
                 yield
         finally:
             for part in experts:
@@ -452,11 +452,11 @@ class Measurer:
         self, visit: int, rows: int, entering: Shapes
     ) -> tuple[Callable[[], Activations], list[Any]]:
         """A function that runs a layer, and all its inputs; call this within `fakes()`."""
-        layer, old = self.spec.layers[visit], self._layer_calls(rows)
+        layer, old_calls = self.spec.layers[visit], self._layer_calls(rows)
         # New leaves without data; a leaf of several calls stays one tensor.
-        leaves = {id(leaf): leaf for call in old for leaf in call.leaves}
+        leaves = {id(leaf): leaf for call in old_calls for leaf in call.leaves}
         leaves |= {n: _anew(leaf) for n, leaf in leaves.items() if torch.is_tensor(leaf)}
-        calls = [Call([leaves[id(leaf)] for leaf in call.leaves], call.spec) for call in old]
+        calls = [Call([leaves[id(leaf)] for leaf in call.leaves], call.spec) for call in old_calls]
         micro = replace(self.micro_batch(rows), calls=calls)
         refs = sorted({*layer.inputs, *calls[visit].entering})  # with features of images
         values = {ref: entering[ref].empty() for ref in refs}
@@ -493,7 +493,7 @@ class Measurer:
         """The function to count in a loss's place: if compiled, any loss is one fused operation."""
         if not self._compiled:
             return loss.summed
-        return lambda logits_NV, targets_N, *given: cross_entropy(logits_NV, targets_N)
+        return lambda logits_NV, targets_N, *inputs: cross_entropy(logits_NV, targets_N)
 
 
 def _anew(tensor: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Once:
 
 class _Layer(NamedTuple):
     name: str
-    kind: int  # its index in `examples`
+    kind: int  # index of the layer's kind in `Outline.examples`
     inputs: list[Ref]
     parameters: list[str]
 
@@ -61,7 +61,7 @@ class _Layer(NamedTuple):
 class Outline:
     """A model's structure without its code, from which `spec` makes a `ModelSpec` for counting."""
 
-    # of each its name, its sizes, and True if it requires gradients
+    # for each parameter: the name, the sizes, and True if the parameter requires gradients
     parameters: list[tuple[str, tuple[int, ...], bool]]
     norms: list[str]  # names of the LayerNorm modules, which updates treat apart
     examples: list[list[Shape | None]]  # outputs of each kind of layer for a tiny batch
@@ -100,7 +100,7 @@ class Outline:
             name: nn.Parameter(torch.empty(sizes, device="meta"), requires_grad=trained)
             for name, sizes, trained in self.parameters
         }
-        model = _holding(parameters)
+        model = _module_with(parameters)
         children_of(model).update(
             {name: nn.LayerNorm(0, elementwise_affine=False) for name in self.norms}
         )
@@ -112,7 +112,7 @@ class Outline:
             kinds.append(LayerTemplate(nn.Module(), example=outputs, routes=routes))
         layers: list[Layer] = []
         for name, kind, inputs, names in self.layers:
-            module = _holding({n: parameters[f"{name}.{n}"] for n in names})
+            module = _module_with({n: parameters[f"{name}.{n}"] for n in names})
             layers.append(Layer(name, module, kinds[kind], inputs))
         return ModelSpec(
             capture=cast(Capture, capture),
@@ -123,8 +123,8 @@ class Outline:
         )
 
 
-def _holding(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
-    """A module with these parameters; their names may have dots."""
+def _module_with(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
+    """A module with these parameters, whose names may have dots."""
     module = nn.Module()
     parameters_of(module).update(parameters)
     return module
@@ -136,8 +136,7 @@ class Notes(Once):
     def __init__(self, opened: Callable[[], ModelSpec], key: Mapping[str, Any] | None = None):
         """Args: `key`: all that measurements depend on, beside versions; None: no file is kept."""
         super().__init__()
-        # returns the model's `ModelSpec`, whose code can run; it is opened once
-        self.opened = cache(opened)
+        self.opened = cache(opened)  # opens the model once: a `ModelSpec` whose code can run
         self._file: Path | None = None
         self._values: dict[str, Any] = {}
         self._has_new_values = False
@@ -172,7 +171,7 @@ class Notes(Once):
         return self.once(key, read_or_made)
 
     def spec(self, config: Any) -> ModelSpec:
-        """The model's `ModelSpec`: by its outline if the file has one, else as it is opened."""
+        """The model's `ModelSpec`: made of the outline in the file, or else opened, with code."""
         outline = self.noted(Outline, ("outline",), lambda: Outline.of(self.opened()))
         return self.opened() if self._has_new_values or self._file is None else outline.spec(config)
 

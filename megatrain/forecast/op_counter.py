@@ -23,13 +23,14 @@ from megatrain.model.attention_chunks import cost_of_chunks
 from megatrain.model.capture import Call, Ref
 from megatrain.model.micro_batch import Activations
 
-# A layer has some hundred; to count a recurrence that goes token by token would take minutes.
+# A layer has some hundred operations. To count those of a recurrence over tokens takes minutes.
 MOST_OPERATIONS = 10_000
 
-# Products are so much faster in float8, casts included: 7B on an H200 took 5.59 s instead of 7.40.
+# Products in float8 are this many times as fast as in bf16, torchao's casts included: a step of 7B
+# on an H200, of which products are a part, took 5.59 s instead of 7.40.
 _FLOAT8_SPEED = 1.48
-# A graph that waits holds casts of torchao (a byte an element) and not what products read. So it
-# has this share of its bytes in bf16: on an H200 0.74 for 14B, half kept, 0.73 for 7B, kept whole.
+# A kept graph holds torchao's casts (a byte an element) instead of the operands of products, and so
+# this share of its bytes in bf16: on an H200 0.74 for 14B, half kept, 0.73 for 7B, kept whole.
 _FLOAT8_KEPT = 0.75
 
 Value = TypeVar("Value")
@@ -41,7 +42,7 @@ _TILE_ROWS, _TILE_COLUMNS, _NARROW = 256, 256, 128
 _GROUPED_LAUNCHES, _SORTING = 3, 15
 _LAUNCHES = {"aten::sort": _SORTING, "aten::topk": 3, "megatrain::arrivals": _SORTING}
 
-_STEP = 256  # bytes, of which each tensor takes a multiple, on the device and on the host
+_ALIGNMENT = 256  # bytes: each tensor takes a multiple of these, on the device and on the host
 
 
 class Place:
@@ -96,7 +97,8 @@ class Work(NamedTuple):
         return Work._make((*added_up, *self[_ADDED:-1], count))
 
 
-_ADDED = Work._fields.index("peak_bytes")  # so many first numbers add up
+# The fields of a `Work` before this one add up over its operations; peaks and kept bytes do not.
+_ADDED = Work._fields.index("peak_bytes")
 
 
 def added(first: Work, second: Work) -> Work:
@@ -244,7 +246,7 @@ class Ledger:
         """Count a tensor while its storage lives: as `num_bytes`, or all. Returns the tensor."""
         storage, key = tensor.untyped_storage(), compat.memory_of(tensor)
         if key not in self._known:
-            size = align(storage.nbytes() if num_bytes is None else num_bytes, _STEP)
+            size = align(storage.nbytes() if num_bytes is None else num_bytes, _ALIGNMENT)
             self.add_bytes(place, size)
             self._known[key] = ref(storage, partial(self._count_no_more, key, place, size))
             self.note_peak(0)
@@ -347,16 +349,16 @@ def _experts_product(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 @shapes_only
-def _experts_product_backward(gradient: Tensor, other: Tensor, like: Tensor) -> Tensor:
-    return torch.empty_like(like)
+def _experts_product_backward(gradient: Tensor, other_factor: Tensor, factor: Tensor) -> Tensor:
+    return torch.empty_like(factor)
 
 
 def _experts_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of rows and weights; None for those that need none."""
-    pairs = zip(ctx.saved_tensors, reversed(ctx.saved_tensors), strict=True)
-    return tuple(
-        _experts_product_backward(gradient, other, like) if needed else None
-        for needed, (like, other) in zip(ctx.needs_input_grad, pairs, strict=True)
+    (rows, weights), (rows_need, weights_need) = ctx.saved_tensors, ctx.needs_input_grad
+    return (
+        _experts_product_backward(gradient, weights, rows) if rows_need else None,
+        _experts_product_backward(gradient, rows, weights) if weights_need else None,
     )
 
 
@@ -385,16 +387,15 @@ class OneAttention(TorchFunctionMode):
     """
 
     def __init__(self, layers: int = 1) -> None:
-        """Args: `layers`: run in this context; each may have `MOST_OPERATIONS`."""
+        """Args: `layers`: how many run in this context; each may have `MOST_OPERATIONS`."""
         super().__init__()
-        self._calls, self._most = 0, layers * MOST_OPERATIONS
+        self._calls, self._most_calls = 0, layers * MOST_OPERATIONS
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._calls += 1
-        if self._calls > self._most:  # torch's code below must not be left by an exception
-            raise NotForeseeable(
-                f"a layer has more than {self._most:,} operations (a recurrence without a kernel)"
-            )
+        if self._calls > self._most_calls:  # below, torch's own code may not raise
+            most = f"{self._most_calls:,} operations"
+            raise NotForeseeable(f"a layer has more than {most} (a recurrence without a kernel)")
         if func is F.scaled_dot_product_attention:
             return _one_attention(*args, **(kwargs or {}))
         if func is compat.GROUPED_PRODUCT:
@@ -414,8 +415,8 @@ def _one_attention(
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # kernels add it to the logits
         attn_mask = torch.where(attn_mask, query.new_zeros(()), -torch.inf)
     # No fused kernel takes shared heads, or a mask with a gradient: torch computes fp32 logits.
-    shared = query.shape[-3:-2] != key.shape[-3:-2] and not kwargs.get("enable_gqa")
-    if shared or (attn_mask is not None and attn_mask.requires_grad):
+    shares_heads = query.shape[-3:-2] != key.shape[-3:-2] and not kwargs.get("enable_gqa")
+    if shares_heads or (attn_mask is not None and attn_mask.requires_grad):
         logits = query.float() @ key.float().transpose(-2, -1)
         logits = logits if attn_mask is None else logits + attn_mask
         return (logits.softmax(-1) @ value.float()).to(query.dtype)
@@ -439,15 +440,15 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
         return _grouped_product(args[0], args[1], out), 0
     if func.name() == _EXCHANGE:
         return Work(exchanged_bytes=out.nbytes, touched_bytes=2 * out.nbytes, kernels=1), 0
-    if (count := flop_registry.get(compat.packet_of(func))) is not None:
-        return Work(product_flops=int(count(*args, **kwargs, out_val=out)), kernels=1), 0
-    scratch = out.nbytes if func is compat.SOFTMAX_BACKWARD else 0  # for a product of its arguments
+    if (count_flops := flop_registry.get(compat.packet_of(func))) is not None:
+        return Work(product_flops=int(count_flops(*args, **kwargs, out_val=out)), kernels=1), 0
+    scratch_bytes = out.nbytes if func is compat.SOFTMAX_BACKWARD else 0  # its arguments' product
     read = tensors((args[1:] if func in _OVERWRITES else args, kwargs))
     if not read and func not in _OVERWRITES:
         return Work(), 0  # an allocation
-    touched = sum(tensor.nbytes for tensor in (*read, *tensors(out)))
+    touched_bytes = sum(tensor.nbytes for tensor in (*read, *tensors(out)))
     kernels = _LAUNCHES.get(compat.schema_of(func).name, 1)
-    return Work(touched_bytes=touched, kernels=kernels), scratch
+    return Work(touched_bytes=touched_bytes, kernels=kernels), scratch_bytes
 
 
 def _grouped_product(a: Tensor, b: Tensor, out: Tensor) -> Work:
@@ -472,23 +473,23 @@ def _grouped_product(a: Tensor, b: Tensor, out: Tensor) -> Work:
 
 def _causal_attention(func: Any, args: tuple, result_bytes: int) -> tuple[Work, int]:
     """The work and scratch memory of model/attention.py's operation, or of its backward."""
-    forward = func.name() == _CAUSAL
+    backward = func.name() != _CAUSAL
     names = [argument.name for argument in compat.schema_of(func).arguments]
-    named = dict(zip(names, args, strict=False))
-    query, sinks, window = (named[name] for name in ("query", "sinks", "window"))
+    by_name = dict(zip(names, args, strict=False))
+    query, sinks, window = (by_name[name] for name in ("query", "sinks", "window"))
     rows, tokens, heads, width = query.shape
     window = min(window, tokens) or tokens
-    if named.get("cap"):
-        pairs, chunks, scratch = cost_of_chunks(query, named["key"], window, backward=not forward)
+    if by_name.get("cap"):
+        pairs, chunks, scratch = cost_of_chunks(query, by_name["key"], window, backward=backward)
         # A chunk's logits go to memory and back between any two of its products.
-        touched = pairs * query.itemsize * (4 if forward else 10)
-        work = Work(touched_bytes=touched, kernels=chunks * (9 if forward else 18))
+        touched = pairs * query.itemsize * (10 if backward else 4)
+        work = Work(touched_bytes=touched, kernels=chunks * (18 if backward else 9))
     else:
         pairs = rows * heads * window * (2 * tokens - window) // 2  # the first tokens see fewer
-        scratch = 0 if forward else query.numel() * 4
+        scratch = query.numel() * 4 if backward else 0  # queries' gradients in fp32
         work = Work(kernels=4)
     flops = 4 * pairs * width
-    if not forward:
+    if backward:  # five products, and the forward two
         return work._replace(attention_backward_flops=flops * 5 // 2), scratch
     if sinks is not None:
         scratch += 2 * query.nbytes
@@ -553,9 +554,9 @@ class OpCounter(Ledger, compat.TorchDispatchMode):
         is_shape = on_meta and func is torch.ops.aten.empty_like.default
         for tensor in tensors(out, real=self._real):
             self.count(tensor, Place.WORKING_SET, 0 if is_shape else None)
-        work, scratch = work_of(func, args, kwargs, out)
+        work, scratch_bytes = work_of(func, args, kwargs, out)
         self.work = added(self.work, work)
-        self.note_peak(scratch)
+        self.note_peak(scratch_bytes)
         return out
 
 

@@ -102,7 +102,7 @@ class CostModel:
         self._rule = rule
         self._declared: Any = declared
         self.group, self.puts, self.tokens, self.reads_in_place = 1, 2, 1, False
-        self._shared = rule, ranks, hosts
+        self._key = rule, ranks, hosts  # in the keys of works that are counted
         # Without a measured link, cards of a host exchange through its memory: in and out again.
         through_host = min(machine.to_device_gbps, machine.from_device_gbps) / 2
         link = machine.link_gbps or through_host
@@ -119,7 +119,7 @@ class CostModel:
             base.DISK_OUT: machine.disk_gbps * 1e9,
             base.DISK_WEIGHTS: (machine.disk_read_gbps or DISK_READ_GBPS) * 1e9,
         }
-        self._alone = dict(self._rate)
+        self._rate_alone = dict(self._rate)  # while no other stream works
         self.put_seconds = _PER_PUT * machine.launch_seconds
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
@@ -141,7 +141,7 @@ class CostModel:
         if kind is Kind.UPDATE:
             moved = update_bytes(reads, writes)
             return Cost(moved / self._rate[base.UPDATE], num_bytes=moved)
-        if stream == base.ROWS:
+        if stream == base.ROWS:  # rows are read and written; the largest buffer may be a table
             moved = 2 * min((b.data.nbytes for b in (*reads, *writes)), default=0)
             return Cost(moved / self._rate[base.ROWS], num_bytes=moved)
         if stream in (base.DISK_WEIGHTS, base.DISK_OUT):
@@ -149,7 +149,8 @@ class CostModel:
             return Cost(moved / self._rate[stream], num_bytes=moved)
         if kind in (Kind.COLLECTIVE, Kind.ALL_REDUCE):
             written = sum(buffer.data.nbytes for buffer in writes)
-            received = (1 + (kind is Kind.ALL_REDUCE)) * written * (1 - 1 / self._ranks[stream])
+            exchanges = 2 if kind is Kind.ALL_REDUCE else 1  # a reduce-scatter and a gather
+            received = exchanges * written * (1 - 1 / self._ranks[stream])
             waiting = _PER_COLLECTIVE * self._machine.launch_seconds
             return Cost(waiting + received / self._link[stream])
         return Cost()
@@ -161,7 +162,7 @@ class CostModel:
             return Cost(result=work())
         crossing = self._in_place(kind, work, reads, writes) if self.reads_in_place else 0.0
         if kind is Kind.ROUND:  # a large model's gradients leave in thousands of pieces
-            touched = sum(buffer.data.numel() for buffer in writes) * 6
+            touched = sum(buffer.data.numel() for buffer in writes) * (4 + 2)  # from fp32 to bf16
             return Cost(crossing + touched / (self._machine.device_gbps * 1e9))
         if kind is Kind.UPDATE:
             sizes = [buffer.data.numel() for buffer in writes]
@@ -207,13 +208,13 @@ class CostModel:
         return self.reading_in_place(read, written=written)
 
     def reading_in_place(self, num_bytes: int, tokens: int = 1, written: int = 0) -> float:
-        """Seconds in which a product of so many tokens reads weights where the host keeps them."""
+        """Seconds in which products of `tokens` tokens read weights in host memory, or write it."""
         machine = self._machine
         gbps = machine.device_gbps if machine.one_memory else machine.to_device_gbps
         return (num_bytes * max(1, tokens // _TILE_TOKENS) + written) / (gbps * 1e9)
 
     def _counted(self, work: Callable[[], Any], buffers: Sequence[Buffer]) -> Work:
-        """The work of a function, which is the same for buffers of the same sizes: run once."""
+        """The work of a function, which runs once for all buffers of the same sizes."""
         sizes = [buffer.data.numel() for buffer in buffers]
 
         def count() -> Work:
@@ -222,7 +223,7 @@ class CostModel:
         done = Work(touched_bytes=0, kernels=2)
         if sum(sizes) > _SMALL:
             function = getattr(work, "func", work)
-            key = *self._shared, function.__qualname__, *sizes
+            key = *self._key, function.__qualname__, *sizes
             done = self._declared.measured.counted(key, count)
         self._declared.ledger.note_peak(done.peak_bytes)
         return done
@@ -232,7 +233,7 @@ class CostModel:
         return max(self._busy(work), self._launching(work, 1))
 
     def _busy(self, work: Work, crossing: float = 0.0) -> float:
-        """Seconds of the device, if it never waits for a launch; `crossing` is behind products."""
+        """Seconds of the device if no launch is late; products take `crossing` seconds or more."""
         machine = self._machine
         products = work.product_flops + work.expert_flops / machine.experts
         return (
@@ -244,7 +245,7 @@ class CostModel:
         )
 
     def _exchanging(self, work: Work) -> float:
-        """Seconds of exchanges; the host waits for counts of rows before half of the launches."""
+        """Seconds in which ranks exchange rows; half of the launches wait for counts of rows."""
         launches = work.kernels * _PER_KERNEL / 2 * self._machine.launch_seconds
         sent = work.exchanged_bytes * (1 - 1 / self._ranks[base.GATHER])
         return sent / self._link[base.GATHER] + launches
@@ -266,23 +267,24 @@ class CostModel:
             stream: [s for s in spans if s.stream == stream]
             for stream in (base.COPY_IN, base.COPY_OUT, base.UPDATE, *base.DISK_STREAMS)
         }
-        busy = {stream: sum(s.seconds for s in ran) for stream, ran in by_stream.items()}
+        busy = {stream: sum(s.seconds for s in worked) for stream, worked in by_stream.items()}
         both_ways = overlap(by_stream[base.COPY_IN], by_stream[base.COPY_OUT])
         for stream in (base.COPY_IN, base.COPY_OUT):
             share = both_ways / busy[stream] if busy[stream] else 0.0
-            self._rate[stream] = self._alone[stream] * (1 - share * (1 - _BOTH_WAYS))
+            self._rate[stream] = self._rate_alone[stream] * (1 - share * (1 - _BOTH_WAYS))
         if busy[base.UPDATE]:
             moved = sum(
                 self._rate[stream] * overlap(by_stream[base.UPDATE], by_stream[stream])
                 for stream in (base.COPY_IN, base.COPY_OUT)
             )
             lost = _TAKEN_PER_BUS_BYTE * moved / busy[base.UPDATE]
-            self._rate[base.UPDATE] = self._alone[base.UPDATE] - lost
+            self._rate[base.UPDATE] = self._rate_alone[base.UPDATE] - lost
         # Sweeps read weights beside updates, which read and write: each gets a third of the disk.
         for stream in base.DISK_STREAMS:
-            weights = stream == base.DISK_WEIGHTS
-            rivals = (base.DISK_IN, base.DISK_OUT) if weights else (base.DISK_WEIGHTS,)
-            shared = max(overlap(by_stream[stream], by_stream[other]) for other in rivals)
-            share = shared / busy[stream] if busy[stream] else 0.0
-            third = self._alone[base.DISK_IN] * 2 / 3
-            self._rate[stream] = (1 - share) * self._alone[stream] + share * third
+            is_weights = stream == base.DISK_WEIGHTS
+            rivals = (base.DISK_IN, base.DISK_OUT) if is_weights else (base.DISK_WEIGHTS,)
+            beside = max(overlap(by_stream[stream], by_stream[rival]) for rival in rivals)
+            share = beside / busy[stream] if busy[stream] else 0.0
+            # DISK_IN's rate is that of reads beside writes, which have half of the disk each.
+            third = self._rate_alone[base.DISK_IN] * 2 / 3
+            self._rate[stream] = (1 - share) * self._rate_alone[stream] + share * third

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatrain.forecast.measure import Measurer
 
 _CHUNKS_RUN = 3  # of a head: so many chunks' logits take more memory than all tokens' hidden states
-_ROWS = 2, 3  # that are measured; one row differs: code copies several where it views a single one
+_ROWS = 2, 3  # measured; 1 is not on their line, as code copies several rows where it views one
 
 
 @dataclass
@@ -50,19 +50,19 @@ def groups(rows: int, micro_batch: int, cap: int | None, passes: int = 1) -> lis
 
     Args: `cap`: groups, at most, where no pass needs more; None: one for each micro-batch.
     """
-    num_full, odd = divmod(rows, micro_batch)
-    last = [(1, odd)] if odd else []
+    num_full, remaining_rows = divmod(rows, micro_batch)
+    last = [(1, remaining_rows)] if remaining_rows else []
     num_micro = num_full + len(last)
     passes = min(passes, num_micro)
     ends = [num_micro * number // passes for number in range(passes + 1)]
     sizes: list[tuple[int, int]] = []
     for start, stop in pairwise(ends):
-        num = min(stop, num_full) - start
-        num_groups = num
+        num_in_pass = min(stop, num_full) - start
+        num_groups = num_in_pass
         if cap is not None:
-            num_groups = min(num, max(1, (cap - len(last)) // passes))
-        for i in range(num_groups):
-            sizes.append((num // num_groups + (i < num % num_groups), micro_batch))
+            num_groups = min(num_in_pass, max(1, (cap - len(last)) // passes))
+        for i in range(num_groups):  # the first groups have one more
+            sizes.append((num_in_pass // num_groups + (i < num_in_pass % num_groups), micro_batch))
     return [*sizes, *last]
 
 
@@ -97,8 +97,7 @@ class Profile(Once):
     def _measurer(self) -> "Measurer":
         from megatrain.forecast.measure import Measurer
 
-        choices = self._workload, self._chunk_tokens, self._owners
-        return Measurer(self._notes.opened(), *choices)
+        return Measurer(self._notes.opened(), self._workload, self._chunk_tokens, self._owners)
 
     def distinct(self, rows: int) -> Tensor:
         """The distinct tokens of a step of random tokens, `[U]`: as many as on average."""
@@ -203,8 +202,7 @@ class Profile(Once):
 
     def _entering(self, visit: int, rows: int) -> dict[Ref, Shape]:
         """The shapes of the activations that enter a layer."""
-        refs = [*self.spec.layers[visit].inputs]
-        refs += [ref for ref, _ in self.prologue(rows).results]
+        refs = [*self.spec.layers[visit].inputs, *dict(self.prologue(rows).results)]
         return {ref: self.shape(ref, rows) for ref in refs}
 
     def shape(self, ref: Ref, rows: int) -> Shape:
@@ -295,8 +293,8 @@ class Profile(Once):
             h = {ref: resized(ref) for ref in refs}
             return self._measurer.head(losses, loss, sizes, chunk, h)
 
-        named = type(loss).__name__, *sorted(vars(loss).items())
-        key = *self._key, "head", losses, *named, *sizes, chunk
+        loss_key = type(loss).__name__, *sorted(vars(loss).items())
+        key = *self._key, "head", losses, *loss_key, *sizes, chunk
         return self._notes.noted(Work, key, measure)
 
     def counted(self, key: tuple, make: Callable[[], Work]) -> Work:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # A forecast moves a gradient in about so many pieces, and a tile to and from a disk. The engine's
 # real pieces are more, would take long to follow, and need as many seconds of the step.
 _PIECES, _DISK_PIECES = 3, 4
-_GROWTH = 8  # a piece may be so many times the one before it, which leaves while it is rounded
+_GROWTH = 8  # a piece may be this many times the last one, which leaves while this one is rounded
 
 # Groups of micro-batches that are followed if tensors of each leave for the host or come back; two
 # are enough for their memory. Where nothing leaves, one group gives the same seconds and bytes.
@@ -49,20 +49,20 @@ STEADY = 2  # steps: the first runs without updates, the second beside those of 
 _BOUNDS = (*base.DEVICE_STREAMS, UPDATE, *base.DISK_STREAMS)
 
 # torch's allocator, with expandable segments, takes more than is in use (benchmarks/results/
-# step-*.json). 60 to 150 MiB, here as a share of the driver's context (840 MiB on an H200). 2.2 to
-# 3.7 %, in five of six steps, of what is kept from the forward to the backward. Some 15 % of the
-# working set of a layer or the head, whose freed blocks have many sizes: the allocator frees these
-# where a limit is reached (32B in 24 GiB); with tiles, not tried at a limit, they count as taken.
-_ALLOCATOR, _ALLOCATOR_WAITING, _ALLOCATOR_TORN = 60 / 840, 0.03, 0.15
+# step-*.json): 60 to 150 MiB, here as a share of the driver's context (840 MiB on an H200); 2.2 to
+# 3.7 %, in five of six steps, of what is kept from the forward to the backward; and some 15 % of
+# the working set of a layer or the head, as its freed blocks have many sizes. The allocator gives
+# these back at a limit of memory (32B in 24 GiB), which was not tried with tiles of tokens.
+_ALLOCATOR, _ALLOCATOR_WAITING, _ALLOCATOR_FRAGMENTS = 60 / 840, 0.03, 0.15
 
 # cuBLAS's workspaces, which torch allocates and keeps: 32 MiB on an H200 for each of two threads
-# that launch products, the engine's and autograd's. Here they are a share of the driver's context,
-# which is 840 MiB there: both are less on smaller GPUs.
+# that launch products, the engine's and autograd's. Here they are a share of the driver's context
+# (840 MiB on an H200): workspaces and context are both smaller on smaller GPUs.
 _WORKSPACES = 64 / 840
 
-# Resident memory of a process beside all planes and buffers: Python, torch, CUDA's libraries, and
-# compiling. It was 1.8 to 4.0 GB in nine runs of 1.5B to 7B, whatever the size. The second number
-# holds before anything is compiled.
+# Bytes of resident memory of a process beside all planes and buffers: Python, torch, CUDA's
+# libraries, and compiling. They were 1.8 to 4.0 GB in nine runs of 1.5B to 7B, whatever the size.
+# The second number holds before anything is compiled.
 PROCESS_BYTES, _EARLY_PROCESS_BYTES = 2_300_000_000, 1_100_000_000
 
 
@@ -102,12 +102,10 @@ class ClockDevice(MetaDevice):
         return cost.result
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
-        name = f"{source.name} -> {to.name}"
         capacity = to.data.numel()  # slicing would be slow for a large model's many pieces
         num_bytes = to.data.itemsize * (capacity if numel is None else min(numel, capacity))
-        self._pass_time(
-            stream, name, Cost(self._costs.copy(stream, num_bytes), 0.0, False, num_bytes)
-        )
+        cost = Cost(self._costs.copy(stream, num_bytes), num_bytes=num_bytes)
+        self._pass_time(stream, f"{source.name} -> {to.name}", cost)
 
     def _pass_time(self, stream: str, name: str, cost: Cost) -> None:
         """Let the time of a piece of work pass on its stream and for the calling thread."""
@@ -171,13 +169,13 @@ class Forecast:
     spans: Sequence[Span]
     # seconds that each resource is busy; no schedule can be faster than the largest
     bounds: dict[str, float]
-    # at the step's peak, by part, such as `slots`, `kept weights`, `activations`, `working set` (of
-    # one layer or the head); `libraries` are their workspaces, `allocator` is taken beyond what is
-    # in use, `context` of the process: everything else is what `Engine.memory()` counts.
-    # `generation` is what replies take beyond a step's peak.
+    # bytes at the step's peak, by part, such as `slots`, `kept weights`, `activations`, `working
+    # set` (of one layer or the head). `Engine.memory()` counts all parts but four: workspaces of
+    # `libraries`; the `allocator`'s bytes beyond those in use; the driver's `context`; and
+    # `generation`, the bytes that replies take beyond a step's peak
     device_bytes: dict[str, int]
-    # as `Engine.memory()` names them (`host_weights_bytes`, ...), and `host_process_bytes` for the
-    # process itself
+    # bytes by the names of `Engine.memory()` (`host_weights_bytes`, ...), and `host_process_bytes`
+    # for the process itself
     host_bytes: dict[str, int]
 
     @property
@@ -210,9 +208,11 @@ class Forecast:
     @property
     def device_held_bytes(self) -> int:
         """Bytes that the driver will report: torch keeps freed memory while there is room."""
-        torn = 0 if self.placement.chunk_tokens else self.device_bytes.get(Place.WORKING_SET, 0)
+        if self.placement.chunk_tokens:  # then the peak counts fragments already
+            return self.device_peak_bytes
+        fragments = int(_ALLOCATOR_FRAGMENTS * self.device_bytes.get(Place.WORKING_SET, 0))
         free = max(0, self.machine.device_memory_bytes - self.device_peak_bytes)
-        return self.device_peak_bytes + min(free, int(_ALLOCATOR_TORN * torn))
+        return self.device_peak_bytes + min(free, fragments)
 
     @property
     def host_peak_bytes(self) -> int:
@@ -233,7 +233,6 @@ class Forecast:
         return {n: v.as_dict() if hasattr(v, "as_dict") else v for n, v in values.items()}
 
 
-# A forecast's values as plain data.
 _PLAIN = (
     *("seconds", "tokens_per_second", "model_tflops", "binds", "bounds", "critical_path"),
     *("tokens_per_step", "sequence_length", "micro_batch", "placement", "machine", "parameters"),
@@ -269,7 +268,7 @@ def forecast(
     steady = steps >= STEADY
     device = ClockDevice(costs) if steady else _TimelessDevice(costs)
     passes = 1 if is_joint else placement.passes
-    batch = measured.batch(rows, micro_batch, _followed(placement, steps), passes)
+    batch = measured.batch(rows, micro_batch, _most_groups(placement, steps), passes)
     if (ranks := model.ranks * model.hosts) > 1:
         batch = measured.with_all_rows(batch, rows * ranks, model.ranks)
     batch = replace(batch, micro=[replace(micro, loss=loss) for micro in batch.micro])
@@ -308,9 +307,8 @@ def forecast(
     planes_bytes = sum(host.get(f"host_{kind.value}_bytes", 0) for kind in PlaneKind)
     # The host's memory for graphs was counted as if all groups were as large as the first.
     num_micro = sum(map(grouped, batch.micro))
-    host["host_kept_bytes"] = (
-        host["host_kept_bytes"] * num_micro // (costs.group * len(batch.micro))
-    )
+    counted_micro = costs.group * len(batch.micro)
+    host["host_kept_bytes"] = host["host_kept_bytes"] * num_micro // counted_micro
     on_device = _device_bytes(ledger, machine, placement)
     on_device["context"] += mapping_bytes(sum(host.values()))
     allocated_later = sum(host.values()) - planes_bytes - host.get("host_resident_tiles_bytes", 0)
@@ -335,15 +333,16 @@ def _device_bytes(ledger: Ledger, machine: Machine, placement: Placement) -> dic
     """Bytes of device memory at the peak by part: a ledger's, and libraries, allocator, context."""
     on_device = {place: num_bytes for place, num_bytes in ledger.peak_live.items() if num_bytes}
     context = machine.device_context_bytes
-    waits = (Place.KEPT_GRAPHS, Place.KEPT_ATTENTION, Place.ACTIVATIONS)
-    waiting = sum(on_device.get(place, 0) for place in waits)
-    torn = on_device.get(Place.WORKING_SET, 0) if placement.chunk_tokens is not None else 0
-    allocator = _ALLOCATOR * context + _ALLOCATOR_WAITING * waiting + _ALLOCATOR_TORN * torn
+    kept_places = (Place.KEPT_GRAPHS, Place.KEPT_ATTENTION, Place.ACTIVATIONS)
+    waiting = sum(on_device.get(place, 0) for place in kept_places)
+    allocator = _ALLOCATOR * context + _ALLOCATOR_WAITING * waiting
+    if placement.chunk_tokens is not None:
+        allocator += _ALLOCATOR_FRAGMENTS * on_device.get(Place.WORKING_SET, 0)
     on_device |= {"libraries": int(_WORKSPACES * context), "allocator": int(allocator)}
     return on_device | {"context": context}
 
 
-def _followed(placement: Placement, steps: int) -> int:
+def _most_groups(placement: Placement, steps: int) -> int:
     """The most groups into which a forecast of `steps` joins the micro-batches of a step."""
     on_host = "host" in (placement.layer_inputs, placement.save_attention)
     if not on_host and not placement.offload_activations:
@@ -356,17 +355,17 @@ def process_bytes(
 ) -> int:
     """Bytes of the process beside planes and buffers: while it trains or, if more, while it loads.
 
-    While it loads, `allocated_later` bytes are not taken yet. A layer or a table in fp32 is on its
-    way to the planes (and for the device another copy of a parameter, two if it is trained), or one
-    read.
+    While it loads, `allocated_later` bytes are not taken yet, but weights are on their way to the
+    planes: random ones that are drawn at once, in fp32, with copies of a parameter for the device
+    (in bf16, two if it is trained); or those that are read from files at once.
     """
     resident = set(placement.resident)
     parameters = [e for layout in model.layouts if layout.name in resident for e in layout.entries]
-    in_fp32 = (2 * prod(e.shape) * (1 if e.group is None else 2) for e in parameters)
-    largest = max(in_fp32, default=0)
-    read = min(IN_FLIGHT_BYTES, 4 * sum(layout.numel for layout in model.layouts))
-    arriving = max(4 * measured.drawn + largest, read)
-    return max(PROCESS_BYTES, _EARLY_PROCESS_BYTES + arriving - allocated_later)
+    copies_bytes = (2 * prod(e.shape) * (1 if e.group is None else 2) for e in parameters)
+    random_bytes = 4 * measured.drawn + max(copies_bytes, default=0)
+    read_bytes = min(IN_FLIGHT_BYTES, 4 * sum(layout.numel for layout in model.layouts))
+    loading_bytes = _EARLY_PROCESS_BYTES + max(random_bytes, read_bytes) - allocated_later
+    return max(PROCESS_BYTES, loading_bytes)
 
 
 def assembled(
@@ -403,7 +402,8 @@ class CoarseSink(Sink):
         yield start, stop
         while stop < numel:
             grown = _GROWTH * (stop - start) // size * size if stop >= lanes_numel else size
-            start, stop = stop, min(stop + max(size, min(grown, numel - lanes_numel - stop)), numel)
+            next_numel = max(size, min(grown, numel - lanes_numel - stop))
+            start, stop = stop, min(stop + next_numel, numel)
             yield start, stop
 
     def _round(self, accumulator: GradAccumulator, part: slice, to: Buffer) -> None:

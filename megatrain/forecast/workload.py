@@ -26,7 +26,7 @@ TOKENS, SEQUENCE_LENGTH = 96 * 1024, 1024
 
 LIMITS = ("device_memory", "host_memory", "disk_space")
 _USUAL_TOKENS = 16384  # of a micro-batch
-# A plan follows a step piece by piece; that of a larger step is the same as that of a part of it.
+# Larger steps are refused: a plan follows a step piece by piece, and these have the same rates.
 _MOST_TOKENS = 1 << 24
 
 
@@ -71,7 +71,7 @@ class MediaRow:
         return self.tensors["input_ids"].shape[1]
 
     def of(self, rows: int, tokens: int) -> dict[str, Tensor]:
-        """The tensors of `rows` such rows, padded to `tokens` with 0. Raises InputError: longer."""
+        """Tensors of `rows` such rows, padded to `tokens` by 0. Raises InputError: longer ones."""
         length = self.length
         if length > tokens:
             raise InputError(
@@ -122,17 +122,17 @@ class Workload:
         placement = engine.placement_value()
         sizes = {name: getattr(engine, name) for name in LIMITS}
         limits: dict[str, Any] = {n: parse_bytes(size) for n, size in sizes.items() if size}
-        lines, rows = run.loss.lines, training.micro_batch_size
-        loss, replies = run.loss.loss(), None
+        rows_per_example, examples = run.loss.lines, training.micro_batch_size
+        loss, generation = run.loss.loss(), None
         if isinstance(loss, GRPO):
-            at_once, reference = run.rollout.batch_size, loss.beta > 0
-            replies = Generation(loss.max_completion_length, at_once, reference)
+            replies_at_once, has_reference = run.rollout.batch_size, loss.beta > 0
+            generation = Generation(loss.max_completion_length, replies_at_once, has_reference)
         return cls(
-            tokens_per_step=training.batch_size * length * lines,
+            tokens_per_step=training.batch_size * length * rows_per_example,
             sequence_length=length,
-            micro_batch=rows and rows * lines,
+            micro_batch=examples and examples * rows_per_example,
             loss=loss,
-            generation=replies,
+            generation=generation,
             clip=training.max_grad_norm is not None,
             precision=engine.precision,
             sequence_ranks=engine.sequence_parallel,
@@ -145,9 +145,9 @@ class Workload:
     @property
     def computed(self) -> "Workload":
         """This workload without limits and placement: forecasts depend on nothing else of it."""
-        compiled = self.compile if self.placement is None else self.placement.compile
-        free: dict[str, Any] = dict.fromkeys(("placement", "disk", *LIMITS))
-        return replace(self, compile=compiled, **free)
+        is_compiled = self.compile if self.placement is None else self.placement.compile
+        unset: dict[str, Any] = dict.fromkeys(("placement", "disk", *LIMITS))
+        return replace(self, compile=is_compiled, **unset)
 
     @property
     def for_loading(self) -> dict[str, Any]:

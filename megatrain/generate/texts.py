@@ -146,8 +146,7 @@ def continued(
             )
             extras: dict[str, Any] = {"logits_processor": [OnlyNumbers()]}
             if apart and settings.do_sample:  # instead of transformers' sampling
-                numbers = [first + row for row in rows]
-                draws = OwnDraws(settings, sampling.seed, numbers, device)
+                draws = OwnDraws(settings, sampling.seed, [first + row for row in rows], device)
                 extras["logits_processor"].append(draws)
                 settings.do_sample = False
                 settings.temperature = settings.top_p = settings.top_k = None

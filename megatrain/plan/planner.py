@@ -49,9 +49,7 @@ _TRIED = 2  # full plans of likely remedies: one that does not fit after all tak
 _SHORTEST = 256  # tokens of a row
 
 # Changes with which a workload needs less memory, from the cheapest to the dearest.
-_CHANGES = (
-    *("one row", "auto", "bf16", "fewer tokens", "int8 moments", "no clipping", "shorter rows"),
-)
+_CHANGES = "one row", "auto", "bf16", "fewer tokens", "int8 moments", "no clipping", "shorter rows"
 Fitting = Iterator[tuple[Workload, Forecast]]  # workloads that fit the machine of their forecast
 
 

@@ -16,7 +16,6 @@ Record = Mapping[str, Any]  # a line of the log
 Listener = Callable[[Record], None]
 _LONGEST_LINE = 1 << 20  # bytes; the places of a step's rows may be many
 
-
 log = logging.getLogger(__name__)
 
 

@@ -54,9 +54,7 @@ def draw_charts(charts: Sequence[Chart], file: Path | IO[bytes], columns: int = 
     places = figure.subplots(rows, columns, squeeze=False).flat
     for chart, axes in zip(charts, places, strict=False):
         for label, x, y, mark in chart.lines:
-            style = "-" if len(x) > 1 else "o"
-            if mark:
-                style = "o--"
+            style = "o--" if mark else ("-" if len(x) > 1 else "o")
             label = label.replace("$", r"\$")  # else matplotlib begins a formula there
             axes.plot(x, y, style, label=label, linewidth=1.2, markersize=4)
         axes.set_title(chart.title, fontsize="medium")

@@ -287,7 +287,7 @@ def test_a_step_of_many_micro_batches_is_foretold_by_a_few_groups(rows, choices,
     found = []
     for _ in range(2):
         found.append(ForecastCache(tiny_spec()).of(small_machine(), placement, workload, 2))
-        answering(monkeypatch, simulate, _followed=None)
+        answering(monkeypatch, simulate, _most_groups=None)
     few, every = found
     assert few.seconds == pytest.approx(every.seconds, rel=0.01)
     assert few.device_peak_bytes == pytest.approx(every.device_peak_bytes, rel=0.01)
