@@ -38,13 +38,13 @@ RENAMED = {
 
 
 def renamed(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """The choices of a saved placement by their current names, without former unused ones."""
+    """The choices of a saved placement by their current names, without given-up ones (None)."""
     current = {RENAMED.get(name, name): value for name, value in choices.items()}
     return {n: v for n, v in current.items() if v is not None or n in Placement.names()}
 
 
 def old_name(name: str) -> str | None:
-    """The reason why a former choice is refused; None: the name is no former choice."""
+    """The reason why a former name of a choice is refused; None: the name is no former one."""
     if name in ("max_stream_bytes", "split_bytes"):
         return f"{name!r} has been given up: heads are streamed as a whole; leave it out"
     return f"{name!r} is now called {RENAMED[name]!r}" if name in RENAMED else None
@@ -113,10 +113,10 @@ class Placement:
             background has written them; when it is full, updates wait. None: half of what is free.
         disk_moments: tiles whose moments (all that the optimizer's rule keeps) rest on the engine's
             disk between updates: layers, evenly spread, then others; none that are resident.
-        disk_remainder: the same for the other half of the fp32 master.
-        disk_weights: layers whose weights rest there; both sweeps read them from there.
-        own_experts: of several ranks each streams and computes with its own experts alone, which
-            tokens of all ranks come to; else experts are cut and gathered like all weights.
+        disk_remainder: the same for the remainders, the other half of the fp32 masters.
+        disk_weights: layers whose weights rest on the disk, from which both sweeps read them.
+        own_experts: each of several ranks streams its own experts alone, and computes them for the
+            tokens of all ranks; else experts are cut and gathered like all weights.
     """
 
     slots: int = 2
@@ -210,8 +210,8 @@ class Placement:
     def policies(self, num_layers: int) -> tuple[ActivationPolicy, ...]:
         """The activation policy of each layer."""
         # Layers with graphs on the host are evenly spread: each graph has time to leave.
-        leaving = self.offload_activations
-        on_host = {v for v in range(num_layers) if v * leaving % num_layers < leaving}
+        num_on_host = self.offload_activations
+        on_host = {v for v in range(num_layers) if v * num_on_host % num_layers < num_on_host}
         elsewhere = [v for v in range(num_layers) if v not in on_host]
         on_device = elsewhere[max(0, len(elsewhere) - self.save_activations) :]
         policy, where = RECOMPUTE, self.save_attention
@@ -238,7 +238,7 @@ class Planned:
     """The step of one rank for which a placement was chosen."""
 
     tokens_per_step: int
-    micro_batch_tokens: int  # tokens of a micro-batch
+    micro_batch_tokens: int  # tokens of the largest micro-batch
     has_media: bool = False  # True if rows have images or sounds
 
 

@@ -92,7 +92,6 @@ class Collectives:
 
         device.run(COMPUTE, "note own numbers", copy_tensors, writes=[total])
         device.wait(COMPUTE, self.all_reduce(total, "numbers of all ranks"), "numbers of all ranks")
-
         views = [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
         gathered = device.run(COMPUTE, "take numbers of all ranks", lambda: views, [total])
         return gathered or [None] * len(sizes)

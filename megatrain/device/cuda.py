@@ -30,7 +30,7 @@ from megatrain.telemetry.host import host_available_bytes, host_limit_bytes
 
 _log = logging.getLogger(__name__)
 
-_FETCH = "fetch"  # the device stream for copies within the work of host streams
+_FETCH = "fetch"  # a device stream that waits for no other: copies within work of host streams
 
 _FEW_CONNECTIONS = (
     "CUDA was in use before megatrain was imported, with 8 connections: streams of ranks hold "
@@ -190,7 +190,6 @@ class CudaDevice(Device):
         return None
 
     def fetch(self, to: Tensor, source: Tensor) -> None:
-        # A separate stream, which waits for no other.
         queue = self._stream(_FETCH)
         with torch.cuda.stream(queue):
             to.copy_(source, non_blocking=True)

@@ -31,8 +31,7 @@ class HostStream:
 
     def __init__(self, name: str, counter: Tensor) -> None:
         self.name, self.counter = name, counter
-        self._marks = 0
-        self._passed = 0
+        self._marks = self._passed = 0
         self._closed = False
         self._error: BaseException | None = None
         self._queue: queue.SimpleQueue[Callable[[], Any] | int | None] = queue.SimpleQueue()

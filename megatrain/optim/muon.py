@@ -110,12 +110,13 @@ class Muon(Rule):
         return self.clip == "rest" and super().directs(layout)
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """The groups of `Rule.groups`, each split: groups without matrices, with moments, first."""
+        """Groups without matrices, then those of matrices: moments of AdamW cover a prefix."""
         groups = []
-        for kind, group in product((False, True), super().groups(model)):
-            if params := [(n, p) for n, p in group["params"] if is_matrix(n, p.shape) == kind]:
-                name, first = params[0]
-                groups.append(group | {"params": params, "lr": self.rate(name, first.shape)})
+        for of_matrices, group in product((False, True), super().groups(model)):
+            named = [(n, p) for n, p in group["params"] if is_matrix(n, p.shape) == of_matrices]
+            if named:
+                name, parameter = named[0]
+                groups.append(group | {"params": named, "lr": self.rate(name, parameter.shape)})
         return groups
 
     def rate(self, name: str, shape: Sequence[int]) -> float:

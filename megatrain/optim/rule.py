@@ -47,8 +47,7 @@ class Plane:
     dtype: torch.dtype
     group_size: int = 1  # elements that share one value, such as a scale; divides tile.ALIGNMENT
     frozen: bool = False  # True if frozen parameters have this plane, too
-    # True for the parameters that have this plane; None: all have it
-    only: Callable[[Entry], bool] | None = None
+    only: Callable[[Entry], bool] | None = None  # True for a parameter with this plane; None: all
     on_device: bool = False  # True if only `average` (Muon) uses the plane, on the device
     kind: PlaneKind = PlaneKind.STATE
 
@@ -65,8 +64,8 @@ class Plane:
 
     def has(self, entry: Entry) -> bool:
         """True if a parameter has a part in this plane."""
-        trained = self.frozen or entry.group is not None
-        return trained and (self.only is None or self.only(entry))
+        may_have = self.frozen or entry.group is not None
+        return may_have and (self.only is None or self.only(entry))
 
     def numel(self, layout: TileLayout) -> int:
         """Length of this plane for a tile: up to the last part or parameter that has values."""
@@ -160,7 +159,7 @@ class Rule(ABC):
         return any(plane.on_device for plane in self.state_planes)
 
     def directs(self, layout: TileLayout) -> bool:
-        """True if the tile has directions, so clipping leaves it out (Muon: unless `clip: all`)."""
+        """True if clipping leaves a tile out because it has directions (Muon with `clip: rest`)."""
         return any(self.directed(entry) for entry in layout.trainable)
 
     def __post_init__(self) -> None:
@@ -172,8 +171,8 @@ class Rule(ABC):
         for name in self.settings:
             value = getattr(self, name)
             if name == "betas":
-                pair = isinstance(value, tuple | list) and len(value) == 2
-                if not pair or not all(is_number(beta) and 0 <= beta < 1 for beta in value):
+                is_pair = isinstance(value, tuple | list) and len(value) == 2
+                if not is_pair or not all(is_number(beta) and 0 <= beta < 1 for beta in value):
                     raise InputError(
                         f"{kind} betas are {value!r}; they must be two numbers in [0, 1)"
                     )
@@ -222,8 +221,8 @@ class Rule(ABC):
 def _matches(pattern: str, name: str) -> bool:
     """True if a pattern matches a parameter's name in the model or in a module of it."""
     parts = name.split(".")
-    names = [".".join(parts[start:]) for start in range(len(parts))]
-    return any(re.search(pattern, text) for n in names for text in (n, n.lower()))
+    suffixes = [".".join(parts[start:]) for start in range(len(parts))]
+    return any(re.search(pattern, text) for s in suffixes for text in (s, s.lower()))
 
 
 @cache

@@ -132,7 +132,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def register_step_pre_hook(self, hook: Any) -> Any:
         """Like torch's if a trainer's loop calls `step`; else refused: the hook would come late."""
         if self._driven_step is None:
-            raise InputError("optimizer: its hooks before steps come late; call before Engine.step")
+            raise InputError("hooks before optimizer.step run late; call before Engine.step")
         return super().register_step_pre_hook(hook)
 
     def check(self) -> None:
@@ -160,7 +160,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 "the learning rate is %s, and was %s in the checkpoint: a schedule sets its first "
                 "rates when it is made; to keep those of the checkpoint, take "
                 "engine.optimizer.state_dict() before that, and load it afterwards",
-                *(", ".join(f"{rate:.6g}" for rate in dict.fromkeys(s)) for s in (rates, restored)),
+                ", ".join(f"{rate:.6g}" for rate in dict.fromkeys(rates)),
+                ", ".join(f"{rate:.6g}" for rate in dict.fromkeys(restored)),
             )
 
     def _name_parameters(self) -> None:
@@ -187,7 +188,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def took_step(self) -> None:
         """Count a step of the engine by calling `step`, which torch's schedulers watch."""
-        if self._driven_step is None:  # else a trainer's loop has called `step`, which took it
+        if self._driven_step is None:  # else this runs within a trainer's call of `step`
             with changed([self], _driven_step=lambda: None):
                 self.step()
         self.num_steps += 1
@@ -227,8 +228,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
         Raises InputError: `state_dict` has moments, groups of other parameters, or bad settings.
         """
-        is_empty = isinstance(state_dict, Mapping) and not state_dict.get("state")
-        groups = deepcopy(state_dict.get("param_groups")) if is_empty else None
+        has_no_state = isinstance(state_dict, Mapping) and not state_dict.get("state")
+        groups = deepcopy(state_dict.get("param_groups")) if has_no_state else None
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             raise InputError(f"optimizer.load_state_dict brings no moments: {_NOT_HERE}")
         rates = self.restored_rates  # of the checkpoint, which `check` compares
@@ -255,7 +256,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         by_name = {name: parameter for parameter, name in self._names.items()}
         lists = [group.get("param_names") for group in groups]
         names = [str(name) for names in lists if isinstance(names, list) for name in names]
-        if sorted(names) != sorted(by_name) or not all(isinstance(x, list) for x in lists):
+        if sorted(names) != sorted(by_name) or not all(isinstance(names, list) for names in lists):
             raise InputError(
                 "the saved groups of the optimizer have other parameters than this engine's; make "
                 "the same groups first"
@@ -264,9 +265,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for group in groups:
             self._check(group)
             params = [by_name[str(name)] for name in group["param_names"]]
-            # JSON turns tuples into lists.
-            pairs = {n: tuple(group[n]) for n in self.rule.settings if type(group[n]) is list}
-            restored.append({**group, **pairs, "params": params})
+            # JSON has turned tuples (betas) into lists.
+            tuples = {n: tuple(group[n]) for n in self.rule.settings if type(group[n]) is list}
+            restored.append({**group, **tuples, "params": params})
         self.param_groups[:] = restored
         self.num_steps = num_steps
         self.restored_rates = [_scalar(group["lr"]) for group in restored]

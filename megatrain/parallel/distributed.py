@@ -172,8 +172,8 @@ def require_same(values: Sequence[Mapping[str, str]]) -> None:
             expected = str(first.get(name))
             if value == expected:
                 continue
-            equal = takewhile(bool, map(eq, value, expected))
-            start = max(0, sum(equal) - 50)
+            same_beginning = takewhile(bool, map(eq, value, expected))
+            start = max(0, sum(same_beginning) - 50)
             texts = (in_one_line(text[start:], 200) for text in (value, expected))
             raise InputError(
                 f"rank {rank} has another {name} than rank 0: {' instead of '.join(texts)}"

@@ -48,8 +48,7 @@ class Rests:
     moments: Tier = Tier.HOST
     gradient: Tier = Tier.HOST
     stays: bool = False  # the device keeps a copy of the weights from one visit to the next
-    # the device reads weights and writes the gradient in place, in host memory
-    shared: bool = False
+    shared: bool = False  # the device reads weights and writes the gradient in host memory
 
     @property
     def local(self) -> bool:
@@ -77,11 +76,10 @@ _RESIDENT = Rests(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)  # all pla
 
 @dataclass(frozen=True)
 class Reader:
-    """A save that is reading a tile's planes: the next update of the tile waits for it."""
+    """A save that is reading a tile's planes: the next update of the tile waits for the save."""
 
-    # event, wait: the event after which the update may begin, and the name of that wait
-    event: Any
-    wait: str
+    event: Any  # the update may begin after this
+    wait: str  # the name of that wait
     # copies the bytes that the save still has to read, on the update's stream
     set_aside: Callable[[], None] | None = None
 
@@ -109,10 +107,8 @@ class Tile:
     updated: Any = None  # event of the newest update; None when there is nothing to wait for
     written: Any = None  # event after which planes that rest on a disk have that update
     readers: tuple[Reader, ...] = ()  # saves that the next update has to wait for
-    # trained parameters without a gradient in the newest step, which are not updated
-    idle: Collection[str] = ()
-    # for each parameter, the number of updates that it has missed so
-    skipped: Counter[str] = field(default_factory=Counter)
+    idle: Collection[str] = ()  # trained parameters without a gradient: this step skips them
+    skipped: Counter[str] = field(default_factory=Counter)  # by parameter, the skipped updates
     rank: int = 0  # the planes hold this rank's block of each part of the layout, and nothing else
 
     def __post_init__(self) -> None:
@@ -120,9 +116,9 @@ class Tile:
         self.weights, self.remainder = kinds[PlaneKind.WEIGHTS], kinds.get(PlaneKind.REMAINDER)
         self.states = {p: b for p, b in self.planes.items() if p.kind is PlaneKind.STATE}
         self.name, self.spans = self.layout.name, self.layout.spans(self.rank)
-        summed = self.layout.local.trainable_numel
-        stops = [(s.slot, min(s.slot + s.numel, summed)) for s in self.spans if s.slot < summed]
-        self.sums = [slice(start, stop) for start, stop in stops]
+        end = self.layout.local.trainable_numel  # of the gradient sums
+        bounds = [(s.slot, min(s.slot + s.numel, end)) for s in self.spans if s.slot < end]
+        self.sums = [slice(start, stop) for start, stop in bounds]
         self.own_numel = numel = self.layout.trainable_numel // self.layout.ranks
         self.trained = slice(self.rank * numel, (self.rank + 1) * numel)
 
@@ -132,7 +128,8 @@ class Tile:
         left_out = [place for e in stacks for place in e.places_of(range(e.shape[0]), size)]
         if not left_out:
             return self.spans
-        spans, end, numel = [], 0, self.layout.numel  # the end of what was left out before
+        spans, numel = [], self.layout.numel
+        end = 0  # of the ranges that have been left out so far
         for start, stop in sorted([*left_out, (numel, numel)]):
             if end < start:
                 spans.append(Span(end, end, start - end, end))
@@ -140,7 +137,7 @@ class Tile:
         return spans
 
     def shards(self, plane: Plane, numel: int) -> Iterator[Span]:
-        """Yield this rank's spans of a plane, in values of the plane; `numel`: of the tile."""
+        """Yield this rank's spans, counted in a plane's values; `numel`: those of the tile."""
         size = plane.group_size
         for span in self.spans_of(0, numel * size):
             yield Span(span.start // size, span.at // size, span.numel // size)
@@ -171,7 +168,7 @@ class Tile:
         if entry.packed is not None:
             values = values.detach().cpu()
             stored = entry.packed.pack(values) if values.is_floating_point() else values
-            stored = stored[2 * part.start : 2 * part.stop]
+            stored = stored[2 * part.start : 2 * part.stop]  # bytes of elements of two bytes
             with self.weights.writing(place) as weights:
                 weights.view(torch.uint8)[: len(stored)].copy_(stored)
             return
@@ -258,11 +255,11 @@ class Store:
             for planes_of_tile, buffer in zip(by_tile, buffers, strict=True):
                 planes_of_tile[plane] = buffer
         self.tiles = [
-            Tile(index, *parts, rank=rank)
-            for index, parts in enumerate(zip(layouts, by_tile, rests, strict=True))
+            Tile(index, *layout_planes_rests, rank=rank)
+            for index, layout_planes_rests in enumerate(zip(layouts, by_tile, rests, strict=True))
         ]
-        used = (t.rests.tier(p) for t in self.tiles for p in t.planes if p.numel(t.layout))
-        if open_file is not None and Tier.DISK in used:
+        used_tiers = (t.rests.tier(p) for t in self.tiles for p in t.planes if p.numel(t.layout))
+        if open_file is not None and Tier.DISK in used_tiers:
             self.disk.file = open_file(max(1, self.disk.num_bytes))
 
     def of(self, kind: TileKind) -> list[Tile]:
@@ -295,7 +292,7 @@ def in_place(device: Device, tile: Tile, plane: Buffer) -> Buffer:
     return device.in_place(plane) if tile.rests.shared else plane
 
 
-DISK_KINDS = ("moments", "remainder", "weights")  # of planes, in the order in which they leave
+DISK_KINDS = ("moments", "remainder", "weights")  # kinds of planes; `auto` moves moments first
 
 
 def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
@@ -322,14 +319,14 @@ def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
     def tiers_of(layout: TileLayout) -> Rests:
         if layout.name in resident:  # several ranks gather its weights once an update
             return replace(_RESIDENT, stays=layout.ranks > 1 and layout.kind not in unvisited)
-        tiers = {plane: Tier.DISK for plane, names in disk_names.items() if layout.name in names}
+        tiers = {kind: Tier.DISK for kind, names in disk_names.items() if layout.name in names}
         return Rests(**tiers, stays=layout.name in staying, shared=layout.name in shared)
 
     return [tiers_of(layout) for layout in layouts]
 
 
 def chosen_for_disk(kind: str, count: int, layouts: Sequence[TileLayout]) -> set[str]:
-    """The names of `count` of these tiles, whose planes of a kind rest on a disk."""
+    """The names of the `count` tiles whose planes of a kind go to the disk."""
     if kind == "weights":
         return _spread([t for t in layouts if t.kind is TileKind.LAYER], count)
     return _spread([t for t in layouts if t.trainable_numel], count)
@@ -352,7 +349,7 @@ def planes(
     rank: int = 0,
     disk_room: disk.DiskRoom | None = None,
 ) -> list[Buffer]:
-    """Allocate a plane: each tile's piece of a host range or file, or a device buffer."""
+    """Allocate a plane: for each tile a piece of one host range or file, or a device buffer."""
     step = BLOCK // plane.dtype.itemsize  # planes of different tiles start on pages of their own
     lengths = [plane.own_numel(layout, rank) for layout in layouts]
     on_host = sum(
@@ -368,8 +365,8 @@ def planes(
             device.run(COMPUTE, f"clear {buffer.name}", buffer.data.zero_, writes=[buffer])
         elif tier is Tier.DISK:
             assert disk_room is not None
-            moved = plane.place(0, disk.PIECE).stop
-            buffer = disk_room.buffer(name, length, plane.dtype, moved)
+            piece = plane.place(0, disk.PIECE).stop
+            buffer = disk_room.buffer(name, length, plane.dtype, piece)
         else:
             buffer = Buffer(name, host.data[offset : offset + length])
             offset += align(length, step)
@@ -377,7 +374,7 @@ def planes(
     return buffers
 
 
-LANES = 4  # pieces: one is read, one updated, one written, and one evens out the disk's pace
+LANES = 4  # one piece is read, one updated, one written; one more evens out the disk's pace
 
 
 @dataclass(eq=False)
@@ -424,7 +421,7 @@ class DiskStaging:
             places = {plane: plane.place(start, stop) for plane in tile.planes}
             parts = {p: b.piece(places[p].start, places[p].stop) for p, b in tile.planes.items()}
             lane = next(self._next_lane)
-            present = [plane for plane in planes if len(parts[plane].data)]  # some planes are short
+            present = [plane for plane in planes if len(parts[plane].data)]  # others ended before
             buffers = self._lane_buffers(lane, {plane: parts[plane] for plane in present})
             device.wait(DISK_IN, lane.free, "disk lane free")
             self._move(DISK_IN, [(buffers[plane], parts[plane]) for plane in present])
@@ -456,7 +453,7 @@ class DiskReader:
     """
 
     def __init__(self, device: Device, buffers: Sequence[Buffer]) -> None:
-        """Args: `buffers`: the weights that may be loaded; those not on a disk are ignored."""
+        """Args: `buffers`: weights that may be loaded; buffers not on a disk are ignored."""
         self._device = device
         data = [buffer.data for buffer in buffers if isinstance(buffer, disk.DiskBuffer)]
         self._piece = min(disk.PIECE, max(map(len, data), default=0))
@@ -486,7 +483,7 @@ class DiskReader:
             source.piece(start, start + len(part)).read(lane)
             values = lane[: part.nbytes].view(part.dtype)
             for span in spans:
-                first, last = max(start, span.start), min(start + len(part), span.stop)
-                if first < last:
-                    into = to[span.slot + first - span.start :][: last - first]
-                    self._device.fetch(into, values[first - start : last - start])
+                first, stop = max(start, span.start), min(start + len(part), span.stop)
+                if first < stop:
+                    place = to[span.slot + first - span.start :][: stop - first]
+                    self._device.fetch(place, values[first - start : stop - start])

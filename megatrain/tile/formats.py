@@ -19,8 +19,8 @@ Expand = Callable[[Tensor, Tensor, Tensor, Tensor], Any]  # takes codes, scales,
 _BLOCK, _GROUP = 64, 256  # nf4: values that share a scale; scales that share a scale of their own
 _TINY = 1e-38  # bitsandbytes divides by no smaller scale
 _MOST_E4M3 = 448.0
-PIECE, _COMPILED_PIECE = 1 << 23, 1 << 28  # values that are expanded at once
-_ROWS_PIECE = 1 << 25  # values of chosen rows that are expanded at once, into further memory
+PIECE, _COMPILED_PIECE = 1 << 23, 1 << 28  # values that are expanded at once, eagerly and compiled
+_ROWS_PIECE = 1 << 25  # the same for chosen rows, which are expanded into memory of their own
 SIDE = 128  # float8: rows and columns of a block with one scale
 _SPAN = 32  # mxfp4: values with one exponent
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -59,7 +59,7 @@ class WeightFormat:
     )
 
     def __repr__(self) -> str:
-        return self.name  # ranks compare this text, which must not have a function's address
+        return self.name  # ranks compare this text, so it must not contain a function's address
 
     def bytes_of(self, shape: Sequence[int]) -> int:
         """Bytes of a parameter of this shape."""
@@ -74,15 +74,15 @@ class WeightFormat:
         self,
         stored: Tensor,
         out: Tensor,
-        fast: Callable[[Expand], Expand] = lambda expand: expand,
+        compiled: Callable[[Expand], Expand] = lambda expand: expand,
         rows: Sequence[int] | None = None,
     ) -> None:
-        """Write the values of `stored`, flat memory, to `out`; `fast` may compile `expand`.
+        """Write the values of `stored`, flat memory, to `out`; `compiled` may compile `expand`.
 
         Args: `rows`: the indices of the rows (of the first dimension) to write; None: all.
         """
         codes, scales = self.codes_and_scales(stored, out.shape)
-        flat, expand, values = out.view(-1), fast(self.expand), self.values(out.device)
+        flat, expand, values = out.view(-1), compiled(self.expand), self.values(out.device)
         at_once = PIECE if expand is self.expand else _COMPILED_PIECE  # compiled: few launches
         if rows is not None:
             rows_at_once = max(1, min(at_once, _ROWS_PIECE) // out[0].numel())
@@ -115,6 +115,7 @@ def _nf4_sections(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _nf4_codes(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, two a byte, and the scale of each block in fp32."""
     pieces = [_nf4_piece(piece) for piece in values.reshape(-1, _BLOCK).split(PIECE // _BLOCK)]
     return torch.cat([codes for codes, _ in pieces]), torch.cat([scales for _, scales in pieces])
 
@@ -315,7 +316,7 @@ MXFP4 = WeightFormat(
     values=_fp4_values,
     takes=lambda shape: len(shape) == 3 and shape[1] % _SPAN == 0,
 )
-BASES = {chosen.name: chosen for chosen in (NF4, FP8)}
+BASES = {base.name: base for base in (NF4, FP8)}
 FP32 = WeightFormat(
     "fp32",
     sections=lambda shape: (0, 4 * prod(shape)),
@@ -324,5 +325,5 @@ FP32 = WeightFormat(
     expand=lambda codes, scales, values, out: out.copy_(codes),
     computed=torch.float32,
 )
-# Folders and models bring the other formats.
-PACKINGS = BASES | {brought.name: brought for brought in (NF4_WIDE, BLOCKS, MXFP4, FP32)}
+# Published folders and models bring the other formats.
+PACKINGS = BASES | {packing.name: packing for packing in (NF4_WIDE, BLOCKS, MXFP4, FP32)}

@@ -1,8 +1,8 @@
 """The flat layout of a tile: one list of offsets, the same in every plane.
 
 Trainable parameters come first, one contiguous run for each optimizer group (an update is one
-kernel call for each), frozen ones last: gradient and states cover a prefix. Of the frozen ones
-those come first whose source has more bits than bf16, so the remainder covers a prefix.
+kernel call for each run), frozen ones last: gradient and states cover a prefix. Frozen parameters
+whose source has more bits than bf16 come before the others, so the remainder covers a prefix.
 
 Parameters that layers compute with in fp32 have all bits in the weights plane: frozen ones in the
 format `FP32`, trained ones as copies of their masters behind all trained parameters.
@@ -85,16 +85,19 @@ class Entry:
 
         Args: `rows`: of the first dimension, ascending; adjacent rows share a range.
         """
-        shared, *kinds = self._sections(itemsize)
-        first, later = self.offset * itemsize + shared, {row + 1 for row in rows}
-        starts = [row for row in rows if row not in later]
-        stops = sorted(later.difference(rows))
-        for num_bytes in kinds:
+        shared_bytes, *row_sections = self._sections(itemsize)
+        first_byte = self.offset * itemsize + shared_bytes
+        next_rows = {row + 1 for row in rows}
+        starts, stops = [r for r in rows if r not in next_rows], sorted(next_rows.difference(rows))
+        for num_bytes in row_sections:
             row_bytes = num_bytes // self.shape[0]
             for start, stop in zip(starts, stops, strict=True):
-                start_byte, stop_byte = first + start * row_bytes, first + stop * row_bytes
+                start_byte, stop_byte = (
+                    first_byte + start * row_bytes,
+                    first_byte + stop * row_bytes,
+                )
                 yield start_byte // itemsize, -(-stop_byte // itemsize)
-            first += num_bytes
+            first_byte += num_bytes
 
     def _sections(self, itemsize: int) -> tuple[int, ...]:
         """The parameter's bytes as in `WeightFormat.sections`; `itemsize`: of a plain value."""
@@ -117,8 +120,8 @@ class Entry:
 class Span:
     """`numel` consecutive elements of a tile that one rank keeps.
 
-    Attributes: their first place in the rank's planes (`start`), in the tile (`at`) and in the
-    tile's slot (`slot`). In the layout of one rank they lie `moved` elements earlier than `at`.
+    Attributes: the first element's place in the rank's planes (`start`), in the tile (`at`) and in
+    the tile's slot (`slot`). In the layout of one rank the span begins at `at - moved`.
     """
 
     start: int
@@ -150,11 +153,11 @@ class TileLayout:
         parts: `(start, stop)` of the trained parameters, of their copies in fp32, and of the frozen
             ones with and without bits that bf16 does not hold. Each `owned` parameter is a part.
         owned: stacks of experts of which each rank keeps whole experts, and its device no others.
-        moved: for each part, by how much it starts later than in the layout of one rank.
+        moved: for each part, by how many elements it starts later than in the layout of one rank.
         copies: for each trained parameter that layers compute with in fp32, and each rank's block
             of it, `(start, stop, at)`: its elements, and where their copies, twice as long, start.
         ranks: the number of equal blocks into which each part is cut.
-        needs_unpacking: True if some rest in a format that layers cannot compute with.
+        needs_unpacking: True if a parameter rests in a format that layers cannot compute with.
     """
 
     def __init__(
@@ -181,7 +184,7 @@ class TileLayout:
         self.moved: list[int] = []
         offset = self.trainable_numel = one_rank_offset = 0  # the offset in the layout of one rank
         in_order = sorted(parameters, key=_order)
-        for (is_frozen, _, owned_name), members in groupby(in_order, key=self._part):
+        for (is_frozen, _, owned_name), members in groupby(in_order, key=self._part_key):
             if is_frozen and not any(entry.group is None for entry in entries):
                 offset = self._place_copies(entries, offset, part_alignment)
             start = offset
@@ -202,8 +205,8 @@ class TileLayout:
         self.num_parameters = sum(entry.numel for entry in entries)  # padding not counted
         self.needs_unpacking = any(entry.needs_unpacking for entry in entries)
 
-    def _part(self, entry: Entry) -> tuple[bool, bool, str]:
-        """A key that all parameters of a part of the tile share."""
+    def _part_key(self, entry: Entry) -> tuple[bool, bool, str]:
+        """The key that all parameters of a part of the tile share."""
         return entry.group is None, entry.wide, entry.name if entry.name in self.owned else ""
 
     def _with(self, entries: Iterable[Entry]) -> "TileLayout":
@@ -305,24 +308,24 @@ class TileLayout:
         self,
         stored: Tensor,
         out: Tensor,
-        fast: Callable[[Any], Any],
+        compiled: Callable[[Any], Any],
         left_out: Collection[str] = (),
         rows: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Write the parameters of the weights plane `stored` to `out`, laid out as `unpacked`.
 
         Args:
-            fast: compiles a format's `expand`, or `write_operands`.
+            compiled: returns a format's `expand`, or `write_operands`, compiled or not.
             left_out: parameters that are not written.
             rows: by name, the only parameters and rows to write; None: all.
         """
-        plain = next((entry.offset for entry in self.entries if entry.needs_unpacking), self.numel)
+        plain_stop = next((e.offset for e in self.entries if e.needs_unpacking), self.numel)
         if rows is None:
-            out[:plain].copy_(stored[:plain])
+            out[:plain_stop].copy_(stored[:plain_stop])
         for entry in self.entries:
             if rows is not None and entry.name not in rows:
                 continue
-            if rows is None and (entry.name in left_out or entry.offset < plain):
+            if rows is None and (entry.name in left_out or entry.offset < plain_stop):
                 continue
             chosen = None if rows is None else rows[entry.name]
             memory = entry.memory(stored)
@@ -334,14 +337,14 @@ class TileLayout:
                     values = codes.view(torch.float8_e4m3fn)
                 elif entry.packed is not None:
                     values = memory.new_empty(entry.shape)
-                    entry.packed.unpack(memory, values, fast)
+                    entry.packed.unpack(memory, values, compiled)
                 written = operands(to.memory(out), to.shape).values()
-                fast(write_operands)(values.view(entry.shape), scales, *written)
+                compiled(write_operands)(values.view(entry.shape), scales, *written)
             elif entry.packed is None:
                 for row in (slice(None),) if chosen is None else chosen:
                     to.view(out)[row].copy_(entry.view(stored)[row])
             else:
-                entry.packed.unpack(memory, to.view(out), fast, chosen)
+                entry.packed.unpack(memory, to.view(out), compiled, chosen)
 
     def blocks(self, rank: int) -> Iterator[tuple[int, int]]:
         """Yield `(start, size)` of a rank's block of each part."""
