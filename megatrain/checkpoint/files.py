@@ -51,7 +51,7 @@ class PieceSum(NamedTuple):
 
 
 class NewFile:
-    """An empty file being written; it is whole on the disk when the `with` block ends well.
+    """An empty file being written; the file is whole on the disk when the `with` block ends well.
 
     Other processes may write other bytes of it.
 

@@ -28,7 +28,7 @@ MANIFEST, EXTRA, BUFFERS, COMPUTED, CARRIED, MODEL, TILES, KEEP = (
     "manifest.json", "extra.json", "buffers.safetensors", "computed_buffers.safetensors",
     "carried.safetensors", "model", "tiles", "keep",
 )  # fmt: skip
-_OWN = {MANIFEST, EXTRA, BUFFERS, COMPUTED, CARRIED, MODEL, TILES, KEEP}
+_OWN_NAMES = {MANIFEST, EXTRA, BUFFERS, COMPUTED, CARRIED, MODEL, TILES, KEEP}
 
 _LARGEST = 2**62  # of any number that counts bytes or elements
 Dtype = Annotated[str, Predicate(("float32", "bfloat16", "float16").__contains__)]
@@ -165,7 +165,7 @@ class Manifest(_Strict):
 
 
 def signed(content: dict[str, Any]) -> dict[str, Any]:
-    """A manifest's content with its own checksum, which comes last."""
+    """A manifest's content with the checksum of that content, which comes last."""
     content = {key: value for key, value in content.items() if key != "checksum"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return content | {"checksum": files.ALGORITHMS[content["algorithm"]](text.encode())}
@@ -254,7 +254,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 @cache
-def _adapter() -> Any:
+def _manifest_type() -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(Manifest)
@@ -264,7 +264,7 @@ def _validated(content: dict[str, Any], path: Path) -> Manifest:
     from pydantic import ValidationError
 
     try:  # from JSON text pydantic also takes lists for tuples, and objects for dataclasses
-        manifest: Manifest = _adapter().validate_json(json.dumps(content))
+        manifest: Manifest = _manifest_type().validate_json(json.dumps(content))
         if manifest.checksum != signed(content)["checksum"]:
             raise ValueError("its text was changed after it was saved (its own checksum differs)")
         if lost := {tile.file for tile in manifest.tiles} - manifest.files.keys():
@@ -300,7 +300,7 @@ def require_replaceable(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise InputError(f"{folder}: is a file; give a folder to save to")
-    foreign = sorted({path.name for path in folder.iterdir()} - _OWN)
+    foreign = sorted({path.name for path in folder.iterdir()} - _OWN_NAMES)
     if foreign:
         raise InputError(
             f"{folder}: holds {foreign[0]}, which is no part of a checkpoint and would be lost; "
@@ -357,8 +357,8 @@ def rotate(
 ) -> list[Path]:
     """Remove whole checkpoints except the newest `keep_last`, marked and `spared` ones.
 
-    Returns the removed ones. Damaged checkpoints and other folders stay. So do checkpoints after
-    `newest`, which do not count: their tiles may be damaged.
+    Returns the removed ones. Damaged checkpoints and other folders stay. Checkpoints after `newest`
+    stay, too, and do not count: their tiles may be damaged.
 
     Raises OSError: a checkpoint could not be removed; the others are.
     """

@@ -60,10 +60,9 @@ def _mismatches(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[str]:
     """Yield each reason why the checkpoint cannot be loaded into `tiles`."""
     leaves_out_base = checkpoint.settings.left_out is not None
     saved = {p.name: (record, p) for record in checkpoint.manifest.tiles for p in record.parameters}
-    for tile, entry in [(each, entry) for each in tiles for entry in each.layout.entries]:
+    for tile, entry in [(t, entry) for t in tiles for entry in t.layout.entries]:
         if entry.name not in saved:
-            is_frozen = entry.group is None
-            if not (leaves_out_base and is_frozen):
+            if entry.group is not None or not leaves_out_base:  # trained, or not left out
                 yield f"it has no parameter {entry.name!r}"
             continue
         record, parameter = saved.pop(entry.name)
@@ -107,9 +106,9 @@ def _pieces(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[Callable[
 def tile_planes(checkpoint: Checkpoint, record: TileRecord) -> dict[str, Stored]:
     """The places of planes in a tile's file. Raises InputError: they contradict the manifest."""
     path = checkpoint.folder / record.file
-    _, first, checksum = next(checkpoint.manifest.files[record.file].spans(), (0, 0, ""))
+    _, num_bytes, checksum = next(checkpoint.manifest.files[record.file].spans(), (0, 0, ""))
     # Read for the checksum alone: the first piece has the header, which is parsed next.
-    checkpoint.read(record.file, memoryview(bytearray(first)), 0, checksum)
+    checkpoint.read(record.file, memoryview(bytearray(num_bytes)), 0, checksum)
     stored = {tensor.name: tensor for tensor in read_header(path)}
     planes = {n: (DTYPES[plane.dtype], (plane.numel,)) for n, plane in record.planes.items()}
     if {n: (tensor.dtype, tensor.shape) for n, tensor in stored.items()} != planes:
@@ -124,14 +123,15 @@ def _ranges(
     """Yield the ranges of a tile's file with values of the parameters in `places`."""
     for parameter in (p for p in record.parameters if p.name in places):
         tile, entry = places[parameter.name]
-        place, part = tile.place(entry)
-        for name, kind in planes_of(tile).items():
-            if name not in stored or not kind.has(entry):
+        place, part = tile.place(entry)  # in the tile, and in the parameter
+        offset = parameter.offset
+        for name, plane in planes_of(tile).items():
+            if name not in stored or not plane.has(entry):
                 continue
-            plane, to = stored[name], kind.place(place.start, place.stop)
-            source = kind.place(parameter.offset + part.start, parameter.offset + part.stop)
-            start = plane.start + source.start * plane.dtype.itemsize
-            target = tile.planes[kind].piece(to.start, to.stop).as_bytes()
+            saved, source = stored[name], plane.place(offset + part.start, offset + part.stop)
+            start = saved.start + source.start * saved.dtype.itemsize
+            place_in_plane = plane.place(place.start, place.stop)
+            target = tile.planes[plane].piece(place_in_plane.start, place_in_plane.stop).as_bytes()
             if len(target.data):
                 yield _Range(start, start + len(target.data), target)
 
@@ -175,11 +175,11 @@ def _master(planes: dict[str, Stored], parameter: Parameter) -> Tensor:
     weights, packed = _values(planes["weights"], parameter), parameter.entry.packed
     if packed is not None:
         return packed.unpacked(weights, parameter.shape)
-    low = planes.get("remainder")
-    if low is None or parameter.offset >= low.shape[0]:  # frozen, and exact in bf16
+    remainder = planes.get("remainder")
+    if remainder is None or parameter.offset >= remainder.shape[0]:  # frozen, and exact in bf16
         return weights.float().view(parameter.shape)
     master = torch.empty(weights.numel(), dtype=torch.float32)
-    kernels.join(weights, _values(low, parameter), master, threads=1)
+    kernels.join(weights, _values(remainder, parameter), master, threads=1)
     return master.view(parameter.shape)
 
 

@@ -55,7 +55,7 @@ class Saving:
         self.error: RunFailed | None = None
         # from the call to the end of the save; None while it runs
         self.seconds: float | None = None
-        self._named = False
+        self._has_final_name = False
         self.snapshot = snapshot.Snapshot(saver.spare)
         self._contents, self._jobs = contents, jobs
         self._started = time.perf_counter()
@@ -108,9 +108,9 @@ class Saving:
             partial = hidden(self.folder, files.PARTIAL)
             if self._ranks.rank == 0 and os.path.lexists(partial):
                 shutil.rmtree(partial)
-        except OSError as other:
-            remains = f"what it has written could not be removed ({os_reason(other)})"
-        if self._named:
+        except OSError as removal_error:
+            remains = f"what it has written could not be removed ({os_reason(removal_error)})"
+        if self._has_final_name:
             remains = "it is there and whole, but may be gone after a power failure"
         self.error = RunFailed(
             f"{self.folder}: cannot save the checkpoint of step {self.step}: {reason}; {remains}, "
@@ -157,7 +157,7 @@ class Saving:
         write_file(partial / manifest.MANIFEST, text)
         flush(partial)
         publish(partial, self.folder, hidden(self.folder, files.REPLACED))
-        self._named = True
+        self._has_final_name = True
         flush(self.folder.parent)
         with suppress(OSError):  # the next save tries again
             files.put_right(self.folder.parent)
@@ -171,11 +171,11 @@ class Saving:
         """
         records: Sums = {}
         failures: list[BaseException] = []
-        waiting = iter(self._jobs)
+        jobs_left = iter(self._jobs)  # of all threads
 
         def write() -> None:
             try:
-                for job in waiting:
+                for job in jobs_left:
                     records[job.record.file] = self._write_tile(partial, job)
                     if failures:
                         return
@@ -258,7 +258,7 @@ class Saver:
         ranks: Ranks = ALONE,
     ) -> None:
         self.device, self._tiles, self.ranks = device, tiles, ranks
-        self._reverse = reverse  # the last tile is updated first; for other ones see StagingBlocks
+        self._reverse = reverse  # True if the last tile is updated first
         self.spare = snapshot.StagingBlocks(device, spare_bytes, host_limit)
         self.last: Saving | None = None
 
@@ -270,10 +270,10 @@ class Saver:
         self.close()
         jobs = self._jobs(trained=contents.settings.left_out is not None)
         pieces = [piece.num_bytes for job in jobs for piece in job.pieces]
-        leaving = any(job.leaving for job in jobs)
+        some_leave = any(job.leaving for job in jobs)
 
         def prepare() -> str:
-            self.spare.prepare(pieces, leaving=leaving, background=background)
+            self.spare.prepare(pieces, leaving=some_leave, background=background)
             return str(folder)
 
         require_same([{"folder to save to": path} for path in self.ranks.agree(prepare)])

@@ -98,18 +98,17 @@ def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
         buffer, tier, size = tile.planes[plane], tile.rests.tier(plane), plane.dtype.itemsize
         flat = buffer.as_bytes()
         for shard in tile.shards(plane, tensor.shape[0]):
-            first, stop = shard.start * size, (shard.start + shard.numel) * size
-            for start in range(first, stop, files.PIECE_BYTES):
-                part = flat.piece(start, min(start + files.PIECE_BYTES, stop))
+            first, last = shard.start * size, (shard.start + shard.numel) * size
+            for start in range(first, last, files.PIECE_BYTES):
+                part = flat.piece(start, min(start + files.PIECE_BYTES, last))
                 pieces.append(Piece(buffer, part, end + shard.at * size + start - first, tier))
         end += tensor.nbytes
     records = {n: manifest.Plane(DTYPE_NAMES[p.dtype], lengths[n]) for n, p in planes.items()}
+    entries, skipped = layout.trainable if trained else layout.entries, tile.skipped
+    packed = {e.name: e.packed.name for e in entries if e.packed}
     parameters = tuple(
-        manifest.Parameter(
-            *(e.name, e.shape, e.offset, e.group, e.packed.name if e.packed else None),
-            tile.skipped[e.name],
-        )
-        for e in (layout.trainable if trained else layout.entries)
+        manifest.Parameter(e.name, e.shape, e.offset, e.group, packed.get(e.name), skipped[e.name])
+        for e in entries
     )
     record = manifest.TileRecord(tile.name, name, tile.version, records, parameters)
     return TileFile(tile, record, end, header, pieces)
@@ -118,13 +117,13 @@ def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
 class StagingBlocks:
     """Spare host memory for pieces that change before they are written, or leave device or disk.
 
-    It is blocks of a piece's size, allocated when first needed and kept from save to save. Only
+    Its blocks, of a piece's size, are allocated when first needed and kept from save to save. Only
     pieces that leave the device or a disk may take the `reserved` blocks: their writers could
     deadlock if pieces that are written later held all blocks.
     """
 
     def __init__(self, device: Device, most_bytes: int | None, host_limit: int | None) -> None:
-        """Args: `most_bytes`: None: half of the memory free when a first background save begins."""
+        """Args: `most_bytes`: None: half of the memory free at the first background save."""
         self._device, self._most_bytes, self._host_limit = device, most_bytes, host_limit
         self._has_background_blocks = False
         self.num_bytes = self.reserved = 0

@@ -138,7 +138,7 @@ class PlacedEngine:
             if self.optimizer is not None:
                 self.optimizer.restore(settings.groups, settings.num_steps)
         # The weights are loaded: drop the model or checkpoint that they came from.
-        self._opened = replace(opened, source=replace(opened.source, given=None, saved=None))
+        self._opened = replace(opened, source=replace(opened.source, in_memory=None, saved=None))
         self._program = ModelProgram(
             self._spec, self.device.torch_device, self._dtype, float8=opened.precision == "fp8"
         )

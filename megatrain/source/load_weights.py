@@ -37,12 +37,13 @@ def load_weights(opened: EngineSetup, store: Store) -> None:
     """
     source, ranks, loading = opened.source, opened.ranks, _Loading(opened, store)
     ranks.agree(loading.run)
-    from_nothing = source.stored is None and source.copied is None
-    new = adapted(source.model) is not None and (source.grows or from_nothing)
-    if new and not source.adapter_folder:  # last, as their first values may depend on the base
-        read = source.untrained.values
-        read |= {e.name: partial(t.whole_master, e, ranks) for t, e in store.entries()}
-        ranks.agree(lambda: draw_adapters(source.model, read, loading.write, opened.seed))
+    from_nothing = source.stored is None and source.copied_model is None
+    has_new_adapter = adapted(source.model) is not None and (source.grows or from_nothing)
+    if has_new_adapter and not source.adapter_folder:
+        # Adapters come last, as their first values may depend on the base.
+        values = source.untrained.values
+        values |= {e.name: partial(t.whole_master, e, ranks) for t, e in store.entries()}
+        ranks.agree(lambda: draw_adapters(source.model, values, loading.write, opened.seed))
     for tile in store.tiles:
         tile.copy_masters(update_threads())
     end_passing()
@@ -71,10 +72,10 @@ class _Loading:
             to_draw = self._read_saved(source.saved)
         elif source.folder is not None:
             to_draw = self._read_folder(source.folder, adapters)
-        elif source.copied is not None:
-            for name, parameter in source.copied.named_parameters():
+        elif source.copied_model is not None:
+            for name, parameter in source.copied_model.named_parameters():
                 write(name, parameter.detach().cpu())
-            for name, buffer in state_io.persistent_buffers(source.copied).items():
+            for name, buffer in state_io.persistent_buffers(source.copied_model).items():
                 if not buffer.is_meta:
                     write(name, buffer.detach().cpu().clone())
         else:
@@ -103,6 +104,7 @@ class _Loading:
         return {source.names.get(name, name) for name in missing}
 
     def _draw(self, names: Collection[str]) -> None:
+        """Initialise the named weights randomly."""
         source, threads = self._source, update_threads()
         frozen = {name: entry for name, (_, entry) in self._places.items() if entry.group is None}
 
@@ -116,7 +118,7 @@ class _Loading:
                 return entry.packed.pack(values)
             return values
 
-        write = partial(self.write, threads=threads, read=False)
+        write = partial(self.write, threads=threads, checksum=False)
         alike = source.alike
         initialise(
             self._spec, self._seed, write, names, threads=threads, convert=as_kept, alike=alike
@@ -139,8 +141,8 @@ class _Loading:
         source.untrained = untrained
         return unused
 
-    def write(self, name: str, values: Tensor, *, threads: int = 1, read: bool = True) -> None:
-        """Write values into their place; `read`: an adapter's base counts them in its checksums."""
+    def write(self, name: str, values: Tensor, *, threads: int = 1, checksum: bool = True) -> None:
+        """Write values into their place; `checksum`: an adapter's base counts them in its sums."""
         source, untrained = self._source, self._source.untrained
         name = source.names.get(name, name)
         if name not in self._places:
@@ -151,10 +153,10 @@ class _Loading:
         if entry.group is None:
             dtype = values.dtype if values.is_floating_point() else source.dtype
             untrained.dtypes[name] = dtype
-            if read and self._origin is not None:
+            if checksum and self._origin is not None:
                 self._origin.add(name, values)
-            narrow = tile.remainder_of(entry) is None and tile.weights.data.dtype == torch.bfloat16
-            untrained.rounded |= narrow and not entry.packed and dtype != torch.bfloat16
+            in_bf16 = tile.remainder_of(entry) is None and tile.weights.data.dtype == torch.bfloat16
+            untrained.rounded |= in_bf16 and not entry.packed and dtype != torch.bfloat16
         tile.write_master(entry, values, threads)
         self._share.add(entry.numel)
 
@@ -173,14 +175,16 @@ def read_adapter(source: Source, write: Write) -> None:
     names = peft.file_names(source.model, adapters.name)
     shapes = {n: tuple(tensor.shape) for n, tensor in source.model.state_dict().items()}
     stored = {tensor.name: tensor for tensor in read_header(path)}
-    of_base = {n: n.removeprefix(prefix) for n in stored if ".base_layer." in n and n not in names}
-    if of_base:
+    base_copies = [n for n in stored if ".base_layer." in n and n not in names]
+    if base_copies:
         assert source.stored is not None
         base, values = adapters.base, state_io.stored_values(source.stored, adapters.base)
-        first = {id(parameter): name for name, parameter in base.named_parameters()}
-        for name in [name for name, inner in of_base.items() if inner in adapters.held]:
-            tied = first[id(base.get_parameter(adapters.held[of_base[name]]))]
-            if not torch.equal(stored.pop(name).read().float(), values[tied]().float()):
+        first_names = {id(parameter): name for name, parameter in base.named_parameters()}
+        for name in base_copies:
+            if (base_name := adapters.held.get(name.removeprefix(prefix))) is None:
+                continue
+            untied_name = first_names[id(base.get_parameter(base_name))]
+            if not torch.equal(stored.pop(name).read().float(), values[untied_name]().float()):
                 raise InputError(
                     f"{path}: {name} is not the base's weight, but an adapter does not change its "
                     "base; merge the adapter with PEFT (merge_and_unload), and train the result"

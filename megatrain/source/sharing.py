@@ -24,7 +24,7 @@ def check_shared(opened: EngineSetup, placement: Placement) -> None:
     ranks = opened.ranks
     if ranks.size == 1:
         return
-    ranks.agree(lambda: _refuse(opened, placement))
+    ranks.agree(lambda: _refuse_unsupported(opened, placement))
     require_same(ranks.all_gather_object(_described(opened, placement)))
 
 
@@ -64,6 +64,7 @@ def check_call(opened: EngineSetup, steps: int, loss: object, alike: Any = None)
 
 
 def _fits(loss: Any, spec: ModelSpec) -> bool:
+    """True if the model has the head that a loss needs."""
     task = spec.capture.task
     if loss.embeds or task == "FEATURE_EXTRACTION":
         return bool(loss.embeds) and task == "FEATURE_EXTRACTION"
@@ -82,11 +83,12 @@ def require_alone(ranks: Ranks, what: str) -> None:
         raise InputError(f"{what} is not for several ranks yet; save, and do it with one")
 
 
-def _refuse(opened: EngineSetup, placement: Placement) -> None:
+def _refuse_unsupported(opened: EngineSetup, placement: Placement) -> None:
     """Raises InputError: several ranks do not support the model or the placement."""
     spec, rule = opened.model.spec, opened.model.rule
-    several = opened.ranks.hosts > 1 or opened.sequence_ranks.size > 1
-    if placement.own_experts and (several or (rule is not None and rule.needs_matrices)):
+    is_muon = rule is not None and rule.needs_matrices
+    unsupported = opened.ranks.hosts > 1 or opened.sequence_ranks.size > 1 or is_muon
+    if placement.own_experts and unsupported:
         raise InputError(
             "placement.own_experts is not for several hosts, sequence_parallel, Muon: set it false"
         )
@@ -128,10 +130,10 @@ def _described(opened: EngineSetup, placement: Placement) -> dict[str, str]:
 
 
 def _checksum(source: Source) -> int:
-    """A hash of a given model's weights, of which each rank takes its own shard."""
+    """A hash of the weights of a model in memory, which all ranks must have; 0: no such model."""
     checksum = 0
-    if source.given is not None:
-        for tensor in (*source.given.parameters(), *source.given.buffers()):
+    if source.in_memory is not None:
+        for tensor in (*source.in_memory.parameters(), *source.in_memory.buffers()):
             if not tensor.is_meta:
                 flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
                 checksum = zlib.crc32(flat.numpy().data, checksum)

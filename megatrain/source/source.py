@@ -55,13 +55,13 @@ _FORMATS["folder"] = (*_FORMATS["nf4"], *_FORMATS["fp8"], formats.BLOCKS, format
 class Source:
     """A model without its weights, and the place of the weights.
 
-    Weights are in a `folder`, a `saved` checkpoint or a `given` model, or are randomly initialised.
+    Weights are in a `folder`, a `saved` checkpoint or a model `in_memory`, or are initialised.
     """
 
     model: PreTrainedModel
     dtype: torch.dtype  # of the weights, in which exports are written
     folder: Path | None = None
-    given: PreTrainedModel | None = None
+    in_memory: PreTrainedModel | None = None
     saved: Checkpoint | None = None
     resumes: bool = False  # True if the optimizer's state is taken from `saved` as well
     # tensors of the source that no step changes
@@ -89,10 +89,10 @@ class Source:
         return self.saved or self.folder
 
     @property
-    def copied(self) -> PreTrainedModel | None:
-        """The given model, if it has weights; None: they are read, or randomly initialised."""
-        real = self.given is not None and not next(self.given.parameters()).is_meta
-        return self.given if real else None
+    def copied_model(self) -> PreTrainedModel | None:
+        """The model whose weights are copied; None: they are read, or randomly initialised."""
+        model = self.in_memory
+        return None if model is None or next(model.parameters()).is_meta else model
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -148,7 +148,7 @@ def open_source(
             raise _not_merged(folder, base_path)
         source.companions = {**source.companions, **companions(folder)}
         set_generation(source.model, source.companions)
-        source = _grown(source, config)
+        source = _add_adapter(source, config)
         source.adapter_folder = folder
         source.require_base = partial(state_io.require_base_of, folder, base_path, **code)
     else:
@@ -171,7 +171,7 @@ def open_source(
             "it first: megatrain export MODEL OUT --merged"
         )
     config = _new_adapter_config(adapter, model, source.model)
-    return _grown(source, config)
+    return _add_adapter(source, config)
 
 
 def _new_adapter_config(adapter: Any, model: Any, opened: PreTrainedModel) -> Any:
@@ -237,8 +237,8 @@ def _not_merged(folder: Path, base: str) -> InputError:
     )
 
 
-def _grown(source: Source, config: Any) -> Source:
-    """The source, its model with a new adapter."""
+def _add_adapter(source: Source, config: Any) -> Source:
+    """Put a new adapter on the source's model, and return the source."""
     source.model, source.grows = with_new_adapter(source.model, config), True
     renamed = {source.names.get(n, n): buffer for n, buffer in source.untrained.buffers.items()}
     source.untrained.buffers = renamed
@@ -260,7 +260,7 @@ def _open_plain(
         source.base = model.settings.base if resumes else "bf16"
     elif isinstance(model, PreTrainedModel):
         empty = emptied(model, attn_implementation=code.get("attn_implementation"))
-        source = Source(empty, next(model.parameters()).dtype, given=model)
+        source = Source(empty, next(model.parameters()).dtype, in_memory=model)
     elif isinstance(model, PreTrainedConfig | Alike):
         config = model.config if isinstance(model, Alike) else model
         empty = build.empty_model(build.with_head(config, head) if head else config, **code)
@@ -286,6 +286,7 @@ def _open_plain(
 
 
 def _open_folder(model: str | Path, head: ClassHead | None, **code: Any) -> Source:
+    """Open the model of a folder, a GGUF file or a hub id."""
     folder = resolve_model(model)
     config = build.load_config(folder, trust_remote_code=code.get("trust_remote_code", False))
     quantised = quantised_base(read_json(folder / "config.json"), folder)
@@ -310,7 +311,7 @@ def _open_folder(model: str | Path, head: ClassHead | None, **code: Any) -> Sour
 
 
 def structure(source: Source, *, trained: bool = True) -> ModelSpec:
-    """The `ModelSpec` of a source's model, which is `trained` or only run; probed once for each."""
+    """The `ModelSpec` of a source's model, which is `trained` or only run; each is probed once."""
     if trained not in source.structures:
         probed = spec(source.model, trained=trained)
         adapters = adapted(source.model)
@@ -344,7 +345,7 @@ def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict
     adapters = adapted(spec.capture.model)
     config = plain(spec.capture.model).config.to_dict()
     packing = BASES.get(base) or kept_format(config)
-    stacks = base != "folder" or quantisation(config).get("expert_dtype") != "fp4"
+    packs_stacks = base != "folder" or quantisation(config).get("expert_dtype") != "fp4"
     if packing is None:
         raise InputError(
             "base is 'folder', but the model does not come in mxfp4 or in float8 with blocks of "
@@ -356,17 +357,17 @@ def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict
             is_router = not ROUTERS.isdisjoint(path.split("."))
             for name, weight in module.named_parameters(recurse=False):
                 is_matrix = type(module) is nn.Linear and name == "weight"
-                is_stack = stacks and hf.takes_grouped_products(module, [name])
+                is_stack = packs_stacks and hf.takes_grouped_products(module, [name])
                 is_frozen = frozen or not weight.requires_grad
                 if (is_matrix or is_stack) and is_frozen and packing.takes(weight.shape):
                     names += [] if is_router else [f"{layer.name}.{path}.{name}"]
-    held = {n: n for n in names} if adapters is None else adapters.held
-    packed = {n: held[n].rpartition(".")[0] for n in names if n in held}
-    if packed:  # a model that does not come so is packed here, as a whole
+    base_names = {n: n for n in names} if adapters is None else adapters.held
+    modules = {n: base_names[n].rpartition(".")[0] for n in names if n in base_names}
+    if modules:  # libraries that have packed a folder leave some of its modules unpacked
         method = quantisation(config).get("quant_method")
-        comes_so = base == "folder" or method in ("bitsandbytes", "torchao")
-        whole = {n for n, module in packed.items() if comes_so and stays_whole(config, module)}
-        return {name: packing for name in packed if name not in whole}
+        is_packed = base == "folder" or method in ("bitsandbytes", "torchao")
+        unpacked = {n for n, m in modules.items() if is_packed and stays_whole(config, m)}
+        return {name: packing for name in modules if name not in unpacked}
     remedy = "give an adapter" if adapters is None else "leave base out (a Conv1D is not linear)"
     raise InputError(f"base is {base!r}, but no linear module of the layers is frozen; {remedy}")
 
@@ -381,8 +382,8 @@ def _packings(source: Source, spec: ModelSpec, *, trained: bool) -> dict[str, We
         return {name: formats.PACKINGS[form] for name, form in format_names.items()}
     folder, names = source.folder, source.names
     stored = {} if folder is None else WeightPlan(folder, plain(source.model)).packings
-    of_base = _FORMATS.get(source.base, ())
-    packed = {names.get(name, name): form for name, form in stored.items() if form in of_base}
+    base_formats = _FORMATS.get(source.base, ())
+    packed = {names.get(name, name): form for name, form in stored.items() if form in base_formats}
     if not packed:
         return packed_weights(spec, source.base, frozen=not trained)
     for name in packed if trained else ():
@@ -403,7 +404,8 @@ def _types(source: Source) -> dict[str, torch.dtype]:
     elif source.folder is not None:
         types = WeightPlan(source.folder, plain(source.model)).types
     else:
-        types = {n: p.dtype for n, p in source.copied.named_parameters()} if source.copied else {}
+        model = source.copied_model
+        types = {} if model is None else {n: p.dtype for n, p in model.named_parameters()}
     return {source.names.get(name, name): dtype for name, dtype in types.items()}
 
 
@@ -470,9 +472,9 @@ def open_structure(
 ) -> Model:
     """The model's structure and tiles. Raises InputError: it cannot be saved."""
     if source.saved is None and not source.structures:  # `structure` changes the model's forwards
-        computed = torch.float32 if source.copied is None else source.dtype
+        computed_dtype = torch.float32 if source.copied_model is None else source.dtype
         with_code = source.folder is not None
-        source.lost = difference(source.model, source.dtype, computed, with_code=with_code)
+        source.lost = difference(source.model, source.dtype, computed_dtype, with_code=with_code)
     spec = structure(source, trained=optimizer is not None)
     if optimizer is not None and saveable and source.lost is not None:
         raise InputError(f"{source.lost}; or give saveable=False, to train what is never saved")
@@ -494,11 +496,10 @@ def choose_parameters(source: Source, trained: Trained, *, pretrained: bool) -> 
 def choose_trained(
     source: Source, trained: Trained, optimizer: Rule | None, precision: Precision
 ) -> None:
-    """Set which parameters require gradients. Raises InputError: the settings do not allow it."""
+    """`choose_parameters`, and check base and precision. Raises InputError: these do not fit."""
     adapters = adapted(source.model)
-    plain = adapters is None
     choose_parameters(source, trained, pretrained=source.stored is not None and not source.resumes)
-    if source.base != "bf16" and (precision == "fp32" or (plain and precision == "fp8")):
+    if source.base != "bf16" and (precision == "fp32" or (adapters is None and precision == "fp8")):
         raise InputError(f"base is {source.base!r}, and precision {precision!r}; take bf16")
     if adapters is None:
         if precision == "fp8":

@@ -49,11 +49,11 @@ _PUT_BACK = "put the base back as it was; of one that has moved a link in its ol
 class Untrained:
     """The tensors of a model's source that no step changes: exports write them bit for bit."""
 
-    # persistent ones, on the CPU; the model computes with copies in its own dtypes
+    # persistent buffers, on the CPU; the model computes with copies in its own dtypes
     buffers: dict[str, Tensor] = field(default_factory=dict)
     # buffers that no file of weights has, as the model's class computes them
     computed: dict[str, Tensor] = field(default_factory=dict)
-    # of frozen parameters, by name, in the source; their values are in the tiles
+    # dtypes of frozen parameters in the source, by name; the tiles have their values
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     # tensors of the source's files that the model's class does not have
     carried: Mapping[str, Stored] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The other buffers, on the CPU, by name."""
+    """The buffers that a state_dict lacks, on the CPU, by name."""
     saved = persistent_buffers(model)
     return {n: b.cpu().contiguous() for n, b in model.named_buffers() if n not in saved}
 
@@ -274,7 +274,7 @@ def read_left_out(
     reference = checkpoint.settings.left_out
     if reference is None:
         return set()
-    names, base = left_out_names(checkpoint, model), _open(checkpoint, reference)
+    names, base = left_out_names(checkpoint, model), _open_base(checkpoint, reference)
     origin = Origin(reference.path, reference.revision, reference.fingerprint.partition(":")[0])
     types: dict[str, torch.dtype] = {}
 
@@ -286,17 +286,17 @@ def read_left_out(
             write(name, values)
 
     if isinstance(base, Checkpoint):
-        of_base = masters(base)
+        base_masters = masters(base)
         with ThreadPoolExecutor(update_threads(), thread_name_prefix="read-base") as pool:
-            present = names.keys() & of_base.keys()
-            list(pool.map(lambda name: pass_on(name, of_base[name]()), present))
+            present = names.keys() & base_masters.keys()
+            list(pool.map(lambda name: pass_on(name, base_masters[name]()), present))
     else:
         formats = _formats(reference, names)
         inner, threads = plain(model), update_threads()
         with _another_base(checkpoint, reference):
             types = weights.WeightPlan(base, inner).types if as_computed else {}
             weights.read_weights(base, inner, pass_on, threads=threads, packed=formats)
-    _require_same(checkpoint, reference, origin.fingerprint(names.values()), reference.fingerprint)
+    _check_base(checkpoint, reference, origin.fingerprint(names.values()), reference.fingerprint)
     return {*names.values()} - origin.sums.keys()
 
 
@@ -327,7 +327,7 @@ def _another_base(checkpoint: Checkpoint, reference: BaseReference) -> AbstractC
     return explained(another, _PUT_BACK, of=InputError)
 
 
-def _require_same(checkpoint: Checkpoint, reference: BaseReference, now: str, before: str) -> None:
+def _check_base(checkpoint: Checkpoint, reference: BaseReference, now: str, before: str) -> None:
     """Raises InputError: the base's fingerprint is another one `now` than `before`."""
     if now != before:
         raise InputError(
@@ -341,20 +341,20 @@ def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
     saved, reference = masters(checkpoint), checkpoint.settings.left_out
     if reference is None:
         return saved
-    base, names = _open(checkpoint, reference), left_out_names(checkpoint, model)
+    base, names = _open_base(checkpoint, reference), left_out_names(checkpoint, model)
     types: dict[str, torch.dtype] = {}
     if isinstance(base, Checkpoint):
-        of_base: Values = masters(base)
+        base_values: Values = masters(base)
     else:
         with _another_base(checkpoint, reference):
-            of_base = weights.lazy_weights(base, plain(model), _formats(reference, names))
+            base_values = weights.lazy_weights(base, plain(model), _formats(reference, names))
             types = weights.WeightPlan(base, plain(model)).types
 
     def read(base_name: str) -> Tensor:
-        values = of_base[base_name]()
+        values = base_values[base_name]()
         return _unpacked(reference, model, names[base_name], values, types.get(base_name))
 
-    return saved | {name: partial(read, base) for base, name in names.items() if base in of_base}
+    return saved | {name: partial(read, n) for n, name in names.items() if n in base_values}
 
 
 def require_same_base(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
@@ -397,17 +397,16 @@ def carried(place: Checkpoint | Path, model: PreTrainedModel) -> dict[str, Store
     if isinstance(place, Path):
         return weights.carried_tensors(place, plain(model))
     if base := place.settings.left_out:
-        tensors = carried(_open(place, base), plain(model))
-        saved = base.carried
-        if saved:
-            algorithm = saved.partition(":")[0]
-            _require_same(place, base, fingerprint(tensors, algorithm), saved)
+        tensors = carried(_open_base(place, base), plain(model))
+        if base.carried:
+            now = fingerprint(tensors, base.carried.partition(":")[0])
+            _check_base(place, base, now, base.carried)
         return tensors
     opened = cache(lambda path: path.open("rb", buffering=0))
     return {name: tensor.kept_open(opened) for name, tensor in _stored(place, CARRIED).items()}
 
 
-def _open(checkpoint: Checkpoint, reference: BaseReference) -> Checkpoint | Path:
+def _open_base(checkpoint: Checkpoint, reference: BaseReference) -> Checkpoint | Path:
     """The checkpoint or folder of a base that is left out. Raises InputError: there is none."""
     path = Path(reference.path)
     problem = f"{checkpoint.folder}: has an adapter alone, and its base cannot be read"

@@ -20,7 +20,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
 
 @dataclass(eq=False)
 class Model:
-    """A model's structure, its optimizer (of `rule`; None: it is only run), and its tiles.
+    """A model's structure, its optimizer (of `rule`; None: the model is only run), and its tiles.
 
     On each of `hosts`, `ranks` share the tiles. Layers are computed in `precision`. Of the stacks
     of experts in `owned`, each rank has its own experts.
@@ -64,7 +64,7 @@ class Model:
 
             operands = frozen_operands(spec)
 
-        def unplaced(name: str) -> Entry:
+        def entry_at_0(name: str) -> Entry:
             shape, group = tuple(shapes[name]), None if name in unmoved else groups.get(name)
             if group is not None:
                 return Entry(name, shape, 0, group, copied=name in in_fp32)
@@ -74,8 +74,8 @@ class Model:
 
         def layout(kind: TileKind, names: list[str], visit: str = "") -> TileLayout:
             rows = lcm(*(prod(shapes[n][1:]) for n in names if n in spec.gathered))
-            owned, entries = set(self.owned).intersection(names), map(unplaced, names)
-            name = kind.value + visit
+            owned, entries = set(self.owned).intersection(names), map(entry_at_0, names)
+            name = kind.value + visit  # `TileLayout` gives the entries their offsets
             return TileLayout(name, entries, kind, ranks=ranks, row=rows, owned=owned)
 
         tiles = [

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 def write_documents(folder: Path, source: Source, *, carries: bool) -> None:
     """Write the model's configuration, companions and buffers into a checkpoint.
 
-    Args: `carries`: also carried tensors, unless the checkpoint leaves out a base with them.
+    Args: `carries`: write carried tensors, too; not if the checkpoint leaves their base out.
     """
     write_configs(folder / MODEL, source.model, source.dtype)
     write_companions(folder / MODEL, source.companions)
@@ -48,10 +48,11 @@ def write_documents(folder: Path, source: Source, *, carries: bool) -> None:
     _write(folder / CARRIED, blanks, lambda name: carried[name].read())
 
 
-def _write(path: Path, described: Mapping[str, Tensor], value: Callable[[str], Tensor]) -> None:
-    names = sorted(described, key=lambda name: -described[name].dtype.itemsize)
+def _write(path: Path, blanks: Mapping[str, Tensor], value: Callable[[str], Tensor]) -> None:
+    """Write tensors with the dtypes and shapes of `blanks`, the widest dtype first, if any."""
+    names = sorted(blanks, key=lambda name: -blanks[name].dtype.itemsize)
     if names:
-        write_shard(path, {name: described[name] for name in names}, map(value, names))
+        write_shard(path, {name: blanks[name] for name in names}, map(value, names))
 
 
 def settings_of(
@@ -67,10 +68,10 @@ def settings_of(
         dtype, types = torch.bfloat16, {}
     attention = {path: chosen_attention(attention_of(part)) for path, part in configs(model.config)}
     experts = {path: experts_of(part) for path, part in configs(model.config)}
-    adapters, named = adapted(model), None
+    adapters, optimizer_settings = adapted(model), None
     if rule is not None:
         choices = {choice.name: getattr(rule, choice.name) for choice in fields(rule)}
-        named = {"name": rule.name, **choices}
+        optimizer_settings = {"name": rule.name, **choices}
     return Settings(
         dtype=str(dtype).removeprefix("torch."),
         frozen_dtypes={n: str(t).removeprefix("torch.") for n, t in types.items() if t != dtype},
@@ -80,7 +81,7 @@ def settings_of(
         frozen=tuple(n for n, p in model.named_parameters() if not p.requires_grad),
         adapter=None if adapters is None else adapters.as_json(),
         base=source.base,
-        optimizer=named,
+        optimizer=optimizer_settings,
         steps=steps,
         seed=opened.seed,
         precision=opened.precision,
@@ -131,11 +132,12 @@ def _will_stay(base: Path, folder: Path) -> bool:
 def write_model(
     folder: Path, source: Source, masters: Values, *, dtype: torch.dtype | None, merged: bool
 ) -> None:
-    """Write the model; if it has an adapter, the adapter alone, in float32, or the whole `merged`.
+    """Write the model of a source; of a model with an adapter the adapter alone, unless `merged`.
 
     Args:
         masters: functions that return each parameter's exact values, by name.
-        dtype: of all floating tensors; None: the source's, with untrained tensors unchanged.
+        dtype: of all floating tensors; None: the source's, with untrained tensors unchanged, and
+            float32 for an adapter.
     """
     model, untrained, companions = source.model, source.untrained, source.companions
     adapters = adapted(model)
@@ -157,16 +159,11 @@ def write_model(
         merged_values = merged_into_base(model, values)
         names = {**adapters.held, **adapters.copies}
         unchanged = {n for n in names if n in values and merged_values.get(names[n]) is values[n]}
-        as_came = {names[n]: kind for n, kind in as_came.items() if n in unchanged}
+        as_came = {names[n]: source_dtype for n, source_dtype in as_came.items() if n in unchanged}
         model, values = adapters.base, merged_values
+    dtype, carried = dtype or source.dtype, untrained.carried
     write_weights(
-        folder,
-        model,
-        values,
-        dtype=dtype or source.dtype,
-        as_came=as_came,
-        beside=companions,
-        carried=untrained.carried,
+        folder, model, values, dtype=dtype, as_came=as_came, beside=companions, carried=carried
     )
 
 
@@ -198,17 +195,17 @@ def write_saved(
         source.require_base()
     base = plain(model) if source.grows else model
     if isinstance(stored, Checkpoint):
-        read = state_io.whole_masters(stored, model) if merged else masters(stored)
+        values = state_io.whole_masters(stored, model) if merged else masters(stored)
         source.untrained = state_io.read_untrained(stored, base)
     else:
-        read = state_io.stored_values(stored, base)
+        values = state_io.stored_values(stored, base)
         source.untrained = state_io.Untrained(dtypes=WeightPlan(stored, base).types)
     types, adapter = source.untrained.dtypes, dict[str, Tensor]()
-    source.untrained.dtypes = {names.get(name, name): kind for name, kind in types.items()}
+    source.untrained.dtypes = {names.get(n, n): source_dtype for n, source_dtype in types.items()}
     if merged or adapted(model) is None:
         source.untrained.carried = state_io.carried(stored, base)
     read_adapter(source, adapter.__setitem__)
-    values = {names.get(name, name): value for name, value in read.items()}
+    values = {names.get(name, name): value for name, value in values.items()}
     values |= {name: partial(Tensor.detach, value) for name, value in adapter.items()}
     adapters = adapted(model)
     unused = set() if adapters is None else {adapters.names[name] for name in adapters.replaced}

@@ -41,22 +41,19 @@ def open_reference(config: Config, model: ResolvedModel, group: Any = None) -> E
         compiled = bool(placement.get("compile", False))
     else:
         compiled = config.engine.device != "cpu" and find_gpu() is not None and can_compile()
-    return _frozen_engine(
-        config,
-        model.for_engine,
-        placement=Placement(compile=compiled),
-        seed=config.training.seed,
-        base=config.model.base,
-        group=group,
+    options: dict[str, Any] = {"seed": config.training.seed, "base": config.model.base}
+    return _frozen_engine(config, model.for_engine, Placement(compile=compiled), group, **options)
+
+
+def _frozen_engine(
+    config: Config, source: Any, placement: Placement, group: Any, **options: Any
+) -> Engine:
+    """An engine without an optimizer, with the run's settings of devices and memory."""
+    options |= config.engine.model_dump(
+        include={"precision", "device", "device_memory", "host_memory"}
     )
-
-
-def _frozen_engine(config: Config, source: Any, **options: Any) -> Engine:
-    of_engine = {"precision", "device", "device_memory", "host_memory"}
-    of_model = {"trust_remote_code", "attn_implementation"}
-    options |= config.engine.model_dump(include=of_engine)
-    options |= config.model.model_dump(include=of_model)
-    return Engine(source, max_grad_norm=None, **options)
+    options |= config.model.model_dump(include={"trust_remote_code", "attn_implementation"})
+    return Engine(source, max_grad_norm=None, placement=placement, group=group, **options)
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,8 @@ class References:
     """The record of a run's second model.
 
     `sums`: by data set, a reference's log-probabilities of each line `[rows, lines]`, if the run
-    keeps them. `keys`: by data set, texts that identify its rows and the model; or the model alone.
+    keeps them. `keys`: by data set, a text that identifies the set's rows and the model; without
+    `sums` one text for the model.
     """
 
     sums: dict[str, Tensor]
@@ -101,7 +99,7 @@ def same_model(key: str, start: Start | None) -> References:
 def prepare_replies(
     config: Config, engine: Engine, data: dict[str, Any], rows: int, start: Start | None
 ) -> References | None:
-    """Set data sets' `pad`, the loss of those of replies and, for DPO, the reference's answers.
+    """Set data sets' `pad`; of those of replies also the loss and, for DPO, the reference's sums.
 
     Raises InputError: a resumed run's answers are for other data or another model.
     """
@@ -168,7 +166,7 @@ class Teacher:
         """Open the teacher in an engine without an optimizer. Raises InputError, DoesNotFit."""
         log.info("the teacher rests in host memory beside the model that is trained")
         self._config, self._vocab_size = config, vocab_size
-        self.engine = _frozen_engine(config, model.source, placement=Placement(), group=group)
+        self.engine = _frozen_engine(config, model.source, Placement(), group)
         if self.engine.label_shift != 1:
             self.engine.close()
             raise InputError("loss.teacher: it predicts tokens in their own place; take another")
@@ -207,18 +205,18 @@ def find_teacher(config: Config, model: ResolvedModel) -> ResolvedModel | None:
         resolved = ResolvedModel.of(ModelSection(path=name, trust_remote_code=trusted))
         check_sequence_length(resolved.config, config.data.sequence_length)
         vocab = resolved.tokenizer.get_vocab()
-    sizes = resolved.text_config.vocab_size, model.text_config.vocab_size
+    rows, trained_rows = resolved.text_config.vocab_size, model.text_config.vocab_size
     if vocab != model.tokenizer.get_vocab():
         raise InputError(
             f"loss.teacher: {name} has another vocabulary than the model that is trained, so their "
             "tokens cannot be compared; take a teacher with the same tokenizer"
         )
-    needed = min(sizes[1], max(vocab.values(), default=0) + 1)
-    if sizes[0] < needed:
+    needed = min(trained_rows, max(vocab.values(), default=0) + 1)
+    if rows < needed:
         raise InputError(
-            f"loss.teacher: {name} has {sizes[0]} embeddings, and its tokenizer needs {needed}; "
+            f"loss.teacher: {name} has {rows} embeddings, and its tokenizer needs {needed}; "
             f"call its resize_token_embeddings({needed}) and save it, or take another teacher"
         )
-    if (top_k := config.loss.top_k or 0) > min(sizes):
-        raise InputError(f"loss.top_k is {top_k}, and there are {min(sizes)} tokens; take fewer")
+    if (top_k := config.loss.top_k or 0) > (most := min(rows, trained_rows)):
+        raise InputError(f"loss.top_k is {top_k}, and there are {most} tokens; take fewer")
     return resolved

@@ -139,7 +139,7 @@ def compare(
     """
     if chosen is not None:
         model = _with_trained(model, chosen)
-    opened, model = model, model.given if isinstance(model, Source) else model
+    opened, model = model, model.in_memory if isinstance(model, Source) else model
     steps = steps or make_steps(model.config)
     options = {"precision": "fp32", "device": "cpu", "placement": placement}
     settings = AdamW(lr=LR, eps=EPS)

@@ -119,8 +119,8 @@ def opened(model: PreTrainedModel, precision: str) -> Any:
     if reader.strays:
         return model
     if key not in _opened:
-        _opened[key] = replace(open_source(model), given=None)
-    return replace(_opened[key], given=model)
+        _opened[key] = replace(open_source(model), in_memory=None)
+    return replace(_opened[key], in_memory=model)
 
 
 def make_engine(
