@@ -35,14 +35,13 @@ from megatrain.source.tiles import DTYPES
 
 __all__ = ["Engine", "StepResult"]
 
-ALL = Trained()
+ALL = Trained()  # all parameters that require gradients
 
 
 class Engine(PlacedEngine):
     """Trains a causal language model whose state rests in host memory.
 
-    A new engine reads or randomly initialises the weights; it refuses a model that does not fit
-    before.
+    A new engine refuses a model that does not fit, then reads or randomly initialises the weights.
 
     Args:
         model: a folder, a hub id, a transformers model or PeftModel (it is copied; on the meta
@@ -141,7 +140,7 @@ class Engine(PlacedEngine):
         verify: Verify = "save",
     ) -> None:
         """Open a model and load its weights into host memory; see the class for the arguments."""
-        losses.given_loss(loss)
+        losses.require_loss(loss)
         _check_arguments(optimizer, max_grad_norm, precision, placement, seed, verify)
         if not isinstance(trained, Trained):
             raise InputError(f"trained is {trained!r}; it must be a Trained(freeze=[...])")
@@ -202,7 +201,7 @@ class Engine(PlacedEngine):
     def router_loss(
         self, micro_batches: MicroBatches, router_shares: Sequence[float] | None = None
     ) -> tuple[float, float]:
-        """The routers' loss as a step of these micro-batches adds it, and without its weight."""
+        """The routers' loss: with its weight, as a step would add it, and without."""
 
         def finish(head: Head, weights: Buffer, batch: Batch, h: State) -> tuple[float, float]:
             if router_shares is not None:
@@ -310,14 +309,15 @@ class Engine(PlacedEngine):
                 trust_remote_code=trust_remote_code,
                 attn_implementation=attn_implementation,
             )
-        opened = device if isinstance(device, Device) else open_device(device, local_rank(group))
+        if not isinstance(device, Device):
+            device = open_device(device, local_rank(group))
         return cls(
             source,
             optimizer=saved_optimizer(checkpoint),
             max_grad_norm=settings.max_grad_norm if max_grad_norm == "saved" else max_grad_norm,
             precision=check_precision(checkpoint, precision),
-            placement=resumed_placement(checkpoint, placement, opened.kind),
-            device=opened,
+            placement=resumed_placement(checkpoint, placement, device.kind),
+            device=device,
             seed=settings.seed,
             tokens_per_step=tokens_per_step,
             sequence_length=sequence_length,
@@ -339,12 +339,12 @@ def _check_arguments(
     optimizer: Any, max_grad_norm: Any, precision: Any, placement: Any, seed: Any, verify: Any
 ) -> None:
     """Raises InputError: an argument of `Engine` has a value that it cannot have."""
-    positive = is_number(max_grad_norm) and max_grad_norm > 0
+    is_positive = is_number(max_grad_norm) and max_grad_norm > 0
     is_rule = optimizer is None or isinstance(optimizer, Rule)
     is_placement = placement == "auto" or isinstance(placement, Placement)
     for name, value, valid, expected in (
         ("optimizer", optimizer, is_rule, "megatrain.AdamW(...), another rule, or None"),
-        ("max_grad_norm", max_grad_norm, max_grad_norm is None or positive, "positive, or None"),
+        ("max_grad_norm", max_grad_norm, max_grad_norm is None or is_positive, "positive, or None"),
         ("precision", precision, precision in DTYPES, "bf16, fp32 or fp8"),
         ("placement", placement, is_placement, "'auto' or a Placement(...)"),
         ("verify", verify, verify in get_args(Verify), "step, save or off"),

@@ -15,7 +15,7 @@ IN_HOST_MEMORY = ("cpu", "mps")
 
 
 def find_device(name: str | None = None, local_rank: int | None = None) -> torch.device:
-    """Return the device `cpu`, `cuda`, `cuda:N` or `mps`; None and `auto`: `cuda`, else `cpu`.
+    """Return the device `cpu`, `cuda`, `cuda:N` or `mps`; None, `auto`: `cuda` if there is a GPU.
 
     `cuda` is a GPU of NVIDIA or AMD: torch's current one, or that with the number `local_rank` (a
     rank's number on this machine). `mps` is Apple's GPU.

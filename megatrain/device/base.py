@@ -168,7 +168,7 @@ class Device:
     def run(
         self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
     ) -> Any:
-        """Put `work` on a stream and return its result (None: a host stream, or `trace`)."""
+        """Put `work` on a stream; return its result, or None if a host stream runs it later."""
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         """Put a copy of the first `numel` elements on a stream."""
@@ -194,7 +194,7 @@ class Device:
         """Block the caller until `event` has passed. Raises RunFailed if a host stream died."""
 
     def read(self, buffer: Buffer) -> list[float]:
-        """The numbers in a host buffer as they are now (zeros on `trace`)."""
+        """The numbers in a host buffer as they are now; zeros if the device computes nothing."""
         return list(buffer.data.tolist())
 
     def seed(self, seed: int) -> None:
@@ -210,13 +210,13 @@ class Device:
     def memory(self) -> dict[str, int]:
         """Bytes of device memory, by use."""
         return {
-            "device_bytes": 0,  # what torch has from the driver
-            "device_peak_bytes": 0,  # the most that it had
-            "device_used_bytes": 0,  # what tensors use of that
-            "device_used_peak_bytes": 0,  # the most that they used
-            "device_total_bytes": 0,  # what the device has, or what `limit` allows
-            "device_free_bytes": 0,  # what no process has taken of the total
-            "device_context_bytes": 0,  # what the driver takes for this process
+            "device_bytes": 0,  # reserved by torch's allocator
+            "device_peak_bytes": 0,  # the most reserved so far
+            "device_used_bytes": 0,  # the part of the reserved bytes that tensors use
+            "device_used_peak_bytes": 0,  # the most used so far
+            "device_total_bytes": 0,  # of the device, or as `limit` allows
+            "device_free_bytes": 0,  # the part of the total that no process has taken
+            "device_context_bytes": 0,  # taken by the driver for this process
         }
 
     def close(self) -> None:

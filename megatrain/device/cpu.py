@@ -23,7 +23,7 @@ _SLOW = (torch.bfloat16,) if _IS_SLOW else ()
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux 4.14, for which Python has no name
 
 
-def taking(name: str, num_bytes: int, limit_bytes: int | None) -> AbstractContextManager[None]:
+def allocating(name: str, num_bytes: int, limit_bytes: int | None) -> AbstractContextManager[None]:
     """A context for an allocation of host memory. Raises DoesNotFit: too little is free."""
     free_bytes = host_available_bytes(limit_bytes)
     remedy = "close other programs or train a smaller model"
@@ -43,10 +43,10 @@ def host_range(name: str, numel: int, dtype: torch.dtype, limit_bytes: int | Non
     Raises DoesNotFit: too little memory is free, or the system refuses it.
     """
     num_bytes = max(numel, 1) * dtype.itemsize
-    with taking(name, num_bytes, limit_bytes):
+    with allocating(name, num_bytes, limit_bytes):
         mapping = huge_pages.mapping(num_bytes)
-    # A forked child would copy pinned pages; with this advice it sees zeros. (It needs pages here:
-    # else its own memory could lie at this address, and be freed when it drops the tensor.)
+    # A forked child would copy pinned pages; with this advice the child sees zeros. (With no pages
+    # here, the child's own memory could get this address, and be freed when it drops the tensor.)
     if sys.platform == "linux":
         mapping.madvise(_WIPE_ON_FORK)
     flat = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -59,7 +59,7 @@ class CpuDevice(Device):
 
     kind = "cpu"
     torch_device = torch.device("cpu")
-    can = Abilities(True, reads_in_place=True, slow_dtypes=_SLOW)
+    can = Abilities(shares_host_memory=True, reads_in_place=True, slow_dtypes=_SLOW)
     _host_limit: int | None = None
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:

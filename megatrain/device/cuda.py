@@ -89,7 +89,7 @@ class CudaDevice(Device):
         self._counters = host_range("host stream counters", 64 * len(HOST_STREAMS), torch.int32)
         self._pace = LaunchThrottle(lambda: _recorded(compute))
         self._pinned: dict[int, Tensor] = {}  # by address
-        self._unpinned = False
+        self._pinning_failed = False
         # The GPU can only see the counters if they are pinned.
         self._waits_on_counters = self._pin("host stream counters", self._counters)
         self._workers = {
@@ -126,8 +126,8 @@ class CudaDevice(Device):
         flat = buffer.data
         if not len(flat):
             return replace(buffer, data=flat.to(self.torch_device))
-        first = flat.data_ptr()
-        if not any(0 <= first - start < pinned.nbytes for start, pinned in self._pinned.items()):
+        address = flat.data_ptr()
+        if not any(0 <= address - start < pinned.nbytes for start, pinned in self._pinned.items()):
             raise InputError(
                 f"placement.slots is 0, but {buffer.name} is not pinned, so the GPU cannot read it "
                 "in place; raise the locked-memory limit (ulimit -l unlimited), or take slots: 1"
@@ -135,7 +135,7 @@ class CudaDevice(Device):
         # With unified addressing the GPU has pinned bytes at the same address. The tensor refers to
         # `array`, which keeps `flat` alive.
         array = SimpleNamespace(flat=flat, __cuda_array_interface__={
-            "shape": (flat.nbytes,), "typestr": "|u1", "data": (first, False), "version": 3
+            "shape": (flat.nbytes,), "typestr": "|u1", "data": (address, False), "version": 3
         })  # fmt: skip
         mapped = torch.as_tensor(array, device=self.torch_device)
         return replace(buffer, data=mapped.view(flat.dtype))
@@ -154,8 +154,8 @@ class CudaDevice(Device):
             return True
         with suppress(RuntimeError):  # clears the error, which would else fail the next launch
             torch.ones(1, device=self.torch_device).add_(1)
-        if not self._unpinned:
-            self._unpinned = True
+        if not self._pinning_failed:
+            self._pinning_failed = True
             _log.warning(
                 "Host memory cannot be pinned (%s for %s, CUDA error %d): copies are about %.1f "
                 "times slower and overlap with nothing; raise the locked-memory limit (ulimit -l "
@@ -182,7 +182,7 @@ class CudaDevice(Device):
         if stream in self._workers:
             return self._workers[stream].put(lambda: move(to, source, numel))
         queue = self._stream(stream)
-        if self._unpinned and source.data.device.type == "cpu":
+        if self._pinning_failed and source.data.device.type == "cpu":
             # CUDA may read pageable memory at once, whatever the stream has to wait for.
             queue.synchronize()
         with torch.cuda.stream(queue):

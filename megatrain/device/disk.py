@@ -84,17 +84,17 @@ class PlaneFile:
         if self._handle.closed:
             raise RunFailed(f"{self.folder}: the planes' file is closed; make a new engine")
         data = tensor.view(torch.uint8)
-        size, writes = data.numel(), verb == "write"
-        if offset % BLOCK or size % BLOCK or data.data_ptr() % BLOCK:
-            raise ValueError(f"{size} bytes at {offset} are not whole blocks of {BLOCK}")
-        if not 0 <= offset <= self.num_bytes - size:
-            raise ValueError(f"{size} bytes at {offset}: the file has {self.num_bytes}")
+        num_bytes, writes = data.numel(), verb == "write"
+        if offset % BLOCK or num_bytes % BLOCK or data.data_ptr() % BLOCK:
+            raise ValueError(f"{num_bytes} bytes at {offset} are not whole blocks of {BLOCK}")
+        if not 0 <= offset <= self.num_bytes - num_bytes:
+            raise ValueError(f"{num_bytes} bytes at {offset}: the file has {self.num_bytes}")
         file, at_once = self._handle.fileno(), {"piece": PIECE_BYTES, "threads": THREADS}
         try:
             kernels.move_file(file, offset, data, writes=writes, **at_once)
             if not self.direct:  # else errors would come late, and dirty pages would grow
                 getattr(os, "fdatasync", os.fsync)(file)
-                forget_pages(file, offset, size)
+                forget_pages(file, offset, num_bytes)
         except OSError as error:
             full = "; make room there" if error.errno in _FULL else ""
             raise RunFailed(
@@ -138,12 +138,12 @@ class DiskRoom:
     file: PlaneFile | None = None  # None on a device that computes nothing
     lock: Lock = field(default_factory=Lock)  # for blocks that two ranges share
 
-    def buffer(self, name: str, numel: int, dtype: torch.dtype, moved: int) -> "DiskBuffer":
-        """Reserve a range that starts with a block; updates move `moved` elements at a time."""
+    def buffer(self, name: str, numel: int, dtype: torch.dtype, piece_numel: int) -> "DiskBuffer":
+        """Reserve a range that starts with a block; updates move `piece_numel` elements at once."""
         first = self.num_bytes
         self.num_bytes += align(numel * dtype.itemsize, BLOCK)
         data = torch.empty(numel, dtype=dtype, device="meta")
-        return DiskBuffer(name, data, (), self, first, moved)
+        return DiskBuffer(name, data, (), self, first, piece_numel)
 
 
 @dataclass(eq=False)
@@ -152,14 +152,15 @@ class DiskBuffer(Buffer):
 
     room: DiskRoom = field(default_factory=DiskRoom)
     at: int = 0  # the range's first byte in the file
-    moved: int = 1  # elements that are moved at a time; access checks treat them as one buffer
+    piece_numel: int = 1  # elements moved at once, which access checks treat as one buffer
     start: int = 0  # the range's first element in its plane
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A name for each piece of `moved` elements that the range touches, for access checks."""
-        first, stop = self.start // self.moved, -(-(self.start + len(self.data)) // self.moved)
-        return tuple(f"{self.name} {piece}" for piece in range(first, stop))
+        """A name for each piece of `piece_numel` elements that the range touches."""
+        numel = self.piece_numel
+        pieces = range(self.start // numel, -(-(self.start + len(self.data)) // numel))
+        return tuple(f"{self.name} {piece}" for piece in pieces)
 
     def piece(self, start: int, stop: int) -> "DiskBuffer":
         byte = self.at + start * self.data.itemsize
@@ -196,10 +197,10 @@ class DiskBuffer(Buffer):
 
     def _blocks(self, place: slice) -> tuple["DiskBuffer", Tensor, slice]:
         """The whole blocks around a range, memory for them, and the range's place in the memory."""
-        size = self.data.itemsize
+        itemsize = self.data.itemsize
         start, stop, _ = place.indices(len(self.data))
-        first = (self.at + start * size) // BLOCK * BLOCK
-        inside = slice(self.at + start * size - first, self.at + stop * size - first)
+        first = (self.at + start * itemsize) // BLOCK * BLOCK
+        inside = slice(self.at + start * itemsize - first, self.at + stop * itemsize - first)
         return replace(self, at=first), _memory(align(inside.stop, BLOCK)), inside
 
 

@@ -108,7 +108,7 @@ class LaunchThrottle:
         self._record, self._clock = record, clock
         self._points: deque[Any] = deque()  # events before each of the last `AHEAD` pieces
         self._awaited: dict[HostStream, int] = {}  # the last mark that launched work waits for
-        # what the launches of each name took
+        # by name of work, the seconds of its last launches
         self._seconds: defaultdict[str, deque[float]] = defaultdict(
             lambda: deque(maxlen=_REMEMBERED)
         )

@@ -11,7 +11,7 @@ import torch
 
 from megatrain.compat.torch import host_alias
 from megatrain.device.base import HOST_STREAMS, Abilities, Buffer, Buffers, Work
-from megatrain.device.cpu import CpuDevice, taking
+from megatrain.device.cpu import CpuDevice, allocating
 
 _gpu: Any = torch.get_device_module("mps")
 
@@ -27,7 +27,7 @@ class MpsDevice(CpuDevice):
         self._storages: dict[int, torch.UntypedStorage] = {}  # of the GPU, by the alias's address
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
-        with taking(name, numel * dtype.itemsize, self._host_limit):
+        with allocating(name, numel * dtype.itemsize, self._host_limit):
             return Buffer(name, torch.empty(numel, dtype=dtype, device=self.torch_device))
 
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:

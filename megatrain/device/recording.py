@@ -14,7 +14,7 @@ from megatrain.telemetry.timeline import Span
 if TYPE_CHECKING:
     _Passing = Device
 else:
-    _Passing = object
+    _Passing = object  # methods of Device would hide `__getattr__`
 
 
 class Recording(_Passing):
@@ -25,9 +25,9 @@ class Recording(_Passing):
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._on = self._closed = False
+        self._records = self._closed = False
         self._marks: list[tuple[str, str, Any, Any, tuple[str, ...], int]] = []  # as in Span
-        self._host: list[Span] = []
+        self._host_spans: list[Span] = []
         self._waits: defaultdict[str, list[str]] = defaultdict(list)
 
     def __getattr__(self, name: str) -> Any:
@@ -35,29 +35,29 @@ class Recording(_Passing):
 
     def start(self) -> None:
         """Begin to time work; this moment is second 0."""
-        self._marks, self._host, self._waits = [], [], defaultdict(list)
+        self._marks, self._host_spans, self._waits = [], [], defaultdict(list)
         self._device.synchronize(self._device.record("compute"), "recording starts")
         self._origin, self._origin_host = self._device.mark("compute"), time.perf_counter()
-        self._on = True
+        self._records = True
 
     def stop(self) -> list[Span]:
         """Wait until all work is done; return the spans of all work since `start`."""
-        self._on = False
+        self._records = False
         for stream in (*base.DEVICE_STREAMS, *base.HOST_STREAMS):
             self._device.synchronize(self._device.record(stream), "recording stops")
-        seconds = self._device.seconds
+        second_of = partial(self._device.seconds, self._origin)
         spans = [
-            Span(stream, name, seconds(self._origin, a), seconds(self._origin, b), after, num_bytes)
-            for stream, name, a, b, after, num_bytes in self._marks
+            Span(stream, name, second_of(begin), second_of(end), after, num_bytes)
+            for stream, name, begin, end, after, num_bytes in self._marks
         ]
-        return sorted([*spans, *self._host], key=lambda span: span.start)
+        return sorted([*spans, *self._host_spans], key=lambda span: span.start)
 
     def run(
         self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
     ) -> Any:
         if self._closed:
             raise RunFailed("the engine is closed; make a new one")
-        if not self._on:
+        if not self._records:
             return self._device.run(stream, name, work, reads, writes)
         after = tuple(self._waits.pop(stream, ()))
         if stream in base.HOST_STREAMS:
@@ -69,7 +69,7 @@ class Recording(_Passing):
                 begin = time.perf_counter() - self._origin_host
                 result = work()
                 end = time.perf_counter() - self._origin_host
-                self._host.append(Span(stream, name, begin, end, after, num_bytes))
+                self._host_spans.append(Span(stream, name, begin, end, after, num_bytes))
                 return result
 
             return self._device.run(stream, name, timed, reads, writes)
@@ -79,7 +79,7 @@ class Recording(_Passing):
         return result
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
-        if not self._on:
+        if not self._records:
             return self._device.copy(stream, to, source, numel)
         name = f"{source.name} -> {to.name}"
         if stream in base.HOST_STREAMS:
@@ -91,7 +91,7 @@ class Recording(_Passing):
         return None
 
     def wait(self, stream: str, event: Any | None, why: str) -> None:
-        if self._on and event is not None:
+        if self._records and event is not None:
             self._waits[stream].append(why)
         self._device.wait(stream, event, why)
 

@@ -11,9 +11,9 @@ from typing import Protocol
 class Gpu:
     """One GPU: product name, bytes of memory (0: unknown), driver version, unique number.
 
-    At this moment: the link, which looks slower when it is idle; `other_processes` with their
-    numbers and bytes (most containers see none); `used_bytes` of all processes and the driver.
-    None where the driver does not say.
+    At this moment: the link, which looks slower when idle; `other_processes` as pairs of process
+    id and bytes (most containers see none); `used_bytes` of all processes and the driver. None if
+    the driver does not say.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Gpu:
 
 
 class Driver(Protocol):
-    """A vendor's driver; `unsupported` are statuses that say that it has no such wait."""
+    """A vendor's driver; `unsupported`: statuses of `wait` if the driver cannot wait so."""
 
     unsupported: tuple[int, ...]
 

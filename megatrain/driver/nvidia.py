@@ -46,11 +46,11 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     # NVML also counts GPUs that CUDA_VISIBLE_DEVICES hides from torch.
     listed = map(str.strip, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
     visible = [*filter(None, listed)]
-    name = visible[index] if index < len(visible) else str(index)
-    if name.isdigit():
-        handle = nvml.nvmlDeviceGetHandleByIndex(int(name))
+    number_or_uuid = visible[index] if index < len(visible) else str(index)
+    if number_or_uuid.isdigit():
+        handle = nvml.nvmlDeviceGetHandleByIndex(int(number_or_uuid))
     else:
-        handle = nvml.nvmlDeviceGetHandleByUUID(name)
+        handle = nvml.nvmlDeviceGetHandleByUUID(number_or_uuid)
 
     def ask(question: str) -> Any:
         try:

@@ -386,7 +386,7 @@ class Measurer:
             tile = Tile(0, layout, planes)
             slot = Buffer("slot", torch.empty(layout.numel, dtype=dtype))
             sums = Buffer("sums", torch.empty(layout.trainable_numel))
-            embeds = isinstance(loss, Sloped) and loss.of.embeds  # slopes of each logit
+            embeds = isinstance(loss, Sloped) and loss.joint.embeds  # slopes of each logit
             shape = (*sizes, self.spec.num_logits) if embeds else sizes
             loss_inputs = [torch.empty(shape) for _ in loss.inputs]
             for name in loss.choices:  # ids of tokens, then numbers of them

@@ -27,7 +27,7 @@ _ADAMW = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _RULES = {name: number for number, name in enumerate(RULES, len(_ADAMW) - 1)}  # AdamW is first
 _REMAINDERS = {torch.int16: 1, torch.int8: 2}
 
-_P, _N, _T = c_void_p, c_int64, c_int
+_P, _N, _T = c_void_p, c_int64, c_int  # pointer, number of elements or bytes, threads
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "abi": (c_int, []),
     "instruction_set": (c_char_p, []),
@@ -87,7 +87,7 @@ def use_instruction_set(name: str) -> bool:
 
 def _sums_arguments(planes: Sequence[Tensor | None], sums: Checksums) -> list[Any]:
     """The library's tables of checksums before and after, first bytes, and element sizes."""
-    # The gradient's values are last in both; moments that the rule lacks are None.
+    # None for moments that the rule lacks, before the gradient's values, which are last.
     read, written, first = (
         [*values[:-1], *[None] * (len(planes) - len(values)), values[-1]] for values in sums
     )

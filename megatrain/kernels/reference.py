@@ -127,20 +127,21 @@ def update(rule: str, tile: TileRange, scalars: Scalars, options: UpdateOptions)
     if tile.weights.is_cpu:
         states.check_update(rule, tile, options)
     for start in range(0, tile.weights.numel(), UPDATE_BLOCK):
-        part, of_block = slice(start, start + UPDATE_BLOCK), options._replace(at=options.at + start)
-        groups = slice(part.start // states.GROUP, part.stop // states.GROUP)
-        moments = [plane[part] for plane in tile.states[:2]]
+        block, at = slice(start, start + UPDATE_BLOCK), options.at + start
+        groups = slice(block.start // states.GROUP, block.stop // states.GROUP)
+        moments = [plane[block] for plane in tile.states[:2]]
         moments += [plane[groups] for plane in tile.states[2:]]  # scales
-        w, r = tile.weights[part], None if tile.remainder is None else tile.remainder[part]
-        param = w if r is None else torch.empty_like(w, dtype=torch.float32)
-        if r is not None:
-            join_block(w, r, param)
-        RULES[rule](param, tile.grad[part].float() * options.grad_scale, moments, scalars, of_block)
-        if r is not None:
+        high, low = tile.weights[block], None if tile.remainder is None else tile.remainder[block]
+        param = high if low is None else torch.empty_like(high, dtype=torch.float32)
+        if low is not None:
+            join_block(high, low, param)
+        grad = tile.grad[block].float() * options.grad_scale
+        RULES[rule](param, grad, moments, scalars, options._replace(at=at))
+        if low is not None:
             added: Tensor | int = 0
-            if r.dtype == torch.int8:
-                added = states.random8(of_block.at, len(param), options.step, param.device)
-            split_block(param, w, r, added)
+            if low.dtype == torch.int8:
+                added = states.random8(at, len(param), options.step, param.device)
+            split_block(param, high, low, added)
 
 
 # In all rules an operation rounds once or is fused: no bit depends on how torch groups elements.
@@ -174,19 +175,19 @@ def _lion(param: Tensor, g: Tensor, moments: Sequence[Tensor], scalars: Scalars,
 
 
 def _sgd(
-    param: Tensor, g: Tensor, states: Sequence, scalars: Scalars, *_: Any, nesterov: bool = False
+    param: Tensor, g: Tensor, moments: Sequence, scalars: Scalars, *_: Any, nesterov: bool = False
 ) -> None:
     """SGD: `decay` is weight decay, `beta1` the momentum, `weight1` 1 minus the dampening."""
     if scalars.decay:
         g.add_(param * scalars.decay)
-    for buffer in states:
-        buffer.mul_(scalars.beta1).add_(g * scalars.weight1)
-        g = g.add_(buffer * scalars.beta1) if nesterov else buffer
+    for momentum in moments:  # one, or none
+        momentum.mul_(scalars.beta1).add_(g * scalars.weight1)
+        g = g.add_(momentum * scalars.beta1) if nesterov else momentum
     param.add_(g * scalars.negative_step_size)
 
 
-def _direction(param: Tensor, g: Tensor, states: Sequence, scalars: Scalars, *_: Any) -> None:
-    """Apply a direction of Muon, rounded as torch.optim.Muon rounds it."""
+def _direction(param: Tensor, g: Tensor, moments: Sequence, scalars: Scalars, *_: Any) -> None:
+    """Apply a direction of Muon, with the roundings of torch.optim.Muon."""
     param.mul_(scalars.decay).add_(g, alpha=scalars.negative_step_size)
 
 

@@ -77,14 +77,14 @@ class UpdateOptions(NamedTuple):
     sums: Checksums | None = None  # checksums to add to; None: no checksums
 
 
-def adamw_scalars(kind: torch.dtype, step: int, group: Mapping[str, Any]) -> Scalars:
-    """The scalars of an AdamW update, computed in fp64 from torch's settings."""
+def adamw_scalars(moments: torch.dtype, step: int, group: Mapping[str, Any]) -> Scalars:
+    """The scalars of an AdamW update, in fp64 from torch's settings; `moments`: their dtype."""
     if step < 1:
         raise ValueError(f"step is {step}, the first update is 1")
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     root_correction2 = math.sqrt(1 - beta2**step)
     step_size, eps = lr / (1 - beta1**step), group["eps"]
-    if kind != torch.float32:  # as the docstring of Scalars says
+    if moments != torch.float32:  # as the docstring of Scalars says
         step_size, eps = step_size * root_correction2, eps * root_correction2
         root_correction2 = 1.0
     return Scalars(

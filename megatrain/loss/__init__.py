@@ -18,9 +18,9 @@ from megatrain.loss.base import (
     Weighed,
     as_numbers,
     cross_entropy_sum,
-    given_loss,
     log_probs_of,
     num_labelled,
+    require_loss,
     targets_of,
 )
 from megatrain.loss.embeddings import Contrastive, Embedding

@@ -50,7 +50,7 @@ def log_probs_of(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     return logits_of(logits_NV, targets_N) - logits_NV.logsumexp(1)
 
 
-# What a setting must be, by the words that say so.
+# Checks of settings, by the words with which `Loss.limits` and messages name them.
 _RULES: dict[str, Callable[[float], bool]] = {
     "above 0": lambda x: 0 < x < math.inf,
     "0 or more": lambda x: 0 <= x < math.inf,
@@ -66,7 +66,7 @@ class Loss(ABC):
     """A loss of a step; subclasses are frozen dataclasses, equal if they compute the same.
 
     Attributes:
-        limits: what the settings of these names must be, in words of `_RULES`.
+        limits: by name of a setting, the check that it must pass, in words of `_RULES`.
         inputs: names of further tensors `[B, T]` of each micro-batch: a number for each label.
         choices: names of further tensors `[B, T, K]` of each micro-batch: first the ids (int64) of
             tokens whose logits the loss reads, then numbers for each of these tokens.
@@ -86,7 +86,7 @@ class Loss(ABC):
         """Raises InputError: a setting is not as `limits` says, or none of its literals."""
         for name, rule in {"temperature": "above 0", **self.limits}.items():
             value, default = getattr(self, name), getattr(type(self), name, 0)
-            if not (value is default is None or _RULES[rule](value)):
+            if not ((value is None and default is None) or _RULES[rule](value)):
                 raise InputError(f"{type(self).__name__}'s {name} is {value!r}; it must be {rule}")
         for setting in fields(self):  # type: ignore[arg-type]
             value, known = getattr(self, setting.name), get_args(setting.type)
@@ -157,8 +157,8 @@ class ClassHead(NamedTuple):
     pooling: str | None = None
 
 
-def given_loss(loss: object) -> Loss:
-    """Return the caller's `loss` if it is a Loss. Raises InputError: it is none."""
+def require_loss(loss: object) -> Loss:
+    """Return `loss`. Raises InputError: it is not a Loss."""
     if not isinstance(loss, Loss):
         raise InputError(f"loss is {loss!r}; it must be one of megatrain.loss, such as DPO()")
     return loss
@@ -217,16 +217,16 @@ class TokenWeights(Loss):
 
 @dataclass(frozen=True)
 class Sloped(Loss):
-    """The loss whose gradient by each token's value of the loss `of` is `slopes` `[B, T, ...]`."""
+    """The sum of `joint`'s values of tokens times `slopes` `[B, T, ...]`, its gradient by them."""
 
-    of: Loss
+    joint: Loss
     inputs: ClassVar[tuple[str, ...]] = ("slopes",)
 
     def tempered(self, logits: Tensor) -> Tensor:
-        return self.of.tempered(logits)
+        return self.joint.tempered(logits)
 
     def tokens(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
-        values = self.of.tokens(logits_NV, targets_N)
+        values = self.joint.tokens(logits_NV, targets_N)
         return (values * extras[0].view_as(values)).view(len(values), -1).sum(1)
 
 
@@ -305,11 +305,11 @@ class JointLoss(Loss):
     """A loss of all labels' log-probabilities, whose gradient at one depends on the others.
 
     The head visits the micro-batches twice: for all log-probabilities, then for the gradient of
-    each, multiplied by the loss's slope by it (`Sloped`).
+    each log-probability, which is multiplied by the slope of the loss there (`Sloped`).
 
     Attributes:
         reads: the method of Engine that returns the values of the first visit.
-        depends_on_step: True if it depends on the rows of a step: evaluate in groups like steps.
+        depends_on_step: True if a row's loss depends on the step's other rows: evaluate like steps.
     """
 
     reads: ClassVar[str] = "logprobs"
@@ -356,18 +356,18 @@ class JointLoss(Loss):
             Shares: the first one is the loss, the others are 0, or not finite if the loss is not;
             slopes: gradients of the loss by `log_probs`; measures.
         """
-        flat = [
-            torch.cat([e.flatten(0, t.ndim - 1) for e, t in zip(part, targets, strict=True)])
-            for part in zip(*extras, strict=True)
-        ]
+        flat_extras = []
+        for tensors in zip(*extras, strict=True):  # one input of the loss, of all micro-batches
+            pairs = zip(tensors, targets, strict=True)
+            flat_extras.append(torch.cat([t.flatten(0, target.ndim - 1) for t, target in pairs]))
         with torch.enable_grad():
             pairs = zip(log_probs, targets, strict=True)
             flat_values = [value.flatten(0, target.ndim - 1) for value, target in pairs]
             log_probs_N = torch.cat(flat_values).detach().requires_grad_()
             targets_N = torch.cat([tensor.reshape(-1) for tensor in targets])
-            loss = self.joint(log_probs_N, targets_N, *flat) / normaliser
+            loss = self.joint(log_probs_N, targets_N, *flat_extras) / normaliser
         [slopes_N] = torch.autograd.grad(loss, [log_probs_N])
-        measured = self.measures(log_probs_N.detach(), targets_N, *flat)
+        measured = self.measures(log_probs_N.detach(), targets_N, *flat_extras)
         parts = slopes_N.split([tensor.numel() for tensor in targets])
         slopes = [part.view_as(value) for part, value in zip(parts, log_probs, strict=True)]
         total = loss.detach().float()
@@ -452,8 +452,8 @@ class Distillation(Loss):
         return super().normaliser(targets, extras)
 
 
-def _kl(one_NK: Tensor, other_NK: Tensor) -> Tensor:
-    return (one_NK.exp() * (one_NK - other_NK)).sum(1)
+def _kl(log_p_NK: Tensor, log_q_NK: Tensor) -> Tensor:
+    return (log_p_NK.exp() * (log_p_NK - log_q_NK)).sum(1)
 
 
 def _with_tail(log_probs_NK: Tensor) -> Tensor:

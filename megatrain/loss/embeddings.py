@@ -130,5 +130,7 @@ def _first_labels(targets: Tensors, extras: Sequence[Tensors]) -> tuple[Tensors,
     """Targets and loss inputs of each row `[B]`, taken at its first label."""
     firsts = [(target != IGNORED).int().argmax(1, keepdim=True) for target in targets]
     parts = zip(targets, extras, firsts, strict=True)
-    rows = [[x.gather(1, first)[:, 0] for x in (target, *e)] for target, e, first in parts]
-    return [target for target, *_ in rows], [numbers for _, *numbers in rows]
+    rows = [
+        [v.gather(1, first)[:, 0] for v in (target, *inputs)] for target, inputs, first in parts
+    ]
+    return [target for target, *_ in rows], [inputs for _, *inputs in rows]

@@ -59,10 +59,10 @@ class GRPO(JointLoss):
     `epsilon_high` and without gradient.
 
     A micro-batch has for each label, as floating-point numbers `[B, T]`:
-        example: the number of its reply in the step.
-        advantage: how much better the reply is than others to its prompt.
+        example: the number of the label's reply in the step.
+        advantage: how much better the reply is than the other replies to its prompt.
         old_logp: the label's log-probability in the model that made the reply.
-        reference_logp: its log-probability in a reference model; only with `beta`.
+        reference_logp: the label's log-probability in a reference model; only with `beta`.
 
     Attributes:
         num_iterations: steps that learn from the same replies.
@@ -169,19 +169,19 @@ class GRPO(JointLoss):
     def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
         """The divergence and the shares of clipped ratios, by TRL's names."""
         labels = self._labels(log_prob_N, targets_N, *extras)
-        ratio, by_reply = self._ratio(labels), self.importance_sampling_level == "sequence"
+        ratio, is_by_reply = self._ratio(labels), self.importance_sampling_level == "sequence"
         measured = {"kl": self._divergence(labels, ratio).double().mean()} if self.beta else {}
         advantage = labels.inputs["advantage"]
         if self.loss_type == "cispo":
             clipped = ((ratio > self.high) & (advantage > 0)).double()
-            mean = (labels.means(clipped) if by_reply else clipped).mean()
+            mean = (labels.means(clipped) if is_by_reply else clipped).mean()
             return measured | {"cispo_clip_ratio": mean}
         if not labels.replies:
             return measured
         low = ((ratio < 1 - self.epsilon) & (advantage < 0)).double()
         high = ((ratio > 1 + self.high) & (advantage > 0)).double()
         low_R, high_R = labels.means(low), labels.means(high)
-        shares = (low_R, high_R) if by_reply else (low, high)
+        shares = (low_R, high_R) if is_by_reply else (low, high)
         low_mean, high_mean = (share.mean() for share in shares)
         ratios = {"low_mean": low_mean, "high_mean": high_mean, "region_mean": low_mean + high_mean}
         ratios |= {"low_min": low_R.min(), "high_max": high_R.max()}

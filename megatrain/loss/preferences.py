@@ -34,16 +34,16 @@ def check_numbers(name: str, numbers: Tensor) -> None:
         raise InputError(f"{name} must hold whole numbers from 0 to below {MOST_NUMBERS:,}")
 
 
-def labels_of(name: int, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> Tensor:
-    """The loss's input at index `name`, at all labels of a step."""
+def labels_of(index: int, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> Tensor:
+    """The loss's input number `index`, at all labels of a step."""
     pairs = zip(targets, extras, strict=True)
-    return torch.cat([inputs[name][target != IGNORED] for target, inputs in pairs])
+    return torch.cat([inputs[index][target != IGNORED] for target, inputs in pairs])
 
 
 def check_rows(name: str, numbers: Tensor, targets: Tensors, kinds: Tensor | int = 0) -> None:
     """Raise InputError if a reply has labels in several rows.
 
-    Labels of one reply have the same of `numbers`, and the same of `kinds` (0 or 1).
+    Args: `numbers`, `kinds`: of all labels; a reply's labels have one number and one kind (0 or 1).
     """
     num_rows = sum(len(target) for target in targets)
     rows = torch.arange(num_rows).split([len(target) for target in targets])
@@ -89,7 +89,7 @@ class PairLoss(JointLoss):
         zeros = torch.zeros(2 * len(numbers), dtype=torch.float64, device=reply.device)
         summands = log_prob, reference, torch.ones_like(chosen)
         sums = torch.stack([zeros.index_add(0, reply, summand.double()) for summand in summands])
-        return [Replies(*of_kind) for of_kind in sums.chunk(2, 1)]
+        return [Replies(*sums_of_kind) for sums_of_kind in sums.chunk(2, 1)]
 
     def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         return self.pairs(*self.replies(log_prob_N, targets_N, *extras)).sum()
@@ -170,16 +170,16 @@ class DPO(PairLoss):
         if self.loss_type in ("ipo", "sigmoid_norm"):
             lengths = chosen.length, rejected.length
             gains = [gain / length for gain, length in zip(gains, lengths, strict=True)]
-        difference, wrong = gains[0] - gains[1], self.label_smoothing
+        difference, flipped = gains[0] - gains[1], self.label_smoothing
         if self.loss_type == "ipo":
             return (difference - 1 / (2 * self.beta)).square()
         margin = self.beta * difference
         if self.loss_type == "hinge":
             return F.relu(1 - margin)
         if self.loss_type == "robust":
-            losses = (1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
-            return -losses / (1 - 2 * wrong)
-        return -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
+            losses = (1 - flipped) * F.logsigmoid(margin) - flipped * F.logsigmoid(-margin)
+            return -losses / (1 - 2 * flipped)
+        return -(1 - flipped) * F.logsigmoid(margin) - flipped * F.logsigmoid(-margin)
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class Reward(PairLoss):
         replies = self.replies(log_prob_N, targets_N, *extras)
         if not self.margin:
             return self.pairs(*replies).sum()
-        # Here `replies` sums margins, and above scores, in place of log-probabilities.
+        # `replies` sums what takes the place of log-probabilities: scores above, margins here.
         margins = self.replies(extras[self.inputs.index("margin")], targets_N, *extras)[0].log_prob
         return self.pairs(replies[0]._replace(reference=margins), replies[1]).sum()
 

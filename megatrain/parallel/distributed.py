@@ -39,6 +39,8 @@ T = TypeVar("T")
 Values = Mapping[str, Callable[[], Tensor]]  # functions that read tensors, by name
 
 _LONGEST = 1_000_000  # seconds
+# While rank 0 tokenises or a save writes to a slow disk; ranks that have ended are noticed at once.
+_DAY = timedelta(hours=24)
 _GATHERS, _GATHERED = 4, 1 << 23  # to measure the link: gathers, elements of a rank in each
 
 
@@ -60,8 +62,7 @@ class Ranks:
     size: int = 1
     on_host: int = 1  # ranks that share this machine's memory and cores
     host: ProcessGroup | None = None  # the ranks' process group for CPU tensors and objects
-    # GB/s that a device receives in a gather; None if nobody has measured it
-    link_gbps: float | None = None
+    link_gbps: float | None = None  # GB/s that a device receives in a gather, if measured
     hosts: int = 1  # number of hosts: groups of consecutive ranks that each keep the whole model
     # another such group for the thread of a save, which runs beside the main thread
     saves: ProcessGroup | None = None
@@ -150,7 +151,7 @@ class Ranks:
                 self.all_gather_object(name)
                 return read[name]()
 
-        def first() -> None:
+        def lead() -> None:
             try:
                 work({name: partial(read_on_all, name) for name in read})
             finally:
@@ -160,7 +161,7 @@ class Ranks:
             while (name := self.all_gather_object("")[0]) is not None:
                 read[name]()
 
-        self.agree(follow if self.rank else first)
+        self.agree(follow if self.rank else lead)
         return None
 
 
@@ -181,7 +182,7 @@ def require_same(values: Sequence[Mapping[str, str]]) -> None:
 
 
 ALONE = Ranks()
-numbered: list[Any] = []  # ranks by number: graphs name them so
+numbered: list[Any] = []  # `ProcessGroups` by number: a graph's operation takes the number
 
 
 @torch.library.custom_op("megatrain::exchange", mutates_args=())
@@ -196,7 +197,7 @@ def exchange(rows: Tensor, splits: Tensor | None, ranks: int) -> Tensor:
 
 @exchange.register_fake
 def _(rows: Tensor, splits: Tensor | None, ranks: int) -> Tensor:
-    return rows.new_empty(rows.shape)  # a forecast takes it that as many come as go
+    return rows.new_empty(rows.shape)  # forecasts assume that as many rows come as go
 
 
 def _keep_splits(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -206,8 +207,8 @@ def _keep_splits(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _send_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
     [splits] = ctx.saved_tensors
-    turned = None if splits is None else splits.flip(0)
-    return exchange(gradient.contiguous(), turned, ctx.ranks), None, None
+    splits_back = None if splits is None else splits.flip(0)
+    return exchange(gradient.contiguous(), splits_back, ctx.ranks), None, None
 
 
 exchange.register_autograd(_send_back, setup_context=_keep_splits)
@@ -221,11 +222,11 @@ class ProcessGroups(Ranks):
     incoming: ProcessGroup | None = None
     outgoing: ProcessGroup | None = None
     # group for exchanges within layers, on the compute stream; None: no exchanges
-    beneath: ProcessGroup | None = None
+    within_layers: ProcessGroup | None = None
 
     def _peer_errors(self) -> AbstractContextManager[None]:
         lost = f"rank {self.rank} of {self.size} has lost the others"
-        remedy = "see what the one says that has ended, and go on from the last checkpoint"
+        remedy = "see the message of the rank that has ended, and go on from the last checkpoint"
         return explained(lost, remedy, of=RuntimeError, into=RunFailed)
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -271,7 +272,7 @@ class ProcessGroups(Ranks):
         out = rows.new_empty((len(rows) if received is None else sum(received), *rows.shape[1:]))
         to, source = out.view(torch.uint8), rows.contiguous().view(torch.uint8)
         with self._peer_errors():
-            dist.all_to_all_single(to, source, received, sent, group=self.beneath)
+            dist.all_to_all_single(to, source, received, sent, group=self.within_layers)
         return out
 
     def _block(self, whole: Tensor) -> Tensor:
@@ -310,15 +311,14 @@ def open_ranks(group: ProcessGroup | DeviceMesh | None, device: torch.device) ->
     return ALONE if dist.get_world_size(group) == 1 else connected(group, device, hosts)
 
 
-@cache  # a new group can get a destroyed group's name, and with it that group's leftover keys
+@cache  # else new groups could get the names of destroyed ones, whose keys the store still has
 def connected(group: ProcessGroup, device: torch.device, hosts: int = 1) -> Ranks:
     """The ranks of a group, on `hosts` hosts that each keep the whole model."""
     members, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     full = _with_groups(members, device)
-    names = full.all_gather_object(socket.gethostname())
-    day = timedelta(hours=24)  # saves wait for slow disks
-    saves = dist.new_group(members, day, "gloo", use_local_synchronization=True)
-    full = replace(full, on_host=names.count(names[rank]), saves=saves, hosts=hosts)
+    hostnames = full.all_gather_object(socket.gethostname())
+    saves = dist.new_group(members, _DAY, "gloo", use_local_synchronization=True)
+    full = replace(full, on_host=hostnames.count(hostnames[rank]), saves=saves, hosts=hosts)
     if hosts == 1:
         return _connect(full, device)
     size = len(members) // hosts
@@ -362,10 +362,6 @@ def _connect(ranks: ProcessGroups, device: torch.device) -> ProcessGroups:
     received = _GATHERS * values.nbytes * (ranks.size - 1) / ranks.size
     gbps = received / (time.perf_counter() - started) / 1e9
     return replace(ranks, link_gbps=min(ranks.all_gather_object(gbps)))
-
-
-# Ranks wait long, while rank 0 tokenises; a rank that has ended is noticed at once.
-_OPENING = timedelta(hours=24)
 
 
 def is_launched() -> bool:
@@ -413,10 +409,10 @@ def joined() -> Iterator[Ranks]:
         return
     problem = "the ranks do not find each other"
     with explained(problem, of=(RuntimeError, ValueError), into=RunFailed):
-        store, rank, size = next(rendezvous("env://", timeout=_OPENING))
+        store, rank, size = next(rendezvous("env://", timeout=_DAY))
         # After a restart torchrun's store may still have the addresses of processes that ended.
         store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_OPENING)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_DAY)
     try:
         yield ProcessGroups(rank, size, host=dist.group.WORLD)
     finally:
@@ -440,16 +436,16 @@ def open_sequence_ranks(ranks: Ranks, device: torch.device, number: Any) -> Rank
     return ALONE if number == 1 else exchanging(ranks, device)
 
 
-@cache  # like other communicators its own lives as long as torch.distributed
+@cache  # the communicator lives as long as torch.distributed
 def exchanging(ranks: Ranks, device: torch.device) -> ProcessGroups:
     """These ranks with a communicator for exchanges; all ranks call this."""
     assert isinstance(ranks, ProcessGroups)
     backend = dist.get_default_backend_for_device(device)
     if backend == "gloo":
-        return replace(ranks, beneath=ranks.host)
+        return replace(ranks, within_layers=ranks.host)
     members = dist.get_process_group_ranks(ranks.host)
     group: Any = dist.new_group(members, patience(), backend, use_local_synchronization=True)
     values = torch.ones(len(members), device=device)  # NCCL allocates its memory now
     dist.all_to_all_single(torch.empty_like(values), values, group=group)
     torch.get_device_module(device).synchronize()
-    return replace(ranks, beneath=group)
+    return replace(ranks, within_layers=group)

@@ -9,7 +9,7 @@ import transformers
 from megatrain.compat import peft
 from megatrain.compat.transformers import attention_of, configs, experts_of
 from megatrain.errors import InputError
-from megatrain.loss import JointLoss, MultiLabel, given_loss
+from megatrain.loss import JointLoss, MultiLabel, require_loss
 from megatrain.model.adapters import adapted
 from megatrain.model.spec import ModelSpec
 from megatrain.parallel.distributed import Ranks, require_same
@@ -39,7 +39,7 @@ def check_call(opened: EngineSetup, steps: int, loss: object, alike: Any = None)
     def described() -> dict[str, str]:
         if optimizer is not None:
             optimizer.check()
-        checked_loss = loss if loss is NO_LABELS else given_loss(loss)
+        checked_loss = loss if loss is NO_LABELS else require_loss(loss)
         if checked_loss is not NO_LABELS and not _fits(checked_loss, spec):
             raise InputError(
                 f"{type(loss).__name__} is not for a {type(spec.capture.model).__name__}: Reward "
