@@ -21,7 +21,7 @@ from megatrain.base.seeds import derived_seed
 from megatrain.compat import peft
 from megatrain.errors import InputError, Unsupported, explained, in_one_line
 
-Values = Mapping[str, Callable[[], Tensor]]
+Values = Mapping[str, Callable[[], Tensor]]  # functions that return tensors, by name
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,15 @@ class Adapted:
 
     base: PreTrainedModel  # the model without the adapter and without weights
     # names in the model -> names in the base, of the base's parameters and buffers
-    held: Mapping[str, str]
-    # the same for copies that are trained in place of the base's (modules_to_save)
-    copies: Mapping[str, str]
+    base_names: Mapping[str, str]
+    copies: Mapping[str, str]  # the same for trained copies of the base's (modules_to_save)
     config: Any
     name: str
 
     @property
     def names(self) -> dict[str, str]:
         """Names in the base -> names in the model."""
-        return {base_name: name for name, base_name in self.held.items()}
+        return {base_name: name for name, base_name in self.base_names.items()}
 
     @property
     def replaced(self) -> set[str]:
@@ -81,8 +80,10 @@ def refuse_idle(model: nn.Module, layers: Iterable[Any], called: set[int]) -> No
 
     Args: `called`: the ids of all modules that layers have called.
     """
-    wrapped = ((e.name, *each) for e in layers for each in peft.wrappers(e.kind.module))
-    idle = tuple(f"{layer}.{path}." for layer, path, m in wrapped if id(m) not in called)
+    idle: tuple[str, ...] = ()  # beginnings of parameters' names
+    for layer in layers:
+        wrappers = peft.wrappers(layer.kind.module)
+        idle += tuple(f"{layer.name}.{path}." for path, m in wrappers if id(m) not in called)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     if idle and all(name.startswith(idle) for name in trained):
         raise Unsupported(
@@ -132,22 +133,26 @@ def with_adapter(base: PreTrainedModel, config: Any, name: str = "default") -> P
     return model
 
 
-def _all_linear(config: Any, model: PreTrainedModel) -> Any:
-    """The configuration for all linear modules of the language model that PEFT can wrap.
+def linears_with_own_forward(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """Last parts of names of linear modules with a forward of their own: PEFT cannot wrap these."""
+    linears = [(name, type(m)) for name, m in modules if isinstance(m, nn.Linear)]
+    own = {name.rpartition(".")[2] for name, c in linears if c.forward != nn.Linear.forward}
+    return sorted(own)
 
-    It cannot wrap a router that is a linear module with a forward of its own.
-    """
+
+def _all_linear(config: Any, model: PreTrainedModel) -> Any:
+    """The configuration for all linear modules of the language model that PEFT can wrap."""
     from megatrain.compat.transformers import decoder_of
 
     config, decoder = copy.copy(config), decoder_of(model)
     path = next(name for name, module in model.named_modules() if module is decoder)
-    linear = {name: type(m) for name, m in decoder.named_modules() if isinstance(m, nn.Linear)}
-    names = {name.rpartition(".")[2] for name in linear}
-    wider = {n.rpartition(".")[2] for n, c in linear.items() if c.forward is not nn.Linear.forward}
-    patterns = [rf".*\.{name}" for name in sorted(wider)]  # PEFT's, of whole names
+    modules = dict(decoder.named_modules())
+    # PEFT leaves out a module if one of these patterns matches its whole path.
+    patterns = [rf".*\.{name}" for name in linears_with_own_forward(modules.items())]
     if path:
-        config.target_modules = names
-        patterns.append(rf"(?!{re.escape(path)}\.).*")
+        linears = [name for name, m in modules.items() if isinstance(m, nn.Linear)]
+        config.target_modules = {name.rpartition(".")[2] for name in linears}
+        patterns.append(rf"(?!{re.escape(path)}\.).*")  # all modules outside the decoder
     excluded = config.exclude_modules
     if excluded and not isinstance(excluded, str):
         excluded = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, sorted(excluded)))})"
@@ -157,9 +162,9 @@ def _all_linear(config: Any, model: PreTrainedModel) -> Any:
 
 
 def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
-    """`with_adapter`, with more checks of the configuration if the adapter has no weights yet.
+    """`with_adapter`; the configuration is also checked if the adapter has no weights yet.
 
-    Raises InputError: names match nothing in the model, which PEFT ignores.
+    Raises InputError: names match nothing in the model; PEFT would ignore them.
     """
     if getattr(config, "has_weights", False):
         return with_adapter(base, config)
@@ -181,12 +186,12 @@ def _refuse_unknown_modules(base: PreTrainedModel, config: Any) -> None:
             f"all-linear, or a list: [{word}]"
         )
     for key in ("target_modules", "exclude_modules", "modules_to_save"):
-        names = set(_listed(getattr(config, key)))
-        dot = "" if key == "modules_to_save" else "."
-        names -= peft.heads_named(config) if key == "modules_to_save" else set()
+        names, dot = set(_listed(getattr(config, key))), "."
+        if key == "modules_to_save":  # here PEFT compares the end of a path, also within a name
+            names, dot = names - peft.heads_named(config), ""
         for name in sorted(names):
             if not any(path.endswith(f"{dot}{name}") for path in modules):
-                leaves = dict.fromkeys(name.split(".")[-2] for name, _ in base.named_parameters())
+                leaves = dict.fromkeys(full.split(".")[-2] for full, _ in base.named_parameters())
                 raise _unmatched(f"the model has no module {name!r} ({key})", leaves)
 
 
@@ -268,7 +273,7 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
     Raises InputError: a parameter to merge into is tied to another module, or does not exist.
     """
     adapters = _adapted[model]
-    out = {adapters.held[name]: value for name, value in values.items() if name in adapters.held}
+    out = {adapters.base_names[n]: value for n, value in values.items() if n in adapters.base_names}
     named = list(model.named_parameters(remove_duplicate=False))
     first_name = {id(p): name for name, p in reversed(named)}
     num_uses = Counter(id(p) for _, p in named)

@@ -35,9 +35,9 @@ from megatrain.loss import ClassHead
 from megatrain.model.adapters import adapted
 
 MAX_COUNT = 10_000  # of layers and of experts; known models have up to some hundreds
-_COUNTED = re.compile(r"(layers?|experts)$")
+_COUNTED = re.compile(r"(layers?|experts)$")  # ends of the settings that MAX_COUNT limits
 _LARGE = 1 << 28  # values: far more than any buffer of a known model has
-_BY_ANOTHER_NAME = {"kimi_k2": "deepseek_v3"}
+_SAME_CLASSES = {"kimi_k2": "deepseek_v3"}  # by model_type, that of the same model here
 
 _loaded: WeakKeyDictionary[nn.Module, dict[torch.dtype, dict[str, torch.dtype]]]
 _loaded = WeakKeyDictionary()  # by model: opening an engine asks three times
@@ -50,7 +50,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
     """
     remedy = ""
     if (path := folder / "config.json").exists():
-        values = read_json(path)  # refuses sizes, nesting and double keys
+        values = read_json(path)  # refuses too large or deep values, and double keys
         _refuse_nan(values, path)
         if "auto_map" in values and not trust_remote_code:
             remedy = "if you trust it: model.trust_remote_code: true, or --trust-remote-code"
@@ -72,7 +72,7 @@ def read_config(place: Path | str, *, trust_remote_code: bool = False) -> PreTra
     if is_gguf(place):
         return read_gguf(Path(place), AutoConfig)
     values, _ = PreTrainedConfig.get_config_dict(place)
-    if (kind := _BY_ANOTHER_NAME.get(str(values.get("model_type")))) is None:
+    if (kind := _SAME_CLASSES.get(str(values.get("model_type")))) is None:
         return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     values.pop("auto_map", None)
     return CONFIG_MAPPING[kind].from_dict({**values, "model_type": kind})
@@ -82,8 +82,9 @@ def _refuse_nan(value: Any, path: Path, name: str = "") -> None:
     """Raises InputError: a number is NaN. Infinite ones are limits in some families."""
     if isinstance(value, float) and math.isnan(value):
         raise InputError(f"{path}: {name} is NaN; correct it, or download the file again")
-    of_list = enumerate(value) if isinstance(value, list) else ()
-    for key, item in value.items() if isinstance(value, dict) else of_list:
+    as_list = enumerate(value) if isinstance(value, list) else ()
+    items = value.items() if isinstance(value, dict) else as_list
+    for key, item in items:
         _refuse_nan(item, path, f"{name}.{key}" if name else str(key))
 
 
@@ -126,14 +127,14 @@ def model_class(
 
     Raises InputError: it names a class of another kind, or transformers has no causal LM for it.
     """
-    names, whole = config.architectures or [], hf.MULTIMODAL_CLASSES.get(config.model_type)
-    if whole and not names and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        names = [whole]
-    for name in names:  # the text model of a larger one has no mapping
+    names, multimodal = config.architectures or [], hf.MULTIMODAL_CLASSES.get(config.model_type)
+    if multimodal and not names and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        names = [multimodal]
+    for name in names:  # AutoModelForCausalLM does not know the text model of a multimodal one
         if name in hf.TASKS:
-            named = getattr(transformers, name)
-            if type(config) is named.config_class or name == whole:
-                return partial(hf.model_of, named)
+            named_class = getattr(transformers, name)
+            if type(config) is named_class.config_class or name == multimodal:
+                return partial(hf.model_of, named_class)
     if AutoModelForCausalLM.__name__ not in getattr(config, "auto_map", ()):
         usable = [name for name in names if hasattr(transformers, name)]
         if usable and hf.TASKS.keys().isdisjoint(names):
@@ -152,8 +153,8 @@ def model_class(
 def with_head(config: PreTrainedConfig, head: ClassHead) -> PreTrainedConfig:
     """The configuration of the same model with this head, or without any.
 
-    A score is that of the last token before padding: without a padding token, the end of texts
-    becomes it.
+    A row's score is that of its last token before padding, so a model without a padding token gets
+    the token that ends texts as one.
 
     Raises InputError: transformers has no such head for the model, the model has another head, or
     no token ends texts.
@@ -211,8 +212,8 @@ def build(
         with weightless():
             model = make(copy.deepcopy(config), **options)
     except Exception as error:  # impossible sizes raise errors of any type
-        lacks = "there is no " if isinstance(error, KeyError) else ""
-        reason = lacks + in_one_line(error, 400)
+        beginning = "there is no " if isinstance(error, KeyError) else ""
+        reason = beginning + in_one_line(error, 400)
         text = config.get_text_config(decoder=True)
         if "padding_idx" in reason.lower():  # torch's word for a token that no user has named so
             last = getattr(text, "vocab_size", 0) - 1
@@ -263,20 +264,20 @@ def loaded_types(
     if dtype in by_dtype:
         return by_dtype[dtype]
     if (adapters := adapted(model)) is not None:
-        of_base = loaded_types(adapters.base, dtype)
-        base_names = {**adapters.held, **adapters.copies}
+        base_types = loaded_types(adapters.base, dtype)
+        base_names = {**adapters.base_names, **adapters.copies}
         named_tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
-        types = {name: of_base.get(base_names.get(name, ""), dtype) for name, _ in named_tensors}
+        types = {name: base_types.get(base_names.get(name, ""), dtype) for name, _ in named_tensors}
         return by_dtype.setdefault(dtype, types)
     if built is None:
         with weightless():
             built = hf.model_of(type(model), copy.deepcopy(model.config), dtype=dtype)
-    plan = [re.compile(pattern.replace("*", ".*")) for pattern in hf.in_fp32(model, dtype)]
+    in_fp32 = [re.compile(pattern.replace("*", ".*")) for pattern in hf.in_fp32(model, dtype)]
     stored = built.state_dict().keys()
     tensors = chain(built.named_parameters(remove_duplicate=False), built.named_buffers())
     types = {name: tensor.dtype for name, tensor in tensors}
     for name in stored & types.keys():
-        if types[name].is_floating_point and any(pattern.search(name) for pattern in plan):
+        if types[name].is_floating_point and any(pattern.search(name) for pattern in in_fp32):
             types[name] = torch.float32
     return by_dtype.setdefault(dtype, types)
 
@@ -288,20 +289,19 @@ def weightless() -> Iterator[None]:
         yield
 
 
-# Initialisers, of torch or transformers, that take milliseconds for each meta parameter.
-_DRAWS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")
+# Initialisers of torch or transformers, which take milliseconds even for a meta parameter.
+_INITIALISERS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")
 
 
 class _NothingLarge(TorchFunctionMode):
-    """Puts large new tensors on the meta device, even before they become parameters.
+    """Makes large new tensors on the meta device; skips initialisers of meta parameters.
 
-    A layer's experts can be one tensor that is larger than this machine's memory. Initialisers of
-    meta parameters are skipped.
+    A layer's experts can be one tensor that is larger than this machine's memory.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
-        if getattr(func, "__name__", None) in _DRAWS:
+        if getattr(func, "__name__", None) in _INITIALISERS:
             tensor = args[0] if args else options["tensor"]
             if tensor.is_meta:
                 return tensor

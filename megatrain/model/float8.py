@@ -34,7 +34,7 @@ ROUTERS = frozenset(("gate", "router"))  # modules whose rounding would choose o
 
 
 class FrozenProduct(torch.autograd.Function):
-    """`x [..., I]` times a frozen weight `[O, I]` of codes and scales; in bf16."""
+    """`x [..., I]` times a frozen weight `[O, I]` of codes and scales (`turned`: transposed)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, turned: Tensor) -> Tensor:
@@ -58,9 +58,9 @@ def _product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
 class FrozenLinear(nn.Linear):
     """A linear module that multiplies by float8 codes if it has them, else by its weight."""
 
-    codes: Tensor | None
-    scales: Tensor
-    turned: Tensor
+    codes: Tensor | None  # `[O, I]`
+    scales: Tensor  # `[1, O]`
+    turned: Tensor  # the codes transposed
 
     def forward(self, x: Tensor) -> Tensor:
         if self.codes is None:
@@ -72,14 +72,15 @@ class FrozenLinear(nn.Linear):
 def frozen_operands(spec: ModelSpec) -> set[str]:
     """Names of the frozen weights under an adapter that products in float8 read as operands."""
     adapters, types = adapted(spec.capture.model), loaded_types(spec.capture.model, torch.bfloat16)
-    under = {} if adapters is None else adapters.held
-    return {
-        name
-        for layer in spec.layers
-        for path, module in layer.module.named_modules()
-        if _takes(module, path) and not module.weight.requires_grad
-        if (name := f"{layer.name}.{path}.weight") in under and types.get(name) != torch.float32
-    }
+    base_names = {} if adapters is None else adapters.base_names
+    frozen: set[str] = set()
+    for layer in spec.layers:
+        for path, module in layer.module.named_modules():
+            name = f"{layer.name}.{path}.weight"
+            is_frozen = _takes(module, path) and not module.weight.requires_grad
+            if is_frozen and name in base_names and types.get(name) != torch.float32:
+                frozen.add(name)
+    return frozen
 
 
 def use_frozen_linear(module: nn.Module, names: Iterable[str]) -> None:
@@ -120,7 +121,7 @@ def require_float8(device: torch.device) -> None:
 
 
 def require_torchao() -> None:
-    """Raises InputError: torchao is not installed, with which all parameters are trained."""
+    """Raises InputError: torchao, by which all parameters are trained in float8, is missing."""
     logging.disable(logging.WARNING)  # torchao warns of kernels that it cannot load
     try:
         import torchao.float8  # noqa: F401

@@ -21,7 +21,7 @@ from megatrain.compat.torch import has_gradient_hooks, not_compiled, pytree
 from megatrain.compat.transformers import takes_grouped_products, without_atomic_sums
 from megatrain.errors import Unsupported, explained
 from megatrain.model import unsupported
-from megatrain.model.adapters import adapted, refuse_idle
+from megatrain.model.adapters import adapted, linears_with_own_forward, refuse_idle
 from megatrain.model.capture import (
     PROLOGUE,
     Capture,
@@ -46,10 +46,9 @@ _MORE_STATES = "its head computes logits from more than the last hidden states"
 
 
 def spec(model: PreTrainedModel, *, trained: bool = True) -> ModelSpec:
-    """The structure of `model` (meta parameters, real CPU buffers), which is `trained` or only run.
+    """The structure of `model` (meta parameters, real CPU buffers), to be `trained` or only run.
 
-    Raises Unsupported: the model has no stack of layers, or one that cannot be streamed, or cannot
-    be run at all.
+    Raises Unsupported: the model has no stack of layers that can be streamed, or cannot be run.
     """
     unsupported.refuse_settings(model.config)
     unsupported.refuse_behaviour(model)
@@ -86,11 +85,9 @@ def _refuse_broken(model: PreTrainedModel) -> None:
             f"{type(model).__name__} has no forward of its own; train one of its parts "
             f"({', '.join(parts)}), saved as a model"
         )
-    wrapped = {n: peft.inner(m) for n, m in peft.wrappers(model)} if adapted(model) else {}
-    linear = {n: type(m) for n, m in wrapped.items() if isinstance(m, nn.Linear)}
-    wider = {n.rpartition(".")[2] for n, cls in linear.items() if cls.forward != nn.Linear.forward}
-    if wider:
-        names = ", ".join(sorted(wider))
+    wrapped = [(n, peft.inner(m)) for n, m in peft.wrappers(model)] if adapted(model) else []
+    if own_forwards := linears_with_own_forward(wrapped):
+        names = ", ".join(own_forwards)
         remedy = f"adapters stand for plain linear layers: name others ({names}) in exclude_modules"
     with (
         explained(problem, remedy, into=Unsupported),
@@ -151,13 +148,13 @@ class _Probe:
         self.router_loss = routers
         self.stack_name = stack_name
         paths, layers = zip(*_layers_of(stack, stack_name), strict=True)
-        self.paths = dict(zip(map(id, layers), paths, strict=True))
+        self.paths = dict(zip(map(id, layers), paths, strict=True))  # by a layer's id
         in_stack = {id(p) for p in stack.parameters()}
         self.outer = {n: p for n, p in model.named_parameters() if id(p) not in in_stack}
         if len(self.paths) < len(layers):
             raise Unsupported(f"a layer is in {stack_name} twice, which is not supported")
         self._refuse_shared()
-        self.numbered = set[int]()  # ids of layers whose number cannot be hidden
+        self.numbered = set[int]()  # ids of layers that keep their number, as code may read it
         for layer in layers:
             modes = [module.training for module in layer.modules()]
             if modes != [module.training for module in layer.train().modules()]:
@@ -179,12 +176,15 @@ class _Probe:
         self.weights = {n: zero_pages(p.shape, requires_grad=True) for n, p in self.outer.items()}
 
     def _refuse_shared(self) -> None:
-        for tied in ties(self.model):
-            name, other = tied
-            layers = [[p for p in self.paths.values() if n.startswith(f"{p}.")] for n in tied]
-            if layers[0] != layers[1]:
+        """Raises Unsupported: two layers, or a layer and another module, share a parameter."""
+
+        def layer_of(name: str) -> str | None:
+            return next((p for p in self.paths.values() if name.startswith(f"{p}.")), None)
+
+        for name, alias in ties(self.model):
+            if layer_of(name) != layer_of(alias):
                 raise Unsupported(
-                    f"{other} is the same parameter as {name}; weights that layers share are not "
+                    f"{alias} is the same parameter as {name}; weights that layers share are not "
                     "supported"
                 )
 
@@ -242,11 +242,11 @@ class _Probe:
     def _repeated(self, output: Any, rows: Rows, uses: Uses | None = None) -> list[Any]:
         """The layers' arguments, the last hidden states and the logits, in another run."""
         values: list[Any] = []
-        visits = iter(self.layers)
+        layers = iter(self.layers)
 
         def replay(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             values.extend(pytree.tree_leaves((args, kwargs)))
-            kind = next(visits).kind
+            kind = next(layers).kind
             return pytree.tree_unflatten(list(kind.example), kind.output_spec)
 
         with torch.no_grad(), self.capture.stop_after_trunk():
@@ -254,7 +254,7 @@ class _Probe:
         return [*values, hidden, self._logits(output, uses)]
 
     def _read_after(self, rows: Rows, output: Any, before: Iterable[Tensor]) -> bool:
-        """True if what follows the layers computes from these tensors, even without gradients."""
+        """True if what follows the layers uses the tensors `before`, even without gradients."""
         uses = Uses(derived={id(tensor): tensor for tensor in before})
         *_, hidden, logits = self._repeated(output, rows, uses)
         return not {id(hidden), id(logits)}.isdisjoint(uses.derived)
@@ -262,7 +262,7 @@ class _Probe:
     def _find_trunk(self) -> None:
         """Set the capture's trunk; raises NotCalled or Unsupported: there is none."""
         path = self.stack_name.split(".")
-        around = [self.model.get_submodule(".".join(path[:n])) for n in range(1, len(path))]
+        around = [self.model.get_submodule(".".join(path[:end])) for end in range(1, len(path))]
         if self.capture.task == "FEATURE_EXTRACTION":  # the model's output is the trunk's
             around.append(self.model)
         called: list[nn.Module] = []
@@ -283,22 +283,20 @@ class _Probe:
         uses = Uses()
         arguments: list[Any] = []  # of the first layer
 
-        def first(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
+        def stop_at_first(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
             arguments.extend(pytree.tree_leaves((args, kwargs)))
             raise Reached(None)
 
-        self._forward(first, None, uses)
+        self._forward(stop_at_first, None, uses)
         names = {id(w): name for name, w in self.weights.items()}
-        looked_up = [(names[id(w)], used) for w, used in uses.lookups if id(w) in names]
-        of_ids = PROBE_IDS.flatten().sort().values  # lookups may have other orders of the ids
-        other_uses = {
-            n for n, used in looked_up if not torch.equal(used.flatten().sort().values, of_ids)
+        lookups = [(names[id(w)], ids) for w, ids in uses.lookups if id(w) in names]
+        batch_ids = PROBE_IDS.flatten().sort().values  # sorted, as a lookup may reorder them
+        used_otherwise = {
+            name for name, ids in lookups if not torch.equal(ids.flatten().sort().values, batch_ids)
         }
-        other_uses |= {names[i] for i in uses.read.union(map(id, arguments)) if i in names}
-        tables = sorted({name for name, _ in looked_up} - other_uses)
-        constants = {
-            row for table, row in uses.constants if row >= 0 and names.get(table) in tables
-        }
+        used_otherwise |= {names[i] for i in uses.read.union(map(id, arguments)) if i in names}
+        tables = sorted({name for name, _ in lookups} - used_otherwise)
+        constants = {row for w, row in uses.constants if row >= 0 and names.get(w) in tables}
         return tables, sorted(constants)
 
     def _record(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -334,7 +332,7 @@ class _Probe:
         return pytree.tree_unflatten(outputs, kind.output_spec)
 
     def _marked(self, value: Tensor, ref: Ref) -> Tensor:
-        """A copy of an activation; the graphs of later tensors show that they depend on it."""
+        """A copy of an activation, with a leaf of its own in the graphs of tensors that need it."""
         mark = torch.zeros((), dtype=value.dtype, requires_grad=True)
         self.marks[id(mark)] = mark, ref
         with torch.enable_grad():
@@ -355,8 +353,8 @@ class _Probe:
                 "between layers are not supported"
             )
         if leaf.requires_grad:
-            firsts = sum(ref.visit == PROLOGUE for ref in self.origin.values())
-            self.origin[identity(leaf)] = Ref(PROLOGUE, firsts)
+            number = sum(ref.visit == PROLOGUE for ref in self.origin.values())
+            self.origin[identity(leaf)] = Ref(PROLOGUE, number)
             self.alive.append(leaf)
         return self.origin.get(identity(leaf))
 
@@ -379,10 +377,10 @@ class _Probe:
             if key in self.kinds:
                 return self.kinds[key]
             kind = self._template(module, path, numbered=False)
-            reads = NumberRead.count
+            reads_before = NumberRead.count
             with suppress(Exception):  # without the number a forward may fail in any way
                 unsupported.try_kind(kind, path, module, args, kwargs)
-                if NumberRead.count == reads:
+                if NumberRead.count == reads_before:
                     self.kinds[key] = kind
                     return kind
         # This forward reads the layer's number, or fails in any case: it gets a kind of its own.
@@ -418,7 +416,6 @@ class _Probe:
         """The structure, from the trunk's output and a run of the head on it."""
         weights = self.weights
         names = {id(w): name for name, w in weights.items()}
-        end = reach([last_hidden(output)])
         epilogue_inputs = self._reached(last_hidden(output))
         if not epilogue_inputs:
             raise Unsupported(
@@ -426,26 +423,29 @@ class _Probe:
                 "inside an autograd function of their own)"
             )
         logits = self._logits(output, self.uses)
+        # Ids of leaves on which logits, all that follows the layers, and the layers' inputs depend.
         in_head = reach([logits])
-        later = end | in_head
-        firsts = [leaf for leaf in self.alive if self.origin[identity(leaf)].visit == PROLOGUE]
-        prior = reach(firsts)
-        read_whole = {id(weights[name]) for name in rows.tables} & (self.uses.read - later)
-        if read_whole or later & {id(table) for table in rows.tables.values()}:
+        in_epilogue = reach([last_hidden(output)]) | in_head
+        entering = [leaf for leaf in self.alive if self.origin[identity(leaf)].visit == PROLOGUE]
+        in_prologue = reach(entering)
+        read_whole = {id(weights[name]) for name in rows.tables} & (self.uses.read - in_epilogue)
+        if read_whole or in_epilogue & {id(table) for table in rows.tables.values()}:
             raise Unsupported("what follows the layers reads the token embeddings again")
-        shared = sorted(names[i] for i in prior & later if i in names)
+        shared = sorted(names[i] for i in in_prologue & in_epilogue if i in names)
         if shared:
             raise Unsupported(f"{shared[0]} is used both before and after the layers")
         gathered = sorted(rows.tables)
-        prologue = sorted(names[i] for i in prior if i in names)
-        epilogue = sorted(names[i] for i in later if i in names)
+        prologue = sorted(names[i] for i in in_prologue if i in names)
+        epilogue = sorted(names[i] for i in in_epilogue if i in names)
         without_gradient = weights.keys() - {*gathered, *prologue, *epilogue}
         used = self.uses.touched
         if self.capture.encodes:  # `touched` includes weights that are asked for their dtype
-            looked_up = [table for table, _ in self.uses.lookups]
-            used = self.uses.read.union(map(id, looked_up), (i for i, _ in self.uses.constants))
+            tables = [table for table, _ in self.uses.lookups]
+            used = self.uses.read.union(map(id, tables), (i for i, _ in self.uses.constants))
         fixed = sorted(name for name in without_gradient if id(weights[name]) in used)
-        unreached = [n for n in gathered if n not in epilogue and id(rows.tables[n]) not in prior]
+        unreached = [
+            n for n in gathered if n not in epilogue and id(rows.tables[n]) not in in_prologue
+        ]
         lookups = [rows.tables[name] for name in gathered if name not in unreached]
         if self._read_after(rows, output, [*lookups, *(weights[name] for name in prologue)]):
             problem = "what follows the layers reads by .detach() what precedes them"

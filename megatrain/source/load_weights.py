@@ -79,7 +79,7 @@ class _Loading:
                 if not buffer.is_meta:
                     write(name, buffer.detach().cpu().clone())
         else:
-            to_draw = self._places if adapters is None else adapters.held
+            to_draw = self._places if adapters is None else adapters.base_names
         if to_draw:
             self._draw(to_draw)
         if source.stored is not None:
@@ -181,7 +181,7 @@ def read_adapter(source: Source, write: Write) -> None:
         base, values = adapters.base, state_io.stored_values(source.stored, adapters.base)
         first_names = {id(parameter): name for name, parameter in base.named_parameters()}
         for name in base_copies:
-            if (base_name := adapters.held.get(name.removeprefix(prefix))) is None:
+            if (base_name := adapters.base_names.get(name.removeprefix(prefix))) is None:
                 continue
             untied_name = first_names[id(base.get_parameter(base_name))]
             if not torch.equal(stored.pop(name).read().float(), values[untied_name]().float()):

@@ -315,7 +315,7 @@ def structure(source: Source, *, trained: bool = True) -> ModelSpec:
     if trained not in source.structures:
         probed = spec(source.model, trained=trained)
         adapters = adapted(source.model)
-        if adapters is not None and not adapters.held.keys().isdisjoint(probed.router_biases):
+        if adapters is not None and not adapters.base_names.keys().isdisjoint(probed.router_biases):
             raise InputError(
                 "router_bias_update moves biases of the base, which an adapter's folder does not "
                 "hold; leave it out, or name the routers' modules in the adapter's modules_to_save"
@@ -361,7 +361,7 @@ def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict
                 is_frozen = frozen or not weight.requires_grad
                 if (is_matrix or is_stack) and is_frozen and packing.takes(weight.shape):
                     names += [] if is_router else [f"{layer.name}.{path}.{name}"]
-    base_names = {n: n for n in names} if adapters is None else adapters.held
+    base_names = {n: n for n in names} if adapters is None else adapters.base_names
     modules = {n: base_names[n].rpartition(".")[0] for n in names if n in base_names}
     if modules:  # libraries that have packed a folder leave some of its modules unpacked
         method = quantisation(config).get("quant_method")

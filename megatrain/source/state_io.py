@@ -256,9 +256,9 @@ def left_out_names(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, 
         return {}
     saved = {parameter.name for parameter in checkpoint.manifest.parameters}
     return {
-        adapters.held[name]: name
+        adapters.base_names[name]: name
         for name, _ in model.named_parameters()
-        if name in adapters.held and name not in saved
+        if name in adapters.base_names and name not in saved
     }
 
 

@@ -105,7 +105,7 @@ def _base_reference(
     adapters, origin = adapted(source.model), source.origin
     frozen = [entry for entry in entries if entry.group is None]
     reference = None
-    if origin and adapters and all(entry.name in adapters.held for entry in frozen):
+    if origin and adapters and all(entry.name in adapters.base_names for entry in frozen):
         packed = {e.name: e.packed.name for e in frozen if e.packed and e.needs_unpacking}
         checksum = origin.fingerprint(entry.name for entry in frozen)
         if origin.revision is not None or _will_stay(Path(origin.path), folder):
@@ -157,7 +157,7 @@ def write_model(
     as_came = untrained.as_came(dtype)
     if adapters is not None:
         merged_values = merged_into_base(model, values)
-        names = {**adapters.held, **adapters.copies}
+        names = {**adapters.base_names, **adapters.copies}
         unchanged = {n for n in names if n in values and merged_values.get(names[n]) is values[n]}
         as_came = {names[n]: source_dtype for n, source_dtype in as_came.items() if n in unchanged}
         model, values = adapters.base, merged_values
