@@ -32,16 +32,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from megatrain.compat import transformers as hf
 from megatrain.compat.torch import flash_attention, flash_attention_backward
-from megatrain.compat.transformers import (
-    attention_of,
-    eager_mask,
-    is_causal_alone,
-    sdpa_attention_forward,
-    sdpa_mask,
-    set_attention,
-    takes_flash_attention,
-)
 from megatrain.model.attention_chunks import Seen, attend_in_chunks, gradients_in_chunks
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import Precision
@@ -53,18 +45,18 @@ BY_LENGTHS, BY_MASKS, BY_IMAGES = f"{OURS}documents", "sdpa", f"{OURS}flash"
 """Names of implementations; encoders pass lengths to those with "flash" in their names."""
 
 BY_SINKS, BY_EAGER, BY_WINDOWS = f"{OURS}sinks", f"{OURS}eager", f"{OURS}windows"
-"""In place of "eager" for layers with sinks or soft caps, and (BY_EAGER) for these in packed rows;
-in place of "sdpa" for layers with windows."""
+"""BY_SINKS replaces "eager" in layers with sinks or soft caps, BY_EAGER in such layers of packed
+rows; BY_WINDOWS replaces "sdpa" in layers with windows."""
 
 MOST_WIDTH = 256
 """The largest width of a head in torch's flash kernels."""
 
 
 class _Forward(local):
-    """What functions for masks read of the forward that runs in this thread."""
+    """State of the forward that runs in this thread, for the functions that make masks."""
 
     has_lengths = False  # True: layers get documents' lengths, and need no masks of positions
-    # of a row in a trial of rows that ranks share; masks that matter in such rows are refused
+    # tokens of a row, in a trial of rows that ranks share: masks that hide some are refused
     trial_tokens: int | None = None
 
 
@@ -82,16 +74,16 @@ def chosen_attention(name: str | None) -> str | None:
 
 
 def attend(modules: list[nn.Module], name: str) -> None:
-    """Set another implementation of ours, or masks, in the configurations of modules."""
+    """Set attention in the configurations of modules: an implementation of ours, or BY_MASKS."""
     parts = [m for root in modules for m in root.modules()]
     with_sinks = any(map(has_sinks, parts))
     configs = (getattr(m, "config", None) for m in parts)
     for config in {id(c): c for c in configs if isinstance(c, PreTrainedConfig)}.values():
-        current = attention_of(config)
+        current = hf.attention_of(config)
         if current != BY_IMAGES and chosen_attention(current) == BY_MASKS:
-            set_attention(config, name)
+            hf.set_attention(config, name)
         elif with_sinks and current in ("eager", BY_EAGER):
-            set_attention(config, BY_EAGER if name == BY_LENGTHS else "eager")
+            hf.set_attention(config, BY_EAGER if name == BY_LENGTHS else "eager")
 
 
 def attend_by_images(model: nn.Module) -> None:
@@ -103,9 +95,9 @@ def attend_by_images(model: nn.Module) -> None:
     for module in model.modules():
         config = getattr(module, "config", None)
         takes_edges = "cu_seqlens" in inspect.signature(type(module).forward).parameters
-        if takes_edges and config is not None and attention_of(config) == BY_MASKS:
+        if takes_edges and config is not None and hf.attention_of(config) == BY_MASKS:
             module.config = copies.setdefault(id(config), copy.deepcopy(config))
-            set_attention(module.config, BY_IMAGES)
+            hf.set_attention(module.config, BY_IMAGES)
 
 
 def has_sinks(module: nn.Module) -> bool:
@@ -125,28 +117,30 @@ def attend_by_kernel(spec: ModelSpec, precision: Precision) -> None:
     torch's kernel computes in bf16: in fp32 only layers with caps change.
     """
     model = spec.capture.model
-    half = precision != "fp32"
-    if not takes_flash_attention(model):
+    in_bf16 = precision != "fp32"
+    if not hf.takes_flash_attention(model):
         return
     kinds = {id(layer.kind): layer.kind for layer in spec.layers}.values()
     modules = [module for kind in kinds for module in kind.module.modules()]
-    eager = [m for m in modules if _has_softcap(m) or (half and has_sinks(m))]
-    of_modules = [module.config for module in modules if hasattr(module, "config")]
-    for config in [model.config, model.config.get_text_config(), *of_modules]:
-        if eager and all(map(_is_replaceable, eager)) and attention_of(config) == "eager":
-            set_attention(config, BY_SINKS)
-        if half and getattr(config, "sliding_window", None) and attention_of(config) == BY_MASKS:
-            set_attention(config, BY_WINDOWS)
+    special = [m for m in modules if _has_softcap(m) or (in_bf16 and has_sinks(m))]
+    replaces_eager = bool(special) and all(map(_is_replaceable, special))
+    module_configs = [module.config for module in modules if hasattr(module, "config")]
+    for config in [model.config, model.config.get_text_config(), *module_configs]:
+        has_windows = bool(getattr(config, "sliding_window", None))
+        if replaces_eager and hf.attention_of(config) == "eager":
+            hf.set_attention(config, BY_SINKS)
+        if in_bf16 and has_windows and hf.attention_of(config) == BY_MASKS:
+            hf.set_attention(config, BY_WINDOWS)
 
 
 def takes_lengths(model: PreTrainedModel, *, fp32: bool) -> bool:
-    """True if documents' lengths can replace a model's masks; on a GPU no kernel is for `fp32`."""
-    name = attention_of(model.config)
-    has_kernel = not fp32 and (name == BY_SINKS or chosen_attention(name) == BY_MASKS)
+    """True if documents' lengths can replace a model's masks; `fp32`: it computes so on a GPU."""
+    name = hf.attention_of(model.config)
+    is_replaceable = not fp32 and (name == BY_SINKS or chosen_attention(name) == BY_MASKS)
     if name in ("eager", BY_EAGER):
         with_sinks = [module for module in model.modules() if has_sinks(module)]
-        has_kernel = bool(with_sinks) and all(map(_is_replaceable, with_sinks))
-    return has_kernel and takes_flash_attention(model)
+        is_replaceable = bool(with_sinks) and all(map(_is_replaceable, with_sinks))
+    return is_replaceable and hf.takes_flash_attention(model)
 
 
 def _has_softcap(module: nn.Module) -> bool:
@@ -195,10 +189,10 @@ def _attention_in_documents(
         if within_images:
             lengths = edges.diff().tolist()
             images = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-            parts = (sdpa_attention_forward(module, *image, None, **options)[0] for image in images)
+            parts = (hf.sdpa_attention_forward(module, *qkv, None, **options)[0] for qkv in images)
             return torch.cat([*parts], dim=1), None
         attention_mask = document_mask(edges, query.shape[0], query.shape[2], window)
-    out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    out, _ = hf.sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return out, None
 
 
@@ -217,11 +211,11 @@ def has_kernel(query: Tensor, value: Tensor, options: Mapping[str, Any]) -> bool
 def _varlen(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
     """Attention by documents `[B, T, H, D of values]`; `how`: arguments of `flash_attention`."""
     rows, heads, tokens, width = query.shape
-    short = width - value.shape[-1]
-    padded = F.pad(value, (0, short)) if short else value
+    value_width = value.shape[-1]
+    padded = F.pad(value, (0, width - value_width)) if value_width < width else value
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, padded))
     out, _ = flash_attention(q, k, v, *how)
-    return out.view(rows, tokens, heads, width)[..., : width - short]
+    return out.view(rows, tokens, heads, width)[..., :value_width]
 
 
 def document_starts(position_ids: Tensor) -> Tensor:
@@ -258,7 +252,7 @@ def _attention_with_sinks(
     **options: Any,
 ) -> tuple[Tensor, Any]:
     """Attention over `[B, H, T, D]` with sinks or caps; keys and values may have fewer heads."""
-    lengths = None
+    lengths = None  # of padded rows, which `_lengths_or_mask` passes in place of a mask
     if attention_mask is not None and attention_mask.dtype == torch.int32:
         lengths = attention_mask.flatten()
     elif attention_mask is not None:
@@ -279,22 +273,22 @@ def _attention_with_sinks(
 
 
 def _lengths_or_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """`eager_mask`'s mask; None: only order, window and documents hide tokens.
+    """The mask of `eager_mask`; None: only order, window and documents hide tokens.
 
-    For rows padded at their end, lengths `[B, 1, 1, 1]` int32, if the window of every token, also
-    of padding, has a token that is not padding: the last token's begins at `tokens - local_size`.
+    For rows padded at their end it is their lengths `[B, 1, 1, 1]`, int32, if every token's window
+    has a token that is no padding. The last token's window begins last, at `tokens - local_size`.
     """
-    if lengths_suffice(kwargs) or is_causal_alone(kwargs):
+    if lengths_suffice(kwargs) or hf.is_causal_alone(kwargs):
         return None
     padding = kwargs.get("attention_mask")
-    if padding is not None and is_causal_alone({**kwargs, "attention_mask": None}):
+    if padding is not None and hf.is_causal_alone({**kwargs, "attention_mask": None}):
         lengths = padding.sum(1, dtype=torch.int32)
         tokens = padding.shape[1]
-        least = max(1, tokens + 1 - (kwargs.get("local_size") or tokens))
-        at_end = (padding.bool().int().diff(dim=1) <= 0).all()
-        if bool(at_end & (lengths >= least).all()):
+        least_length = max(1, tokens + 1 - (kwargs.get("local_size") or tokens))
+        is_at_end = (padding.bool().int().diff(dim=1) <= 0).all()
+        if bool(is_at_end & (lengths >= least_length).all()):
             return lengths[:, None, None, None]
-    return eager_mask(*args, **kwargs)
+    return hf.eager_mask(*args, **kwargs)
 
 
 def _attention_in_windows(
@@ -305,10 +299,10 @@ def _attention_in_windows(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """`sdpa_attention_forward`; or if the mask is a window, a kernel that skips the rest."""
+    """`sdpa_attention_forward`; with the empty mask of `_window_mask`, attention in a window."""
     if attention_mask is None or attention_mask.numel():
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    window = attention_mask.shape[2]
+        return hf.sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    window = attention_mask.shape[2]  # tokens
     if has_kernel(query, value, options) and query.shape[-1] == value.shape[-1]:
         heads = (x.transpose(1, 2) for x in (query, key, value))
         scale = options.get("scaling") or query.shape[-1] ** -0.5
@@ -316,31 +310,30 @@ def _attention_in_windows(
         return out, None
     rows, _, tokens, _ = query.shape
     mask = document_mask(row_edges(rows, tokens, query.device), rows, tokens, window)
-    return sdpa_attention_forward(module, query, key, value, mask, **options)
+    return hf.sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
 def _window_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """`sdpa_mask`'s mask; for a sliding window alone an empty tensor `[1, 1, window, 0]` instead.
+    """The mask of `sdpa_mask`; for a sliding window alone an empty tensor `[1, 1, window, 0]`.
 
     `_attention_in_windows` reads the window's width from its shape.
     """
     window, config = kwargs.get("local_size"), kwargs.get("config")
-    slides = window == getattr(config, "sliding_window", None)  # not a chunk's local_size
-    if window and slides and window < kwargs["kv_length"] and is_causal_alone(kwargs):
+    slides = window == getattr(config, "sliding_window", None)  # else attention in chunks
+    if window and slides and window < kwargs["kv_length"] and hf.is_causal_alone(kwargs):
         return torch.empty(1, 1, window, 0, dtype=torch.bool, device=kwargs["device"])
-    return sdpa_mask(*args, **kwargs)
+    return hf.sdpa_mask(*args, **kwargs)
 
 
-AttentionInterface.register(BY_LENGTHS, _attention_in_documents)
-AttentionMaskInterface.register(BY_LENGTHS, partial(_mask_if_needed, sdpa_mask))
-AttentionInterface.register(BY_IMAGES, attention_within_images)
-AttentionMaskInterface.register(BY_IMAGES, sdpa_mask)
-AttentionInterface.register(BY_SINKS, _attention_with_sinks)
-AttentionMaskInterface.register(BY_SINKS, _lengths_or_mask)
-AttentionInterface.register(BY_EAGER, _attention_with_sinks)
-AttentionMaskInterface.register(BY_EAGER, partial(_mask_if_needed, eager_mask))
-AttentionInterface.register(BY_WINDOWS, _attention_in_windows)
-AttentionMaskInterface.register(BY_WINDOWS, _window_mask)
+for _name, _attend, _make_mask in (
+    (BY_LENGTHS, _attention_in_documents, partial(_mask_if_needed, hf.sdpa_mask)),
+    (BY_IMAGES, attention_within_images, hf.sdpa_mask),
+    (BY_SINKS, _attention_with_sinks, _lengths_or_mask),
+    (BY_EAGER, _attention_with_sinks, partial(_mask_if_needed, hf.eager_mask)),
+    (BY_WINDOWS, _attention_in_windows, _window_mask),
+):
+    AttentionInterface.register(_name, _attend)
+    AttentionMaskInterface.register(_name, _make_mask)
 
 
 @torch.library.custom_op("megatrain::causal_attention", mutates_args=())
@@ -397,28 +390,29 @@ def _backward(
     sinks: Tensor | None,
     edges: Tensor | None,
     out: Tensor,
-    whole: Tensor,
+    sums: Tensor,
     longest: int,
     window: int,
     scale: float,
     cap: float = 0.0,
     lengths: Tensor | None = None,
 ) -> list[Tensor]:
+    """Gradients of queries, keys, values, sinks if any; `out`, `sums`: of `causal_attention`."""
     leaves = [query, key, value]
     if query.is_cuda and not cap and lengths is None and query.dtype != torch.float32:
         g, q, k, v, result = (_laid_out(x, edges) for x in (gradient, query, key, value, out))
         gradients = [
-            *flash_attention_backward(g, q, k, v, result, whole, edges, longest, window, scale)
+            *flash_attention_backward(g, q, k, v, result, sums, edges, longest, window, scale)
         ]
     else:
         seen = Seen(*_sight(query, edges, longest, window, lengths), scale, cap)
-        sums_BTH = _by_token(whole, query)
+        sums_BTH = _by_token(sums, query)
         gradients = gradients_in_chunks(gradient, query, key, value, out, sums_BTH, seen)
     if sinks is not None:
-        shares = (sinks.float() - _by_token(whole, query)).exp()
+        shares_BTH = (sinks.float() - _by_token(sums, query)).exp()
         product_BTH = (gradient.float() * out.float()).sum(-1)
-        of_sinks = -(shares * product_BTH).sum((0, 1))
-        leaves, gradients = [*leaves, sinks], [*gradients, of_sinks]
+        sinks_gradient = -(shares_BTH * product_BTH).sum((0, 1))
+        leaves, gradients = [*leaves, sinks], [*gradients, sinks_gradient]
     pairs = zip(gradients, leaves, strict=True)
     return [gradient_of.to(x.dtype).contiguous().view(x.shape) for gradient_of, x in pairs]
 
@@ -437,14 +431,15 @@ def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     *saved, lengths = ctx.saved_tensors
     options = ctx.longest, ctx.window, ctx.scale, ctx.cap, lengths
     gradients = _backward(gradient.contiguous(), *saved, *options)
-    of_leaves = [*gradients, None][:4]  # the last gradient is of sinks, if there are any
-    return *of_leaves, *[None] * 6
+    four = [*gradients, None][:4]  # of query, key, value and sinks; None: there are no sinks
+    return *four, *[None] * 6  # edges and options have no gradients
 
 
 causal_attention.register_autograd(_gradients, setup_context=_save)
 
 
 def _laid_out(rows: Tensor, edges: Tensor | None) -> Tensor:
+    """Rows `[B, T, ...]`; with edges of documents end to end, `[B T, ...]`."""
     return rows if edges is None else rows.flatten(0, 1)
 
 
@@ -457,15 +452,17 @@ def _by_token(sums: Tensor, query: Tensor) -> Tensor:
 def _sight(
     query: Tensor, edges: Tensor | None, longest: int, window: int, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor, int]:
-    """The first fields of `Seen`."""
+    """The fields `first_BT`, `last_BT` and `reach` of `Seen`."""
     rows, tokens = query.shape[:2]
     if edges is None:
         edges, longest = row_edges(rows, tokens, query.device), tokens
     reach = min(window or longest, longest)
-    at_BT = torch.arange(rows * tokens, device=query.device, dtype=torch.int32).view(rows, tokens)
-    place_T = at_BT[0]
-    document_BT = torch.searchsorted(edges, at_BT, right=True, out_int32=True) - 1
-    first_BT = (edges[document_BT] - at_BT + place_T).maximum(place_T + 1 - reach)
+    # The index of a token in the rows laid end to end, and its place in its row.
+    index_BT = torch.arange(rows * tokens, device=query.device, dtype=torch.int32).view(rows, -1)
+    place_T = index_BT[0]
+    document_BT = torch.searchsorted(edges, index_BT, right=True, out_int32=True) - 1
+    document_start_BT = edges[document_BT] - index_BT + place_T
+    first_BT = document_start_BT.maximum(place_T + 1 - reach)
     last_BT = place_T.expand(rows, tokens)
     last_BT = last_BT if lengths is None else last_BT.minimum(lengths[:, None] - 1)
     return first_BT, last_BT, reach

@@ -2,8 +2,7 @@
 
 It is for cases that torch's flash kernel does not support: soft caps (Gemma 2: `cap * tanh(logit /
 cap)`), and CPUs. A chunk's queries are those of all heads that share keys. Its logits exist twice
-in the forward, four times in the backward; on a GPU torch.compile makes one kernel of all between
-the products.
+in the forward, four times in the backward. On a GPU one compiled kernel runs between two products.
 
 Legend: B rows, T tokens of a row, K heads of keys, G heads of queries that share one, D width.
 R rows, N heads (of R rows), C queries and S keys of a chunk.
@@ -19,8 +18,8 @@ from torch import Tensor
 from megatrain.compat.torch import can_compile, for_many_shapes, let_triton_launch, mark_dynamic
 
 MOST_LOGITS = 1 << 28  # that exist at once, unless a single head of a chunk has more
-# Of a chunk, in all heads that share keys. An H200 waits for the launches of smaller chunks; a CPU
-# does not, and takes a quarter.
+# Queries of a chunk, in all heads that share keys. An H200 waits for the launches of smaller
+# chunks; a CPU does not, and takes a quarter.
 QUERIES = 4096
 _ROWS = 4  # computed together, at most
 _ALIGNED = 128  # kernels are quicker if keys begin and end at multiples of this
@@ -30,13 +29,11 @@ _LARGEST = 70.0  # exponentials of logits up to this, and their sums, are finite
 class Seen(NamedTuple):
     """The tokens to which each token attends, and the factors of logits."""
 
-    # first_BT, last_BT: places in the row of the first and the last token to which a token attends;
-    # the last is never after the token
-    first_BT: Tensor
-    last_BT: Tensor
-    reach: int  # a token attends to fewer tokens before itself
+    first_BT: Tensor  # place in the row of the first token to which each token attends
+    last_BT: Tensor  # place of the last one, which is never after the token itself
+    reach: int  # a token attends to fewer than so many tokens before itself
     scale: float
-    cap: float  # of logits; 0: none
+    cap: float  # the soft cap of logits; 0: none
 
 
 @torch.no_grad()  # with gradients kernels would be compiled twice
@@ -52,15 +49,15 @@ def attend_in_chunks(
     for rows, heads in _pieces(k_BTKGD):
         k_NTD, v_NTD = (_by_head(x[rows, :, heads]) for x in (k_BTKGD, v_BTKGD))
         for queries, keys in _spans(q_BTKGD.shape[1], most_tokens, seen.reach):
-            at = rows, queries, heads
-            q_RCKGD = q_BTKGD[at]
+            chunk = rows, queries, heads
+            q_RCKGD = q_BTKGD[chunk]
             logits = _by_head(q_RCKGD) @ k_NTD[:, keys].mT
             weights, totals, logs = fused(
-                seen.scale, seen.cap, *_shown(q_RCKGD, seen, at, keys, logits)
+                seen.scale, seen.cap, *_operands(q_RCKGD, seen, chunk, keys, logits)
             )
-            part = weights.reshape(logits.shape) @ v_NTD[:, keys]
-            out[at] = (_by_token(part, q_RCKGD) / totals.transpose(1, 2)[..., None]).to(out.dtype)
-            sums_BTKG[at] = logs.transpose(1, 2)
+            sums_RCKGD = _by_token(weights.reshape(logits.shape) @ v_NTD[:, keys], q_RCKGD)
+            out[chunk] = (sums_RCKGD / totals.transpose(1, 2)[..., None]).to(out.dtype)
+            sums_BTKG[chunk] = logs.transpose(1, 2)
             del logits, weights  # before the next chunk's are made
     return out.view(query.shape), sums_BTKG.flatten(2)
 
@@ -79,30 +76,30 @@ def gradients_in_chunks(
     of_heads = (query, key, value, gradient, out)
     q_BTKGD, k_BTKGD, v_BTKGD, g_BTKGD, o_BTKGD = (_grouped(x, key) for x in of_heads)
     sums_BTKG = sums_BTH.unflatten(2, q_BTKGD.shape[2:4])
-    of_q, of_k, of_v = (torch.empty_like(x) for x in (q_BTKGD, k_BTKGD, v_BTKGD))
+    dq, dk, dv = (torch.empty_like(x) for x in (q_BTKGD, k_BTKGD, v_BTKGD))
     fused = _fused(_slopes, query.is_cuda)
     most_tokens = _most_tokens(q_BTKGD.shape[3], query.is_cuda)
     for rows, heads in _pieces(k_BTKGD):
         k_NTD, v_NTD = (_by_head(x[rows, :, heads]) for x in (k_BTKGD, v_BTKGD))
-        sum_k, sum_v = (torch.zeros_like(x, dtype=torch.float32) for x in (k_NTD, v_NTD))
+        dk_NTD, dv_NTD = (torch.zeros_like(x, dtype=torch.float32) for x in (k_NTD, v_NTD))
         for queries, keys in _spans(q_BTKGD.shape[1], most_tokens, seen.reach):
-            at = rows, queries, heads
-            q_RCKGD = q_BTKGD[at]
-            q, g = _by_head(q_RCKGD), _by_head(g_BTKGD[at])
+            chunk = rows, queries, heads
+            q_RCKGD = q_BTKGD[chunk]
+            q, g = _by_head(q_RCKGD), _by_head(g_BTKGD[chunk])
             k = k_NTD[:, keys]
             products = q @ k.mT, g @ v_NTD[:, keys].mT
-            sums = sums_BTKG[at].transpose(1, 2).clone(memory_format=torch.contiguous_format)
-            product = (g.float() * _by_head(o_BTKGD[at])).sum(-1).view(sums.shape)
-            shown = _shown(q_RCKGD, seen, at, keys, *products)
-            shares, slopes = fused(seen.scale, seen.cap, *shown, sums, product)
+            sums = sums_BTKG[chunk].transpose(1, 2).clone(memory_format=torch.contiguous_format)
+            g_times_out = (g.float() * _by_head(o_BTKGD[chunk])).sum(-1).view(sums.shape)
+            operands = _operands(q_RCKGD, seen, chunk, keys, *products)
+            shares, slopes = fused(seen.scale, seen.cap, *operands, sums, g_times_out)
             shares, slopes = (x.reshape(products[0].shape) for x in (shares, slopes))
-            sum_v[:, keys] += shares.mT @ g
-            sum_k[:, keys] += slopes.mT @ q
-            of_q[at] = _by_token(slopes @ k, q_RCKGD)
-            del products, shown, shares, slopes  # before the next chunk's are made
-        for gradients, sums_of_keys in ((of_k, sum_k), (of_v, sum_v)):
-            gradients[rows, :, heads] = _by_token(sums_of_keys, k_BTKGD[rows, :, heads])
-    return [of_q, of_k, of_v]
+            dv_NTD[:, keys] += shares.mT @ g
+            dk_NTD[:, keys] += slopes.mT @ q
+            dq[chunk] = _by_token(slopes @ k, q_RCKGD)
+            del products, operands, shares, slopes  # before the next chunk's are made
+        for gradients, sums_NTD in ((dk, dk_NTD), (dv, dv_NTD)):
+            gradients[rows, :, heads] = _by_token(sums_NTD, k_BTKGD[rows, :, heads])
+    return [dq, dk, dv]
 
 
 def cost_of_chunks(
@@ -130,8 +127,8 @@ def cost_of_chunks(
 
 def _at_once(tokens: int, heads: int) -> tuple[int, int]:
     """Rows, and heads of keys, that are computed together."""
-    rows = max(1, MOST_LOGITS // (QUERIES * tokens))
-    return min(_ROWS, max(1, rows // heads)), min(heads, rows)
+    matrices = max(1, MOST_LOGITS // (QUERIES * tokens))  # of logits: one for each row and head
+    return min(_ROWS, max(1, matrices // heads)), min(heads, matrices)
 
 
 def _pieces(k_BTKGD: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -156,17 +153,23 @@ def _spans(tokens: int, most: int, reach: int) -> Iterator[tuple[slice, slice]]:
         yield slice(first, last), slice(begin, last)
 
 
-def _shown(q_RCKGD: Tensor, seen: Seen, at: tuple, keys: slice, *of_logits: Tensor) -> list[Tensor]:
-    """Logits `[N, C G, S]` as `[R, K, C, G, S / A, A]`; first, last place of queries; places."""
+def _operands(
+    q_RCKGD: Tensor, seen: Seen, chunk: tuple, keys: slice, *products: Tensor
+) -> list[Tensor]:
+    """Products `[N, C G, S]` as `[R, K, C, G, S / A, A]` (A keys are aligned), and places in rows.
+
+    The places are the first and last to which queries attend `[R, C]`, and those of keys.
+    """
     rows, num, heads, groups, _ = q_RCKGD.shape
     places = torch.arange(keys.start, keys.stop, device=q_RCKGD.device, dtype=torch.int32)
     aligned = _ALIGNED if len(places) % _ALIGNED == 0 else 1
     shape = rows, heads, num, groups, -1, aligned
-    spread = [*(x.view(shape) for x in of_logits), places.view(shape[4:])]
-    for tensor in spread:
+    *viewed, places = *(x.view(shape) for x in products), places.view(shape[4:])
+    for tensor in (*viewed, places):
         mark_dynamic(tensor, tensor.ndim - 2)
-    first, last = (x[at[:2]].clone(memory_format=torch.contiguous_format) for x in seen[:2])
-    return [*spread[:-1], first, last, spread[-1]]
+    bounds = (seen.first_BT[chunk[:2]], seen.last_BT[chunk[:2]])
+    first, last = (x.clone(memory_format=torch.contiguous_format) for x in bounds)
+    return [*viewed, first, last, places]
 
 
 def _capped(
@@ -182,23 +185,23 @@ def _capped(
 
 def _weights(scale: float, cap: float, products: Tensor, *places: Tensor) -> tuple[Tensor, ...]:
     """Exponentials of logits less the largest, their sums, and logarithms of the full sums."""
-    logits, counts = _capped(scale, cap, products, *places)
+    logits, is_seen = _capped(scale, cap, products, *places)
     largest = torch.zeros_like(logits[..., 0, 0])
     if not 0 < cap <= _LARGEST:
-        largest = logits.where(counts, -torch.inf).amax((-2, -1))
-    weights = (logits - largest[..., None, None]).exp().where(counts, 0)
+        largest = logits.where(is_seen, -torch.inf).amax((-2, -1))
+    weights = (logits - largest[..., None, None]).exp().where(is_seen, 0)
     sums = weights.sum((-2, -1))
     return weights.to(products.dtype), sums, sums.log() + largest
 
 
 def _slopes(
-    scale: float, cap: float, products: Tensor, of_shares: Tensor, *further: Tensor
+    scale: float, cap: float, products: Tensor, dshares: Tensor, *further: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The softmax's probabilities, and the gradients of the products."""
-    *places, sums, product = further
-    logits, counts = _capped(scale, cap, products, *places)
-    shares = (logits - sums[..., None, None]).exp().where(counts, 0)
-    slopes = shares * (of_shares.float() - product[..., None, None]) * scale
+    """The softmax's probabilities (shares), and the gradients of the products (slopes)."""
+    *places, sums, g_times_out = further
+    logits, is_seen = _capped(scale, cap, products, *places)
+    shares = (logits - sums[..., None, None]).exp().where(is_seen, 0)
+    slopes = shares * (dshares.float() - g_times_out[..., None, None]) * scale
     if cap:
         slopes = slopes * (1 - (logits / cap).square())
     return shares.to(products.dtype), slopes.to(products.dtype)
@@ -206,6 +209,7 @@ def _slopes(
 
 @cache
 def _fused(function: Callable[..., Any], on_gpu: bool) -> Any:
+    """A function of tensors as one compiled kernel, if a GPU computes and Triton can build it."""
     if not (on_gpu and can_compile()):
         return function
     let_triton_launch()

@@ -11,7 +11,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.compat.transformers import attention_of
-from megatrain.model import attention, attention_chunks
+from megatrain.model import attention_chunks
 from megatrain.model.attention import (
     BY_EAGER,
     BY_MASKS,
@@ -186,7 +186,7 @@ def test_values_may_be_narrower_than_keys(monkeypatch):
 
 
 def test_rows_that_are_filled_up_at_their_end_take_no_mask(monkeypatch):
-    monkeypatch.setattr(attention, "eager_mask", None)
+    monkeypatch.setattr("megatrain.compat.transformers.eager_mask", None)
     mask = torch.ones(3, 24, dtype=torch.long)
     mask[1, 20:] = 0
     losses("fp32", rows(attention_mask=mask), "gemma2")

@@ -85,7 +85,7 @@ def test_lengths_of_documents_do_what_masks_do(family, changes, monkeypatch):
     assert results[0].loss == results[1].loss
     assert same(masters(one), masters(other))
 
-    monkeypatch.setattr("megatrain.model.attention.sdpa_mask", None)  # none is made
+    monkeypatch.setattr("megatrain.compat.transformers.sdpa_mask", None)  # none is made
     one.step([row(9, 1, 4, 2, rows=2)])  # a step, not a trial, which compares with masks
 
 
