@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 _PLAIN = {"F32": torch.float32, "F16": torch.float16}
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
-_OF_27B = (46, 62)  # layers of Gemma 2 and 3 whose queries llama.cpp scales otherwise
-# Settings of a file that change results, and their names in configurations.
-_READ_AS = {
+_OF_27B = (46, 62)  # numbers of layers of Gemma 2 and 3 27B, whose queries have another scale
+# Settings of a file that change results, and their names in transformers' configurations.
+_NAMES_IN_CONFIG = {
     "rope.freq_base": ("rope_theta",),
     "rope.dimension_count": ("rotary_dim", "rotated"),
     "attention.key_length": ("head_dim", "global_head_dim"),
@@ -52,7 +52,7 @@ def is_gguf(path: str | Path) -> bool:
     return path.suffix == ".gguf" and path.is_file()
 
 
-def unpacked(path: Path) -> Path:
+def unpacked_folder(path: Path) -> Path:
     """The folder of a GGUF file's model (weights, tokenizer, chat template), made at first use.
 
     Weights are bfloat16, or float32 or float16 if the file's largest tensor is. The folder is in
@@ -92,8 +92,8 @@ def _unpack(path: Path, folder: Path) -> None:
     _warn_of_splitting(path, reader)
     largest = max(reader.tensors, key=lambda tensor: int(tensor.n_bytes))
     dtype = _PLAIN.get(largest.tensor_type.name, torch.bfloat16)
-    packed = getattr(transformers, "GgufConfig", None)  # older versions always dequantise
-    quantisation = {} if packed is None else {"quantization_config": packed(dequantize=True)}
+    make_config = getattr(transformers, "GgufConfig", None)  # older versions always dequantise
+    quantisation = {"quantization_config": make_config(dequantize=True)} if make_config else {}
     options = {"config": config, "dtype": dtype, "output_loading_info": True, **quantisation}
     model, report = read_gguf(path, AutoModelForCausalLM, **options)
     if missing := sorted(map(str, report["missing_keys"])):
@@ -113,8 +113,8 @@ def _unpack(path: Path, folder: Path) -> None:
 
 def _warn_of_splitting(path: Path, reader: Any) -> None:
     """Warn if transformers splits words otherwise than the file says, before it joins bytes."""
-    kind, split = (reader.fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
-    if kind is None or split is None or kind.contents() != "gpt2":
+    kind, splitting = (reader.fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    if kind is None or splitting is None or kind.contents() != "gpt2":
         return
     try:
         from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
@@ -122,46 +122,44 @@ def _warn_of_splitting(path: Path, reader: Any) -> None:
         known = {"qwen2"}
     else:
         known = {*mapping.GGUF_PRE_TOKENIZER_SPLITS}
-    if split.contents() not in _SPLIT_AS_GPT2 | known:
+    if splitting.contents() not in _SPLIT_AS_GPT2 | known:
         log.warning(
             "%s: transformers does not know its way of splitting words, %s, and takes GPT-2's: "
             "some texts may become other tokens; give the tokenizer of the model's safetensors "
-            "folder as model.tokenizer", path, split.contents(),
+            "folder as model.tokenizer", path, splitting.contents(),
         )  # fmt: skip
 
 
 def refuse_unread(path: Path, reader: Any, config: Any) -> None:
-    """Raise InputError if the file has a setting that its `config` lacks, as transformers made it.
-
-    That includes scaled positions.
-    """
+    """Raises InputError: transformers has not read a setting of the file into its `config`."""
     prefix = f"{reader.fields['general.architecture'].contents()}."
     settings = {n.removeprefix(prefix): f for n, f in reader.fields.items() if n.startswith(prefix)}
     names = (tensor.name for tensor in reader.tensors)
-    found = [f"{name} (scaled positions)" for name in names if name.startswith("rope_")]
+    unread = [f"{name} (scaled positions)" for name in names if name.startswith("rope_")]
     kind = settings["rope.scaling.type"].contents() if "rope.scaling.type" in settings else "none"
     if kind != "none" and f'"{kind}"' not in config.to_json_string(use_diff=False):
-        found.append(f"positions scaled by {kind}")
-    read: dict[Any, list[Any]] = defaultdict(list)  # a configuration's numbers by name, with parts
+        unread.append(f"positions scaled by {kind}")
+    numbers: dict[Any, list[Any]] = defaultdict(list)  # all of the configuration, by name
     for place, number in pytree.tree_leaves_with_path(config.get_text_config().to_dict()):
         if isinstance(number, int | float):
-            read[getattr(place[-1], "key", None)].append(number)
+            numbers[getattr(place[-1], "key", None)].append(number)
     heads = getattr(config, "num_attention_heads", None)
-    head_dim, *_ = read["head_dim"] = read["head_dim"] or [config.hidden_size / (heads or 1)]
-    read["rotated"] = [share * head_dim for share in read["partial_rotary_factor"] or [1]]
-    if read["query_pre_attn_scalar"]:
+    numbers["head_dim"] = numbers["head_dim"] or [config.hidden_size / (heads or 1)]
+    head_dim = numbers["head_dim"][0]
+    numbers["rotated"] = [share * head_dim for share in numbers["partial_rotary_factor"] or [1]]
+    if numbers["query_pre_attn_scalar"]:
         scale = config.hidden_size / heads if config.num_hidden_layers in _OF_27B else head_dim
-        if read["query_pre_attn_scalar"] != [scale]:
-            found.append(f"queries that are scaled by {scale:g}^-0.5")
-    for name, as_read in _READ_AS.items():
+        if numbers["query_pre_attn_scalar"] != [scale]:
+            unread.append(f"queries that are scaled by {scale:g}^-0.5")
+    for name, config_names in _NAMES_IN_CONFIG.items():
         value = settings[name].contents() if name in settings else 0
-        theirs = [number for their_name in as_read for number in read[their_name] if number]
-        theirs += [1] if name.endswith("scale") else []
-        if value and not any(isclose(value, number, rel_tol=1e-6) for number in theirs):
-            found.append(f"{name} {value:g}")
-    if found:
+        known = [number for in_config in config_names for number in numbers[in_config] if number]
+        known += [1] if name.endswith("scale") else []
+        if value and not any(isclose(value, number, rel_tol=1e-6) for number in known):
+            unread.append(f"{name} {value:g}")
+    if unread:
         raise InputError(
-            f"{path}: holds {found[0]}, which transformers does not read; take the model's "
+            f"{path}: holds {unread[0]}, which transformers does not read; take the model's "
             "safetensors folder"
         )
 

@@ -14,10 +14,10 @@ from megatrain.base.changed import changed
 
 if "transformers.models" not in sys.modules:
     _folder = Path(transformers.__file__).parent / "models"
-    _read = import_utils.define_import_structure(_folder, prefix="models")  # as it was read before
-    _names = {
-        backends: {m.removeprefix("models."): n for m, n in of.items() if m.startswith("models.")}
-        for backends, of in _read.items()
+    _structure = import_utils.define_import_structure(_folder, prefix="models")  # from the cache
+    _inner = {
+        backends: {m.removeprefix("models."): n for m, n in part.items() if m.startswith("models.")}
+        for backends, part in _structure.items()
     }
-    with changed([import_utils], define_import_structure=lambda *_: _names):
+    with changed([import_utils], define_import_structure=lambda *_: _inner):
         import transformers.models

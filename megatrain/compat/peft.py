@@ -133,7 +133,7 @@ def check(config: Any) -> None:
 
 
 def of_scores(config: Any) -> bool:
-    """True if an adapter is for a model that gives classes or scores; it includes the head."""
+    """True if an adapter is for a model that gives classes or scores, whose head it includes."""
     return config.task_type in _CLASSES or bool(_HEADS & {*(config.modules_to_save or ())})
 
 
@@ -176,7 +176,8 @@ def _with_weights(values: Mapping[str, Any]) -> dict[str, Any]:
     init = values.get("init_lora_weights", True)
     if init not in _INITS and str(init).lower() not in _UNCHANGED_BASE:
         return dict(values)
-    return {**values, **dict.fromkeys(_INIT_KEYS), "init_lora_weights": init not in _INITS or init}
+    reset = dict.fromkeys(_INIT_KEYS) | {"init_lora_weights": init if init in _INITS else True}
+    return {**values, **reset}
 
 
 def write_config(config: Any, folder: Path, model: nn.Module) -> None:
@@ -388,6 +389,6 @@ def merged(
     Args: `values`: functions that return the wrapper's parameters, by their names in it.
     """
     wrapper = copy.deepcopy(module).float().to_empty(device="cpu")
-    wrapper.load_state_dict({name: value() for name, value in values.items()}, strict=False)
+    wrapper.load_state_dict({n: value() for n, value in values.items()}, strict=False)
     wrapper.merge(adapter_names=[active])
     return wrapper.get_base_layer().get_parameter(name).detach()

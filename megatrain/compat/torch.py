@@ -90,7 +90,7 @@ children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_m
 
 
 def versions_of(named: Mapping[str, Any]) -> dict[str, int]:
-    """The versions of the tensors among values; modes that note functions see no use of them."""
+    """The versions of the tensors among values; for modes of functions this is no use of them."""
     with without_torch_function():
         return {name: version_of(v) for name, v in named.items() if isinstance(v, Tensor)}
 
@@ -139,7 +139,7 @@ def can_compile() -> bool:
 
 @contextmanager
 def importing_compiler() -> Iterator[None]:
-    """Meanwhile, another thread imports the modules of torch.compile, which takes seconds."""
+    """Within this context another thread imports torch.compile's modules, which takes seconds."""
     thread = Thread(target=importlib.import_module, args=("torch._inductor.compile_fx",))
     thread.start()
     try:

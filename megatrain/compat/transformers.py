@@ -55,10 +55,10 @@ def encoder_calls(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def uncollected(module: nn.Module) -> list[nn.Module]:
-    """The module; but its parts, if hooks of the model around it collect results inside it."""
+    """The module; or its parts, if hooks inside it collect results for the model around it."""
     inside = [part for part in module.modules() if part is not module]
     if isinstance(module, PreTrainedModel) or not any(part._forward_hooks for part in inside):
-        return [module]  # a PreTrainedModel inside collects for itself
+        return [module]  # hooks inside a PreTrainedModel collect results for that model
     return [part for child in module.children() for part in uncollected(child)]
 
 
@@ -82,8 +82,8 @@ def encoders(model: PreTrainedModel) -> list[nn.Module]:
     if not encodes(model):
         return []
     modules = [model.get_encoder(modality) for modality in ("image", "audio")]
-    others = (None, model, model.base_model)  # a tower that the configuration leaves out is None
-    return [module for module in modules if module not in others]
+    no_encoders = (None, model, model.base_model)  # None: the configuration leaves the tower out
+    return [module for module in modules if module not in no_encoders]
 
 
 BASE_CLASSES: dict[str, str] = {
@@ -125,9 +125,9 @@ def runs_on(model: PreTrainedModel, layers: Iterable[nn.Module]) -> bool:
     """True if layers have states or convolutions, which run on from one document into the next."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     parts = (part for layer in layers for part in layer.modules())
-    convolves = (isinstance(p, nn.Conv1d) and p.kernel_size != (1,) for p in parts)
-    carries = getattr(model, "_is_stateful", False)
-    return carries or "linear_attention" in kinds or any(convolves)
+    are_convolutions = (isinstance(p, nn.Conv1d) and p.kernel_size != (1,) for p in parts)
+    has_states = getattr(model, "_is_stateful", False) or "linear_attention" in kinds
+    return has_states or any(are_convolutions)
 
 
 def recorded_routers(model: PreTrainedModel) -> list[tuple[type[nn.Module], int, str]]:
@@ -280,8 +280,8 @@ def experts_forward(
     """
     top_k = top_k_index.shape[-1]
     row_experts, order = top_k_index.reshape(-1).sort(stable=True)
-    counted = row_experts.int() if row_experts.is_cuda else row_experts.float()
-    counts = counted.histc(experts.num_experts, 0, experts.num_experts - 1)
+    countable = row_experts.int() if row_experts.is_cuda else row_experts.float()  # by histc
+    counts = countable.histc(experts.num_experts, 0, experts.num_experts - 1)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     places, tokens = places.view(-1, top_k), order // top_k
@@ -471,10 +471,7 @@ def unpacked() -> Iterator[None]:
     def has_no_data(value: Any) -> bool:
         return is_fake(value) or (isinstance(value, Tensor) and value.is_meta)
 
-    with (
-        _finding(lambda position_ids: None),
-        changed([import_utils], is_fake_tensor=has_no_data),
-    ):
+    with _finding(lambda position_ids: None), changed([import_utils], is_fake_tensor=has_no_data):
         yield
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatrain.base.json_yaml import read_json, read_text
 from megatrain.base.units import MIB
-from megatrain.compat.gguf import is_gguf, unpacked
+from megatrain.compat.gguf import is_gguf, unpacked_folder
 from megatrain.data.row_packing import Ints
 from megatrain.errors import InputError, in_one_line
 
@@ -31,7 +31,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     folder = Path(path_or_id).expanduser()
-    folder = unpacked(folder) if is_gguf(folder) else folder
+    folder = unpacked_folder(folder) if is_gguf(folder) else folder
     local = folder.exists() or str(path_or_id).startswith(("/", ".", "~"))
     if local and not folder.is_dir():
         raise InputError(f"{path_or_id}: no such folder; check the path")

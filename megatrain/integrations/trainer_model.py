@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from megatrain.api import Engine
-from megatrain.compat.gguf import is_gguf, unpacked
+from megatrain.compat.gguf import is_gguf, unpacked_folder
 from megatrain.compat.peft import has_adapter, is_peft_model, without_wrapper
 from megatrain.compat.transformers import MULTIMODAL_CLASSES, task_of
 from megatrain.data import load_tokenizer
@@ -160,7 +160,7 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
         raise InputError("StreamedTrainer needs a transformers model, its hub id or folder")
     if adapter_folder(model) is not None:
         refuse("an adapter's folder", "give PeftModel.from_pretrained(..., is_trainable=True)")
-    model = unpacked(Path(model)) if is_gguf(model) else model
+    model = unpacked_folder(Path(model)) if is_gguf(model) else model
     kwargs.pop("device_map", None)
     trusted = getattr(args, "trust_remote_code", False)
     kwargs = {"dtype": "auto", "trust_remote_code": trusted} | kwargs

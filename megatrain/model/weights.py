@@ -31,7 +31,7 @@ from megatrain.base.json_yaml import read_json
 from megatrain.base.units import IN_FLIGHT_BYTES, MIB
 from megatrain.base.whole_files import forget_pages
 from megatrain.compat import transformers as hf
-from megatrain.compat.gguf import is_gguf, unpacked
+from megatrain.compat.gguf import is_gguf, unpacked_folder
 from megatrain.errors import InputError, explained
 from megatrain.model.quantised import Packed, gathered, joined, unpacked_format
 from megatrain.model.safetensors_io import Stored, has_pickle_weights, has_weights, stored_tensors
@@ -65,7 +65,7 @@ def resolve_model(
     """
     folder = Path(os.path.expanduser(path_or_id))
     if is_gguf(folder):
-        return unpacked(folder)
+        return unpacked_folder(folder)
     if not folder.exists():
         problem = f"{path_or_id}: no such folder, and it cannot be had from the hub"
         remedy = (
@@ -258,8 +258,9 @@ def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
         if not path.name.startswith(("consolidated", "adapter_model")):
             log.warning("%s: is named by no index, so neither read nor exported", path)
     heads = _HEADS if hf.task_of(model) != "CAUSAL_LM" else ()
-    others = plan.unexpected.items()
-    carried = [s for name, tensors in others if not name.startswith(heads) for s in tensors]
+    carried: list[Stored] = []
+    for name, tensors in plan.unexpected.items():
+        carried += [] if name.startswith(heads) else tensors
     unsaved = hf.not_saved(model)
     recipes = [recipe for recipe in plan.recipes if recipe.target in unsaved]
     carried += [part.stored for recipe in recipes for part in recipe.parts]
@@ -310,9 +311,10 @@ class WeightPlan:
         if packing is None or recipe.packing != packing:
             built = recipe.build(self._model, methodcaller("read"))
             return {self.first_name[name]: tensor for name, tensor in built.items()}
-        kept = Packed.nf4_rows if recipe.converter and packing is NF4_WIDE else Packed.kept
+        # A section is one tensor of the format: scales, codes. Sections are built each by itself.
+        read = Packed.nf4_rows if recipe.converter and packing is NF4_WIDE else Packed.kept
         sources = (part.stored for part in recipe.parts)
-        sections = {s.name: kept(s) for s in sources if isinstance(s, Packed)}
+        sections = {s.name: read(s) for s in sources if isinstance(s, Packed)}
         first, *_ = sections.values()
 
         def build_section(index: int) -> dict[str, Tensor]:
@@ -330,8 +332,7 @@ def _plan_load(
 ) -> tuple[list[Recipe], dict[str, list[Stored]]]:
     """Match stored tensors with the model's names, as transformers' loading does.
 
-    The conversions that were used are put into `model._weight_conversions`, from which transformers
-    restores the checkpoint's layout when a model is saved.
+    The used conversions go into `model._weight_conversions`: transformers reverses them to save.
     """
     conversions = hf.get_model_conversion_mapping(model)
     renamings = [x for x in conversions if isinstance(x, hf.loading.WeightRenaming)]
@@ -402,8 +403,7 @@ def _check_tensor(
 def _without_tied_copies(recipes: list[Recipe], first_name: Mapping[str, str]) -> list[Recipe]:
     """One recipe for each distinct parameter. Raises InputError: copies of a parameter differ.
 
-    transformers reads a checkpoint with different copies as untied, whatever its config says: this
-    would be another model than the one that is trained.
+    transformers would read such copies as untied, whatever config.json says: as another model.
     """
     by_parameter: dict[str, Recipe] = {}
     for recipe in recipes:
@@ -433,7 +433,7 @@ def _same_values(one: Recipe, other: Recipe) -> bool:
 def _check_complete(
     folder: Path, model: PreTrainedModel, missing: set[str], unexpected: dict[str, list[Stored]]
 ) -> tuple[str, ...]:
-    """Sort the missing names. Raises InputError: one is needed, or the model lacks `unexpected`."""
+    """The missing names, sorted. Raises InputError: one is needed, or an unexpected one unknown."""
     report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
     hf.drop_ignorable(model, report)
     # transformers ignores layers of multi-token prediction by fixed names; here by their numbers.

@@ -9,7 +9,7 @@ import torch
 
 from megatrain.base.whole_files import whole_folder
 from megatrain.checkpoint import Checkpoint
-from megatrain.compat.gguf import is_gguf, unpacked
+from megatrain.compat.gguf import is_gguf, unpacked_folder
 from megatrain.errors import InputError, RunFailed, explained, in_one_line
 from megatrain.model.companions import companions, write_companions
 from megatrain.model.export import REPLACED, pack_like, packed_weights_of
@@ -55,7 +55,7 @@ def export(
         raise InputError("--like packs weights; leave --gguf and --dtype out")
     packed = {} if like is None else packed_weights_of(like)  # raises before anything is written
     if not isinstance(model, Checkpoint):
-        model = unpacked(Path(model)) if is_gguf(model) else Path(model)
+        model = unpacked_folder(Path(model)) if is_gguf(model) else Path(model)
         if not holds_model(model):
             raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
         if merged and adapter_folder(model) is None:
