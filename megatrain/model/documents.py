@@ -57,7 +57,7 @@ _MIXED = (
     "without packing (data.packing: false)"
 )
 Micro = Mapping[str, Tensor]
-# Several rows, length, names of media, and whether media touch where a document begins.
+# True for several rows, place of their length among `limits_of`, media, True if media touch.
 RowKind = tuple[bool, int, frozenset[str], bool]
 
 
@@ -159,41 +159,39 @@ class DocumentCheck:
         self._limits = limits_of(config)
         ids = re.findall(r"_token_(?:id|index)'?: (\d+)", str(config.to_dict()))
         self._placeholders = torch.tensor([*map(int, ids)], dtype=torch.long)
-        self._apart: set[RowKind] = set()  # kinds of rows that have passed
+        self._passed: set[RowKind] = set()
 
     def check(self, micro_batches: Sequence[Micro], ranks: Ranks = ALONE) -> None:
         """Try packed rows of a kind that is new to some rank, on all ranks.
 
-        Rows are of one kind if their lengths lie between the same two integers of the configuration
-        (windows, kernel sizes...) or powers of two, if they are single or several, and if they have
-        the same kinds of media.
+        Rows of one kind are single or several, have the same kinds of media, and their lengths lie
+        between the same two integers of the configuration (windows, kernel sizes) or powers of two.
 
-        Raises InputError: the model does not keep documents separate; DoesNotFit: no memory for
-        masks.
+        Raises InputError: the model mixes documents; DoesNotFit: there is no memory for masks.
         """
         untried = self._untried(micro_batches, ranks)
         new = {self._kind(micro): micro for micro in reversed(untried)}
         if self._program.may_attend_by_lengths and not all(map(self._settle, new.values())):
             self._program.may_attend_by_lengths = False
-            self._apart.clear()  # those trials attended by lengths
+            self._passed.clear()  # kinds that passed when attention was by lengths
             untried = self._untried(micro_batches, ranks)
 
         def checked() -> int:
             self._check_masks(micro_batches)
             return len(micro_batches)
 
-        at_once = max(ranks.agree(checked))
+        most_rows = max(ranks.agree(checked))  # micro-batches of one trial run
         for micro in untried:
             kind = self._kind(micro)
-            if kind not in self._apart and self._keeps_apart(micro, at_once):
-                self._apart.add(kind)
+            if kind not in self._passed and self._keeps_apart(micro, most_rows):
+                self._passed.add(kind)
 
     def _untried(self, micro_batches: Sequence[Micro], ranks: Ranks) -> list[Micro]:
         """The packed micro-batches of new kinds of all ranks."""
 
         def of_rank() -> list[Micro]:
             packed = filter(is_packed, micro_batches)
-            return [m for m in packed if self._kind(m) not in self._apart and self._trials(m)]
+            return [m for m in packed if self._kind(m) not in self._passed and self._trials(m)]
 
         return [micro for micros in ranks.agree(of_rank) for micro in micros]
 
@@ -216,9 +214,9 @@ class DocumentCheck:
         return [with_media(inputs, self._placeholders)]
 
     def _settle(self, micro: Micro) -> bool:
-        """Attend by documents' lengths from now on, if losses are those of masks; True if so."""
-        [*_, last] = self._trials(micro)
-        trial = last.micro_batches[0]
+        """Attend by lengths from now on if losses then equal those by masks; True if so."""
+        [*_, last_comparison] = self._trials(micro)
+        trial = last_comparison.micro_batches[0]
         if not any(map(of_media, trial)):
             trial = {name: value[:1, :_COMPARED] for name, value in trial.items()}
         try:
@@ -227,30 +225,30 @@ class DocumentCheck:
             raise
         except Exception as error:  # the model's own code may not take lengths
             _log.info("documents are kept apart by masks, not by their lengths: %s", error)
-            equal = False
+            is_equal = False
         else:
             by_masks = self._losses(trial, BY_MASKS)
-            equal = change_of(by_masks, by_lengths) <= MOST_NOISE[self._dtype]
-            equal = equal or self._is_as_alone(trial, by_lengths)
-        self._program.attend(BY_LENGTHS if equal else BY_MASKS)
-        return equal
+            is_equal = change_of(by_masks, by_lengths) <= MOST_NOISE[self._dtype]
+            is_equal = is_equal or self._is_as_alone(trial, by_lengths)
+        self._program.attend(BY_LENGTHS if is_equal else BY_MASKS)
+        return is_equal
 
     def _losses(self, trial: Micro, attention: str) -> Tensor:
         self._program.attend(attention)
         [losses_BT] = self._run_trial([trial]).losses
         return losses_BT.cpu()
 
-    def _keeps_apart(self, micro: Micro, at_once: int) -> bool:
+    def _keeps_apart(self, micro: Micro, most_rows: int) -> bool:
         """True if documents are separate; False: the trial shows nothing. Raises InputError."""
         for seed in range(2):  # rounding may change the choice of experts once, hardly twice
-            compared = self._trials(micro, seed)
-            rows = [row for comparison in compared for row in comparison.micro_batches]
-            groups = [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
+            trials = self._trials(micro, seed)
+            rows = [row for trial in trials for row in trial.micro_batches]
+            groups = [rows[start : start + most_rows] for start in range(0, len(rows), most_rows)]
             losses = [loss.cpu() for group in groups for loss in self._run_trial(group).losses]
             if not all(bool(loss.isfinite().all()) for loss in losses):
                 return False  # the step itself reports the error
-            pairs = zip(compared, losses[::2], losses[1::2], strict=True)
-            changes = [comparison.differences(one, other) for comparison, one, other in pairs]
+            compared = zip(trials, losses[::2], losses[1::2], strict=True)
+            changes = [trial.differences(plain, changed) for trial, plain, changed in compared]
             noise, leak, context = (max(values) for values in zip(*changes, strict=True))
             if noise > MOST_NOISE[self._dtype] or leak > TOLERANCE + NOISES * noise:
                 continue
@@ -308,9 +306,9 @@ def check_documents(spec: ModelSpec) -> None:
         return  # layers may keep documents apart by their lengths
     # Masks of bools are True for tokens that are seen; others are added to logits.
     masks = [leaf for leaf in leaves if leaf.ndim > 2 and leaf.shape[-2:] == (size, size)]
-    shown = [mask if mask.dtype == torch.bool else mask > -1 for mask in masks]
-    knows_none = not masks and id(positions) not in entering  # layers get neither
-    if knows_none or any(bool(is_seen[..., first:, :first].any()) for is_seen in shown):
+    visible = [mask if mask.dtype == torch.bool else mask > -1 for mask in masks]
+    tells_layers = masks or id(positions) in entering  # where documents begin
+    if not tells_layers or any(bool(is_seen[..., first:, :first].any()) for is_seen in visible):
         raise InputError(_MIXED.format(model.config.model_type))
 
 
@@ -322,21 +320,22 @@ class Comparison:
     changed_T: Tensor  # True for the tokens of these documents that are changed
     micro_batches: list[Micro]  # the rows, and the rows with tokens changed
 
-    def differences(self, one_BT: Tensor, other_BT: Tensor) -> tuple[float, float, float]:
-        """How much losses change with the tokens: root mean squares, divided by their spread.
+    def differences(self, plain_BT: Tensor, changed_BT: Tensor) -> tuple[float, float, float]:
+        """Changes of the losses of `micro_batches`: root mean squares, divided by their spread.
 
         Of the most changed document before the changed tokens (noise), of the most changed one
-        after them (a leak), and of the other tokens of their own document (context).
+        after them (a leak), and of the unchanged tokens of the same document (context).
         """
-        change_BT = ((one_BT - other_BT) / spread_of(one_BT)).reshape(-1, len(self.changed_T))
+        change_BT = (plain_BT - changed_BT) / spread_of(plain_BT)
+        change_BT = change_BT.reshape(-1, len(self.changed_T))
         parts = (x.split(self.lengths, -1) for x in (change_BT, ~self.changed_T))
         before = after = within = 0.0
         is_after = False
-        for change, kept_T in zip(*parts, strict=True):
-            size = float(change[:, kept_T].square().mean().sqrt())
-            if not kept_T.all():  # the document of the changed tokens
+        for change, is_unchanged_T in zip(*parts, strict=True):
+            size = float(change[:, is_unchanged_T].square().mean().sqrt())
+            if not is_unchanged_T.all():  # the document of the changed tokens
                 is_after = True
-                within = size if kept_T.any() else within
+                within = size if is_unchanged_T.any() else within
             elif is_after:
                 after = max(after, size)
             else:
@@ -345,7 +344,7 @@ class Comparison:
 
 
 def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
-    """Comparisons: of documents as long as those of a row, and of short ones between long ones."""
+    """Comparisons of documents as long as those of a row, and of short ones between long ones."""
     rows, tokens = micro["position_ids"].shape
     shape = min(rows, 2), tokens
     pool = at_least_two(torch.unique(micro["input_ids"]))
@@ -357,22 +356,22 @@ def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
         index_BT = torch.randint(len(pool), shape, generator=generator)
         other_BT = index_BT + torch.randint(1, len(pool), shape, generator=generator)
         places = [torch.arange(n) for n in lengths]
-        changed_T = torch.cat([place < m for place, m in zip(places, changed, strict=True)])
+        changed_T = torch.cat([place < n for place, n in zip(places, changed, strict=True)])
         positions_BT = torch.cat(places).expand(shape).contiguous()
         micro_batches: list[Micro] = []
         for chosen_BT in (index_BT, torch.where(changed_T, other_BT % len(pool), index_BT)):
             ids_BT = pool[chosen_BT]
             labels_BT = ids_BT.masked_fill(positions_BT == 0, IGNORED)  # nothing predicts these
-            named = {"input_ids": ids_BT, "labels": labels_BT, "position_ids": positions_BT}
-            micro_batches.append(named)
+            micro_batches.append(
+                {"input_ids": ids_BT, "labels": labels_BT, "position_ids": positions_BT}
+            )
         compared.append(Comparison(lengths, changed_T, micro_batches))
 
     def every_second(lengths: list[int]) -> None:
         first = 1 if len(lengths) > 2 else 0  # a document must follow a changed one
         add(lengths, [n if number % 2 == first else 0 for number, n in enumerate(lengths)])
 
-    # In a row whose documents all have one token nothing is predicted: of the other rows, that with
-    # most documents.
+    # The row with most documents, of those in which some document has a second token to predict.
     begins_BT = document_starts(micro["position_ids"])[:, 1:]
     count_B = begins_BT.sum(1).where(~begins_BT.all(1), -1)
     begins_T = begins_BT[int(count_B.argmax())].nonzero()[:, 0] + 1
@@ -389,7 +388,7 @@ def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
 
 
 def with_media(micro: Micro, placeholders: Tensor) -> Comparison:
-    """The documents, and the same with half of the learnt tokens of every second one changed.
+    """The documents, and the same with half of the learnt tokens changed in every second one.
 
     Args: `placeholders`: ids of tokens that stand for media: they are not changed.
     """
@@ -441,8 +440,7 @@ def check_masks(
 ) -> None:
     """Raises DoesNotFit: a mask `[B, 1, T, T]` is larger than the free memory.
 
-    A row of one document without padding needs no mask: attention is plainly causal, and its memory
-    is linear in T.
+    A row of one document without padding needs no mask: its attention is plainly causal.
 
     Args: `itemsize`: of the compute dtype, to which torch converts a mask of bools.
     """

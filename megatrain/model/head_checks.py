@@ -32,7 +32,7 @@ from megatrain.model.zeros import ZeroProducts, zero_pages
 
 _SHAPE = (2, 10)
 _UNLABELLED = [(0, 2), (1, 3), (1, 5)]  # row and token; the rows have different numbers of labels
-_SPECIAL = [p for p in product(range(2), range(1, 10)) if p not in _UNLABELLED]  # special tokens
+_SPECIAL_PLACES = [p for p in product(range(2), range(1, 10)) if p not in _UNLABELLED]
 _RANDOM = 1 << 18  # values of a parameter that are random: tables may be larger than memory
 _TOLERANCE = 1e-6  # of the loss, in fp32
 _TOKENS = 2  # of each row in a trial of mixed tokens
@@ -41,8 +41,7 @@ _TOKENS = 2  # of each row in a trial of mixed tokens
 def label_shift(spec: ModelSpec) -> int:
     """The number of tokens from logits to the label with which they are compared: 1, or 0.
 
-    Raises Unsupported: the model has another loss than the mean cross entropy of its labels, or a
-    head that is none of a language model.
+    Raises Unsupported: the loss is no mean cross entropy of labels, the head no language model's.
     """
     model = spec.capture.model
     name, count = type(model).__name__, model.config.get_text_config(decoder=True).vocab_size
@@ -56,7 +55,7 @@ def label_shift(spec: ModelSpec) -> int:
         )
     if spec.capture.task == "FEATURE_EXTRACTION":
         return 0
-    shift = _tried(spec, name)
+    shift = _shift_of_loss(spec, name)
     if spec.router_loss is not None:
         _try_routers(spec, spec.router_loss, shift, name)
     if shift == 0 and name not in CAUSAL_LM_CLASSES and spec.capture.task == "CAUSAL_LM":
@@ -87,7 +86,7 @@ def _try_scores(spec: ModelSpec, name: str) -> None:
         )
 
 
-def _tried(spec: ModelSpec, name: str) -> int:
+def _shift_of_loss(spec: ModelSpec, name: str) -> int:
     """`label_shift`, from a comparison of the model's loss with the cross entropy of its logits."""
     model, labels_BT = spec.capture.model, _labels(spec)
     module = getattr(model.loss_function, "__module__", None) or ""
@@ -97,9 +96,9 @@ def _tried(spec: ModelSpec, name: str) -> int:
             "function, or train elsewhere"
         )
     ids_BT = torch.zeros_like(labels_BT)
-    reads = _ReadsTokens(labels_BT, ids_BT)
+    watch = _ReadsTokens(labels_BT, ids_BT)
     try:
-        with reads:
+        with watch:
             loss, logits_BTV = _loss_of_model(spec, labels_BT, input_ids=ids_BT)
         value = None if loss is None else float(loss)
     except Exception as error:  # whatever a model's own code makes of these labels
@@ -110,13 +109,13 @@ def _tried(spec: ModelSpec, name: str) -> int:
         ) from error
     if value is None:
         return 1
-    shifts = [n for n in (1, 0) if _same(value, _cross_entropy(logits_BTV, labels_BT, n))]
+    shifts = [n for n in (1, 0) if _is_close(value, _cross_entropy(logits_BTV, labels_BT, n))]
     if not shifts:
         raise Unsupported(
             f"the loss in {name}'s forward is not the mean cross entropy of its labels, and the "
             "difference would be left out; give a model with that loss alone"
         )
-    if not type(model).__module__.startswith("transformers.") and (used := reads.before(loss)):
+    if not type(model).__module__.startswith("transformers.") and (used := watch.before(loss)):
         raise Unsupported(
             f"the loss in {name}'s forward is computed from values of labels or input_ids (by "
             f"{used}), and what it does for some tokens alone would be left out; let it give the "
@@ -145,7 +144,7 @@ def _try_routers(spec: ModelSpec, loss: RouterLoss, shift: int, name: str) -> No
     sums = [loss.sums(logits, mask_BT.flatten().float()) for logits in routed]
     expected = _cross_entropy(logits_BTV, labels_BT, shift)
     expected += loss.weight * float(loss.balance([torch.cat(sums)])[1][0])
-    if total is None or not _same(float(total), expected):
+    if total is None or not _is_close(float(total), expected):
         raise Unsupported(
             f"output_router_logits is on in the model's configuration, and the loss that {name} "
             "adds for its routers is not the usual one; set it to false"
@@ -163,7 +162,7 @@ def _labels(spec: ModelSpec) -> Tensor:
     special = {v for value in named for v in (value if isinstance(value, list) else [value])}
     labels_BT = torch.arange(_SHAPE[0] * _SHAPE[1]).remainder(count).view(_SHAPE)
     usable = sorted(token for token in special if type(token) is int and 0 <= token < count)
-    for place, token in zip(_SPECIAL, usable, strict=False):
+    for place, token in zip(_SPECIAL_PLACES, usable, strict=False):
         labels_BT[place] = token
     for place in _UNLABELLED:
         labels_BT[place] = IGNORED
@@ -185,33 +184,35 @@ class _ReadsTokens(TorchFunctionMode):
 
     def __init__(self, labels: Tensor, ids: Tensor) -> None:
         super().__init__()
+        # By a tensor's memory: tensors of labels that were only moved; and tensors computed from
+        # labels or ids, each with the name of the first function that computed with their values.
         self._moved = {memory_of(labels): labels}
-        self._read = {memory_of(ids): (ids, "input_ids")}
-        self._branch = ""
+        self._computed = {memory_of(ids): (ids, "input_ids")}
+        self._branch = ""  # the first function of labels whose values were read for Python
 
     def before(self, loss: Tensor | None) -> str:
         """The first function of labels, or "input_ids", on which the loss depends, if any."""
-        _, used = ("", "") if loss is None else self._read.get(memory_of(loss), ("", ""))
-        return self._branch or used
+        _, first = ("", "") if loss is None else self._computed.get(memory_of(loss), ("", ""))
+        return self._branch or first
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, kwargs = func(*args, **(kwargs or {})), kwargs or {}
         name = getattr(func, "__name__", str(func))
-        places = {memory_of(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        reads = next((self._read[p][1] for p in places if p in self._read), "")
-        is_loss = func in (F.cross_entropy, F.nll_loss) and kwargs.get("weight") is None
+        inputs = {memory_of(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        first = next((self._computed[x][1] for x in inputs if x in self._computed), "")
+        is_unweighted = kwargs.get("weight") is None and len(args) == 2
+        is_loss = func in (F.cross_entropy, F.nll_loss) and is_unweighted
         is_mask = type(args and args[-1]) is int and (name.strip("_"), args[-1]) in _MASKS
-        unread = places.isdisjoint(self._moved) or (is_loss and len(args) == 2) or is_mask
-        if unread and not reads:
+        if not first and (is_loss or is_mask or inputs.isdisjoint(self._moved)):
             return result
         in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         leaves = pytree.tree_leaves((result, args[:1] if in_place else ()))
         results = [x for x in leaves if isinstance(x, Tensor)]
-        if not reads and name in _MOVES:
+        if not first and name in _MOVES:
             self._moved |= {memory_of(tensor): tensor for tensor in results}
         else:
-            first = reads or name.strip("_")
-            self._read |= {memory_of(tensor): (tensor, first) for tensor in results}
+            first = first or name.strip("_")
+            self._computed |= {memory_of(tensor): (tensor, first) for tensor in results}
             if name in READS_OF_VALUES and first != "input_ids":
                 self._branch = self._branch or first
         return result
@@ -272,8 +273,8 @@ def _cross_entropy(logits_BTV: Tensor, labels_BT: Tensor, shift: int) -> float:
     return float(F.cross_entropy(flat_NV, targets_N, ignore_index=IGNORED))
 
 
-def _same(one: float, other: float) -> bool:
-    return abs(one - other) <= _TOLERANCE * abs(other)
+def _is_close(loss: float, expected: float) -> bool:
+    return abs(loss - expected) <= _TOLERANCE * abs(expected)
 
 
 def refuse_mixing(spec: ModelSpec) -> None:

@@ -20,7 +20,7 @@ Owners = dict[int, PreTrainedModel]
 # Values for which one generator makes random numbers: 32 MiB, 40 ms of a core.
 _PIECE = 1 << 23
 
-# Pieces of a part, at most: 2**39 values. torch's generator takes 32 bits of a seed.
+# The most pieces of a part (of 2**39 values). torch's generator takes 32 bits of a seed.
 _PART_SEEDS = 1 << 16
 
 _DRAWING = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
@@ -45,8 +45,7 @@ def initialise(
         write: takes each parameter's name and its values, once.
         only: names to write; others, such as those of buffers, are passed over.
         convert: `write` gets `convert(name, values)` in place of the values.
-        alike: a layer with the modules and shapes of the one before gets that layer's values: for
-            measurements, where values do not matter.
+        alike: for measurements: a layer like the one before gets that layer's values.
 
     Raises InputError: `_init_weights` does not set a parameter; only its constructor does.
     """
@@ -54,7 +53,7 @@ def initialise(
     paths = {id(module): path for path, module in model.named_modules()}
     names = {name for name, _ in model.named_parameters()}.intersection(only)
     owners = _owners(model)
-    drawn_kinds: list[Any] = []  # classes, names and shapes of the parameters of `values`
+    drawn_kinds: list[Any] = []  # module classes, names and shapes of the parameters of `values`
     values: list[Tensor | None] = []
     for index, part in enumerate(list(_parts(model, spec))):
         # A tied parameter belongs to the module that has it under its first name.
@@ -104,8 +103,8 @@ class _Shell(NamedTuple):
         parameters[self.name] = self.parameter
         assert values is not None
         # The minimum is NaN if any value is; `isnan` would take a byte for each value.
-        unset = values.numel() and values.amin().isnan()
-        return None if unset else convert(self.full_name, values.detach())
+        is_unset = values.numel() and values.amin().isnan()
+        return None if is_unset else convert(self.full_name, values.detach())
 
 
 def most_drawn_at_once(spec: ModelSpec) -> int:
@@ -138,25 +137,25 @@ class _InPieces(TorchDispatchMode):
 
 def _parts(model: PreTrainedModel, spec: ModelSpec) -> Iterator[list[nn.Module]]:
     """Modules to initialise together, children first: each layer, then every other module."""
-    placed: set[int] = set()
+    in_layers: set[int] = set()
     for layer in spec.layers:
         members = list(_children_first(layer.module))
-        placed.update(id(module) for module in members)
+        in_layers.update(id(module) for module in members)
         yield members
-    outer = [module for module in _children_first(model) if id(module) not in placed]
-    together: set[int] = set()
+    outer = [module for module in _children_first(model) if id(module) not in in_layers]
+    together: set[int] = set()  # modules initialised with the module around them
     owners = _owners(model)
     for module in reversed(outer):  # parents first
         if id(module) in together:
             continue
-        below = [m for m in _children_first(module) if id(m) not in placed]
-        parameters = [p for m in below[:-1] for p in m.parameters(recurse=False)]
+        members = [m for m in _children_first(module) if id(m) not in in_layers]
+        parameters = [p for m in members[:-1] for p in m.parameters(recurse=False)]
         versions = [version_of(p) for p in parameters]
         with torch.no_grad():
             initialise_module(owners[id(module)], module)  # on the meta device, to try
-        if versions != [version_of(p) for p in parameters]:  # it writes to parameters below it
-            together.update(id(m) for m in below)
-            yield below
+        if versions != [version_of(p) for p in parameters]:  # it writes to inner parameters
+            together.update(id(m) for m in members)
+            yield members
     yield from ([module] for module in outer if id(module) not in together)
 
 

@@ -33,7 +33,7 @@ _numbers = count()  # of compiled functions in this process
 # them are about the outputs of matrix products and attention.
 KEPT_SHARE = 0.5
 
-# Purposes of a call, which are compiled separately: name in the log, and share that is saved.
+# Purposes of a call, which are compiled separately: name in the log, share that may be saved.
 _PURPOSES = {
     "forward": ("forward without a backward", None),
     "recompute": ("backward", None),
@@ -49,10 +49,8 @@ class LayerTemplate:
 
     module: nn.Module  # the template; parameters on the meta device, buffers real
     output_spec: Any = None  # pytree of a call's return value and of its additions to containers
-    # the flat outputs of a call in the structure run (zeros)
-    example: list[Any] = field(default_factory=list)
-    # the compiled call for each purpose
-    compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    example: list[Any] = field(default_factory=list)  # flat outputs of the structure run (zeros)
+    compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)  # calls by purpose
     routes: bool = False  # True if a call's last output is its routers' sums (model/routers.py)
     random: bool = False  # True if a call uses random numbers in training
     # attributes of modules in which a call leaves tensors
@@ -100,8 +98,8 @@ class LayerTemplate:
 
     def compile(self, name: str) -> None:
         """Compile the call separately for each purpose (torch.compile, at the first call)."""
-        for purpose, (news, share) in _PURPOSES.items():
-            function = compile_and_tell(_apply, f"{name} ({news})", purpose)
+        for purpose, (log_name, share) in _PURPOSES.items():
+            function = compile_and_tell(_apply, f"{name} ({log_name})", purpose)
             # The budget is read when a function is compiled, at the first call of a shape.
             self.compiled[purpose] = function if share is None else recomputing(share)(function)
 

@@ -48,8 +48,8 @@ def as_computed(value: Tensor, dtype: torch.dtype) -> Tensor:
 class Encoded:
     """The result of one call of an encoder, without its features."""
 
-    # of the result; a `_Feature` stands for features, a tensor on `meta` for a leaf that is not
-    # read (hooks of transformers count what layers return, and pass over None)
+    # of the result: a `_Feature` for features that are read, a meta tensor for others that are
+    # floats (not None: hooks of transformers count a layer's results, and pass over None)
     leaves: Sequence[Any]
     spec: Any
 
@@ -88,18 +88,18 @@ class Recorder:
         touched, read: `Uses.touched` and `Uses.read` of the run.
         inner: records the results of modules that these encoders call.
         """
-        self._touched, self._computed, self._inner, self._depth = touched, read, inner, 0
-        self.inside = set[int]()  # ids that encoders computed with
+        self._touched, self._read, self._inner, self._depth = touched, read, inner, 0
+        self.inside = set[int]()  # ids of tensors with which encoders computed
         self._results: list[tuple[list[Any], Any]] = []
         self._versions: list[tuple[Tensor, int]] = []
-        self._leaves, self._read_leaves = set[int](), set[int]()  # of results; of those read
+        self._leaves, self._read_leaves = set[int](), set[int]()  # ids of results, all and read
 
     def call(self, encoder: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of an encoder, which is recorded unless another encoder calls it."""
         if self._depth:
             return encoder(*args, **kwargs)
         self.note()
-        self._computed.clear()  # from here on it gets what this encoder computes with
+        self._read.clear()  # so that it has this encoder's tensors alone after the call
         self._depth += 1
         try:
             result = encoder(*args, **kwargs)
@@ -107,8 +107,8 @@ class Recorder:
             self._depth -= 1
             if self._inner is not None:
                 self._inner.note()
-            self._touched.clear()  # only what comes after the call reads results
-            self.inside |= self._computed
+            self._touched.clear()  # an encoder's own use of a result does not count
+            self.inside |= self._read
         # Flattened now, as the caller may change the result.
         self._results.append(pytree.tree_flatten((result, _beside(result))))
         leaves = self._results[-1][0]
@@ -145,8 +145,7 @@ class Recorder:
 def calls_of(model: nn.Module, media: Collection[str]) -> list[tuple[nn.Module, str]]:
     """The methods, each with its module, by which a forward calls its encoders.
 
-    A module with parameters of `media` alone is an encoder as well (projectors of Llama 4 and
-    Qwen2-Audio).
+    A module with parameters of `media` alone is an encoder, too (projectors of Llama 4).
     """
     from megatrain.compat.transformers import encoder_calls
 
@@ -197,9 +196,9 @@ class FrozenParts:
     """Keeps results of frozen modules of encoders that are trained in part, for their backward.
 
     A frozen tower then runs once a step. The modules are the outermost ones without a trained
-    parameter. A module is run again in the backward if its results have a gradient or it uses
-    random numbers, which the first backward with each kind of media shows; or if later operations
-    change its results in place.
+    parameter. The first backward with each kind of media runs them again: results are not kept of
+    modules that use random numbers or whose results have a gradient. None are kept any more if
+    later operations change a result in place.
     """
 
     def __init__(self, model: nn.Module, names: Collection[str]) -> None:
@@ -212,10 +211,11 @@ class FrozenParts:
         self, media: Mapping[str, Tensor], kept: list[Kept], touched: set[int]
     ) -> Iterator[Recorder | None]:
         """Within this context a forward puts results into `kept`, and a backward pops them."""
-        if torch.is_grad_enabled() and kept:
+        is_backward = torch.is_grad_enabled()
+        if is_backward and kept:
             with replayed(self._calls, *kept.pop(), _require_constant):
                 yield None
-        elif torch.is_grad_enabled():
+        elif is_backward:
             from megatrain.compat.transformers import uncollected  # the forward has set hooks
 
             self._calls = [(part, name) for m, name in self._calls for part in uncollected(m)]
@@ -273,12 +273,12 @@ def in_one_row(features: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def _apart(model: nn.Module, media: Collection[str], path: str = "") -> Iterator[nn.Module]:
-    """The outermost modules that have parameters of media alone."""
+    """The outermost modules whose parameters all have names in `media`; `path`: of the model."""
     for name, module in model.named_children():
         inside = f"{path}{name}."
-        if not any(each.startswith(inside) for each in media):
+        if not any(parameter.startswith(inside) for parameter in media):
             continue
-        if all(f"{inside}{leaf}" in media for leaf, _ in module.named_parameters()):
+        if all(f"{inside}{parameter}" in media for parameter, _ in module.named_parameters()):
             yield module
         else:
             yield from _apart(module, media, inside)

@@ -30,22 +30,16 @@ class MicroBatch:
     targets: Tensor | None  # `[B, T]` token that each position predicts, -100 for none
     rows: Rows  # the step's embedding rows, as this micro-batch indexes them
     loss: Loss = CROSS_ENTROPY
-    # `[B, T]` or `[B, T, K]`, the loss's inputs beside the targets, in its order
-    extras: Sequence[Tensor] = ()
-    # the forward's arguments with the ends of packed documents (model/documents.py)
-    documents: Mapping[str, Any] = field(default_factory=dict)
+    extras: Sequence[Tensor] = ()  # other inputs of the loss, in its order: `[B, T]`, `[B, T, K]`
+    documents: Mapping[str, Any] = field(default_factory=dict)  # `length_arguments` of packed rows
     counted_N: Tensor | None = None  # 1 for a token, 0 for padding; None: all are tokens
-    # the layers' arguments, known once the prologue has run
-    calls: list[Call] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)  # of layers, once the prologue has run
     # the document of each token in packed rows, for each time the forward asks
     document_indices: list[Tensor | None] = field(default_factory=list)
-    # True if positions in `inputs` restart within a row; None: only the device knows
-    is_packed: bool | None = None
+    is_packed: bool | None = None  # positions restart within a row; None: only the device knows
     media: dict[str, Tensor] = field(default_factory=dict)  # the forward's images and sounds
-    # the calls of encoders, known once these have run
-    encoded: list[Encoded] = field(default_factory=list)
-    # results of frozen parts of encoders, for the backward of trained parts
-    kept: list[Kept] = field(default_factory=list)
+    encoded: list[Encoded] = field(default_factory=list)  # calls of encoders, once these have run
+    kept: list[Kept] = field(default_factory=list)  # of frozen parts of encoders (`FrozenParts`)
 
 
 @dataclass
@@ -61,8 +55,7 @@ class Batch:
     unique_U: Tensor
     seed: int  # of this step's random numbers
     first: int = 0  # the number of `micro[0]` in this rank's step
-    # the targets and other inputs of each micro-batch's loss, on the device; for a joint loss of
-    # the micro-batches of all ranks
+    # each micro-batch's targets and other loss inputs, on the device; of all ranks in a joint loss
     loss_inputs: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
     # the measures of a joint loss, on the device, once the head has been visited
     measured: dict[str, Tensor] = field(default_factory=dict)

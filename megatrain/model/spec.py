@@ -32,29 +32,23 @@ class Structure:
     """The part of a model's structure that can be written to a file."""
 
     epilogue_inputs: list[Ref]  # activations that the epilogue reads
-    # embedding tables that are read only by the batch's own token ids; their rows are gathered on
-    # the host
+    # embedding tables that are read only by the batch's token ids: the host gathers their rows
     gathered: list[str]
     constants: list[int]  # token ids whose rows the prologue reads for any batch
-    # prologue, epilogue: names of the other parameters used before and after the layers
-    prologue: list[str]
-    epilogue: list[str]
+    prologue: list[str]  # names of the other parameters that are used before the layers
+    epilogue: list[str]  # names of those that are used after the layers
     head: list[str]  # names of the epilogue's parameters that are used after the trunk
     num_logits: int
     fixed: list[str]  # parameters that the forward uses, but no gradient reaches
     unused: list[str]  # parameters that no training uses; they stay as they are
-    # parameters that text alone does not use, of a model that encodes images or sounds
-    media: list[str] = field(default_factory=list)
-    # of `fixed`, those that are used after the layers as well
-    kept: list[str] = field(default_factory=list)
+    media: list[str] = field(default_factory=list)  # parameters that text alone does not use
+    kept: list[str] = field(default_factory=list)  # of `fixed`, also used after the layers
     label_shift: int = 1  # tokens from logits to the label with which they are compared
-    # parameters whose values in the source have more bits than bf16
-    wide: set[str] = field(default_factory=set)
+    wide: set[str] = field(default_factory=set)  # parameters with more bits in the source than bf16
     # `in_fp32` of bf16, for a structure without code; None: the code is asked
     wide_in_bf16: set[str] | None = None
     stacks: list[str] = field(default_factory=list)  # names of stacked experts' parameters
-    # losses of routers that the configuration asks for; None: nothing is trained
-    router_loss: RouterLoss | None = None
+    router_loss: RouterLoss | None = None  # of the configuration; None: nothing is trained
 
 
 @dataclass(kw_only=True)
