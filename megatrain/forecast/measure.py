@@ -485,7 +485,7 @@ class Measurer:
     @contextmanager
     def _measuring_head(self, tokens: int) -> Iterator[None]:
         """Within this context modules after the layers run over `tokens` tokens, without data."""
-        tiles = self._tiles(self.program.rest, tokens, compiled=False)
+        tiles = self._tiles(self.program.epilogue_parts, tokens, compiled=False)
         with foreseeing("the head"), tiles, self._fakes(), torch.enable_grad():
             yield
 

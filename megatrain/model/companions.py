@@ -27,13 +27,14 @@ _GENERATE = "custom_generate"  # code that `model.generate` of transformers runs
 _MODULES, _POOLING = "modules.json", "1_Pooling/config.json"
 _TEXTS = "sentence_bert_config.json"
 
-_GO_ALONG = re.compile(
+# Names of files that are copied, unless `_NOT_COPIED` matches them as well.
+_COPIED = re.compile(
     r"[^/]+\.(json|jinja|txt|model(\.v\w+)?|tiktoken|bpe|spm|vocab|py)"
     rf"|{_TEMPLATES}/[^/]+\.jinja|{_POOLING}|{_GENERATE}/[^/]+\.(py|txt)"
     r"|(licen[cs]e|notice|copying|copyright|use_policy|acceptable_use)[^/]*",
     re.IGNORECASE,
 )
-_STAY = re.compile(
+_NOT_COPIED = re.compile(
     r"\..*|config\.json|.*\.index\.json|adapter_config\.json|(hf_)?quant\w*_config\.json|readme.*"
     r"|requirements.*|trainer_state\.json|training_args.*|.*_results\.json",
     re.IGNORECASE,
@@ -53,14 +54,15 @@ def companions(folder: Path) -> dict[str, bytes]:
 
     Raises InputError: a file cannot be read.
     """
-    below = (f"{_TEMPLATES}/*", _POOLING, f"{_GENERATE}/*")
-    paths = [*folder.iterdir(), *(path for pattern in below for path in folder.glob(pattern))]
+    paths = [*folder.iterdir()]
+    for pattern in (f"{_TEMPLATES}/*", _POOLING, f"{_GENERATE}/*"):
+        paths += folder.glob(pattern)
     named = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
     chosen = {
         name: path
         for name, path in named.items()
         if name.isprintable() and "\\" not in name  # names that checkpoints can hold
-        if _GO_ALONG.fullmatch(name) and not _STAY.fullmatch(name)
+        if _COPIED.fullmatch(name) and not _NOT_COPIED.fullmatch(name)
     }
     code = {name: chosen.pop(name) for name in list(chosen) if re.fullmatch(r"[^/]+\.py", name)}
     files, configuration = read_files(chosen), read_files({"config.json": folder / "config.json"})
@@ -69,23 +71,24 @@ def companions(folder: Path) -> dict[str, bytes]:
 
 
 def sentence_files(beside: Companions, width: int, pooling: str) -> dict[str, bytes]:
-    """The files with which sentence-transformers pools as in training; none if they are there."""
+    """The files that let sentence-transformers pool as in training; empty if `beside` has them."""
     kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     mode = "mean_tokens" if pooling == "mean" else "lasttoken"
     with explained(f"{_TEXTS}: malformed"):
-        lowers = parse_json(beside.get(_TEXTS, b"{}")).get("do_lower_case")
-    if lowers:
+        lowers_case = parse_json(beside.get(_TEXTS, b"{}")).get("do_lower_case")
+    if lowers_case:
         raise InputError(
             f"{_TEXTS}: do_lower_case would change texts before they are tokens, which training "
             "does not; write the data in lower case, and set it to false"
         )
     if _MODULES in beside:
         with explained(f"{_MODULES}, {_POOLING}: malformed"):
-            named = {str(m["type"]).rpartition(".")[2] for m in parse_json(beside[_MODULES])}
-            pooled = parse_json(beside.get(_POOLING, b"{}"))
-            on = [n.removeprefix("pooling_mode_") for n, value in pooled.items() if value is True]
-            modes = {pooled.get("pooling_mode", mode), *(n for n in on if n != "include_prompt")}
-        if named <= kinds.keys() and modes <= {mode, mode.removesuffix("_tokens")}:
+            module_kinds = {str(m["type"]).rpartition(".")[2] for m in parse_json(beside[_MODULES])}
+            settings = parse_json(beside.get(_POOLING, b"{}"))
+            switched_on = [key for key, value in settings.items() if value is True]
+            modes = {key.removeprefix("pooling_mode_") for key in switched_on} - {"include_prompt"}
+            modes.add(settings.get("pooling_mode", mode))
+        if module_kinds <= kinds.keys() and modes <= {mode, mode.removesuffix("_tokens")}:
             return {}
         raise InputError(
             f"{_MODULES}, {_POOLING}: a text's embedding is another one than is trained (pooling "
@@ -101,7 +104,7 @@ def sentence_files(beside: Companions, width: int, pooling: str) -> dict[str, by
 
 
 def read_files(paths: Mapping[str, Path]) -> dict[str, bytes]:
-    """The bytes of files, by name; a file for which no memory is left is only named in the log."""
+    """The bytes of files, by name; files beyond `_MOST_BYTES` in all are only named in the log."""
     contents: dict[str, bytes] = {}
     bytes_left = _MOST_BYTES
     for name, path in paths.items():
@@ -139,8 +142,9 @@ def add_ends(folder: Path, ends: Sequence[int]) -> None:
     """Add these tokens to those that end texts in the generation settings of a model's folder."""
     path = folder / GENERATION
     settings = read_json(path) if ends and path.is_file() else {}
-    ends_now = settings.get("eos_token_id")
-    old_ends = ends_now if isinstance(ends_now, list) else [] if ends_now is None else [ends_now]
+    old_ends = settings.get("eos_token_id")
+    if not isinstance(old_ends, list):
+        old_ends = [] if old_ends is None else [old_ends]
     all_ends = list(dict.fromkeys([*ends, *old_ends]))
     if settings and all_ends != old_ends:
         settings["eos_token_id"] = all_ends if len(all_ends) > 1 else all_ends[0]

@@ -96,8 +96,8 @@ def write_weights(
 
     def value(name: str) -> Tensor:
         first = saved[name]
-        known = tensors[first]() if first in tensors else model.get_parameter_or_buffer(first)
-        return known.detach()
+        values = tensors[first]() if first in tensors else model.get_parameter_or_buffer(first)
+        return values.detach()
 
     def read(name: str, tensor: Stored) -> Tensors:
         return {name: tensor.read()}
@@ -108,7 +108,7 @@ def write_weights(
     described = _described(pieces)
     with _exported(folder, described, beside or {}) as new:
         write_configs(new, model, dtype)
-        _write_shards(new, described, _made(pieces), max_shard_bytes)
+        _write_shards(new, described, _values_of(pieces), max_shard_bytes)
 
 
 def write_adapter(
@@ -182,12 +182,11 @@ def pack_like(folder: Path, reference: Path, packed: Mapping[str, Packed]) -> No
     pieces: list[ExportPiece] = []
     for name, tensor in exported.items():
         parts = packed[name].parts if name in packed else [tensor]
-        pieces.append(
-            ExportPiece({part.name: part.blank() for part in parts}, partial(read, tensor))
-        )
+        blanks = {part.name: part.blank() for part in parts}
+        pieces.append(ExportPiece(blanks, partial(read, tensor)))
     described = _described(pieces)
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        _write_shards(Path(name), described, _made(pieces), _SHARD_BYTES)
+        _write_shards(Path(name), described, _values_of(pieces), _SHARD_BYTES)
         for file in {tensor.file for tensor in exported.values()}:
             file.unlink()
         (folder / INDEX_FILE).unlink(missing_ok=True)
@@ -199,7 +198,7 @@ def pack_like(folder: Path, reference: Path, packed: Mapping[str, Packed]) -> No
 
 
 def _described(pieces: list[ExportPiece]) -> Tensors:
-    """The tensors of all pieces, which are sorted: wide elements first, so shards are aligned."""
+    """Sort pieces, widest elements first so that shards are aligned; returns all their tensors."""
     pieces.sort(key=lambda piece: -next(iter(piece.blanks.values())).dtype.itemsize)
     return {name: blank for piece in pieces for name, blank in piece.blanks.items()}
 
@@ -248,10 +247,12 @@ def _saved_names(model: PreTrainedModel, tensors: Values) -> dict[str, str]:
     # transformers expects the name to which others are tied.
     tied = model.all_tied_weights_keys
     ignored = hf.not_saved(model)
-    saved = {
-        next((n for n in names if n not in tied), names[0]): names[0] for names in aliases.values()
-    }
-    return {name: first for name, first in saved.items() if name not in ignored}
+    saved: dict[str, str] = {}
+    for first, *others in aliases.values():
+        untied = next((name for name in (first, *others) if name not in tied), first)
+        if untied not in ignored:
+            saved[untied] = first
+    return saved
 
 
 def saved_config(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedConfig:
@@ -267,14 +268,13 @@ def saved_config(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedConfig
 
 def write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Write config.json and generation_config.json of a model that is stored in `dtype`."""
-    # transformers' strict check is left out: a questionable published configuration is no reason
-    # to lose a trained model.
+    # Without transformers' strict check: a questionable configuration must not stop an export.
     saved_config(model, dtype).to_json_file(folder / "config.json", use_diff=True)
     if model.can_generate():
         model.generation_config.to_json_file(folder / GENERATION)
 
 
-def _made(pieces: Sequence[ExportPiece]) -> Iterator[Tensor]:
+def _values_of(pieces: Sequence[ExportPiece]) -> Iterator[Tensor]:
     for piece in pieces:
         tensors = piece.read()
         for name in piece.blanks:
@@ -365,10 +365,11 @@ def _groups(model: PreTrainedModel, names: Mapping[str, Tensor]) -> list[tuple[s
         for conversion in reversed(conversions)
         if isinstance(conversion, hf.loading.WeightConverter)
     ]
-    groups: defaultdict[str, list[str]] = defaultdict(list)
+    groups: defaultdict[str, list[str]] = defaultdict(list)  # by the name of the group's target
     for name in sorted(names, key=hf.loading.dot_natural_key):
         matches = (converter.rename_source_key(name) for converter in converters)
-        groups[next((to for to, pattern in matches if pattern is not None), name)].append(name)
+        targets = (target for target, pattern in matches if pattern is not None)
+        groups[next(targets, name)].append(name)
     return [tuple(group) for group in groups.values()]
 
 

@@ -60,12 +60,13 @@ class Reader:
 
         self._left_out = {*vars(nn.Module()), *MODULE_MARKS, *left_out}
         self._by_identity = by_identity
-        self._own = {id(parameter) for parameter in root.parameters()}
+        self._registered = {id(parameter) for parameter in root.parameters()}
         self._seen: dict[int, tuple[int, Any]] = {}
         self.strays: list[Tensor] = []  # weights in objects that no module of `root` has registered
         self.reads_dictionaries = False  # True if a function reads attributes by way of `__dict__`
 
     def of(self, value: Any) -> Any:
+        """A value that describes an object: equal descriptions mean equal objects."""
         kind = type(value)
         if kind in _VALUES:
             return kind, value
@@ -82,7 +83,7 @@ class Reader:
         return self._met(value) or (kind, self._inside(value))
 
     def _met(self, value: Any) -> Any:
-        """The value that describes an object met before; None: the object is new."""
+        """The description of an object that has been met before; None: the object is new."""
         if id(value) not in self._seen:
             self._seen[id(value)] = len(self._seen), value
             return None
@@ -122,11 +123,11 @@ class Reader:
         of_library = (function.__module__ or "").split(".")[0] in _LIBRARIES
         names = () if of_library else _names(function.__code__)
         self.reads_dictionaries |= not {"__dict__", "vars"}.isdisjoint(names)
-        read = {n: v for n in names if _may_be_state(v := function.__globals__.get(n))}
+        state = {n: v for n in names if _may_be_state(v := function.__globals__.get(n))}
         return (
             Is(function.__code__),
             Is(function.__globals__),
-            self._named(read),
+            self._named(state),
             self.of(function.__defaults__),
             self.of(function.__kwdefaults__),
             tuple(None if cell == CellType() else self.of(cell.cell_contents) for cell in cells),
@@ -135,25 +136,24 @@ class Reader:
 
     def _module(self, module: nn.Module) -> tuple:
         for parameter in parameters_of(module).values():
-            if parameter is not None and id(parameter) not in self._own:
+            if parameter is not None and id(parameter) not in self._registered:
                 self.strays.append(parameter)
-        # A template gets other weights and buffers: values do not count, sharing them does.
+        # Templates get each layer's weights and buffers: values do not count, but shapes and ties.
         weights: list[Any] = []
         for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
-            described = None
+            description = None
             if tensor is not None:
-                new = type(tensor), tuple(tensor.shape), tensor.requires_grad
-                described = self._met(tensor) or new
-            weights.append((name, described))
+                unvalued = type(tensor), tuple(tensor.shape), tensor.requires_grad
+                description = self._met(tensor) or unvalued
+            weights.append((name, description))
         children = tuple((name, self.of(child)) for name, child in children_of(module).items())
         return tuple(self.attributes(module)), tuple(weights), children
 
     def attributes(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
-        """A module's plain attributes by name, and those that a user's class has."""
+        """Descriptions of a module's plain attributes, by name, and of those of a user's class."""
         self._met(module)
-        own = vars(module)
-        for name in sorted(own.keys() - self._left_out):
-            yield name, self.of(own[name])
+        for name in sorted(vars(module).keys() - self._left_out):
+            yield name, self.of(vars(module)[name])
         for cls in type(module).__mro__:
             if cls.__module__.split(".")[0] in (*_LIBRARIES, "builtins", "abc", "typing"):
                 continue
@@ -178,10 +178,11 @@ def value_of(tensor: Tensor) -> Any:
 
 
 def _may_be_state(value: Any) -> bool:
-    kinds = (*_VALUES[:-1], float, *_CONTAINERS, Tensor)
+    kinds = {*_VALUES, float, *_CONTAINERS, Tensor} - {type(None)}
     return type(value) in kinds or isinstance(value, nn.Module)
 
 
 def _names(code: CodeType) -> set[str]:
+    """The names of globals and attributes that code uses, inner functions included."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return {*code.co_names}.union(*map(_names, inner))

@@ -50,7 +50,7 @@ class ModelProgram:
     def __init__(
         self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, float8: bool = False
     ) -> None:
-        """Args: `float8`: layers' linear modules compute in float8. InputError: none can do so."""
+        """Args: `float8`: layers' linear modules compute in float8. InputError: no module can."""
         self.spec, self.device, self.dtype = spec, device, dtype
         self.capture = spec.capture
         model = self.capture.model
@@ -61,21 +61,22 @@ class ModelProgram:
         self.kinds = list({id(layer.kind): layer.kind for layer in spec.layers}.values())
         for kind in self.kinds:
             move_buffers(kind.module, device)
-        self.scaled_together = self._in_float8() if float8 else list[nn.Module]()  # one scale each
+        # modules of which each has one scale for all tokens of a micro-batch
+        self.scaled_together = self._in_float8() if float8 else list[nn.Module]()
         self.buffers = [_own_buffers(layer, types, spec.router_biases) for layer in spec.layers]
         fp32_on_gpu = device.type != "cpu" and dtype == torch.float32
-        by_lengths = attention.takes_lengths(model, fp32=fp32_on_gpu)
-        self.may_attend_by_lengths = self.capture.takes_any and by_lengths  # any keyword arguments
+        takes_lengths = attention.takes_lengths(model, fp32=fp32_on_gpu)
+        self.may_attend_by_lengths = self.capture.takes_any and takes_lengths
         self.attends_by_lengths = self.exchanges_tokens = False  # until `attend` and `set_owners`
         self._kept = dict[str, Tensor]()
         self._supported_media = set[frozenset[str]]()  # kinds of media for which a check passed
-        # By shape of ids: calls of `_document_indices` that find None in a forward of ids alone.
+        # By shape of ids: numbers of calls of `_document_indices` that return None for ids alone.
         self._one_document_calls: dict[torch.Size, set[int]] = {}
         self._encoder_calls = calls_of(model, spec.media)
         if self._encoder_calls:
             attention.attend_by_images(model)
-        numbered = (part.isdigit() for name in spec.epilogue for part in name.split("."))
-        self._epilogue_has_layers = any(numbered)
+        name_parts = {part for name in spec.epilogue for part in name.split(".")}
+        self._epilogue_has_layers = any(part.isdigit() for part in name_parts)
         self._outer = {  # zeros without memory, for weights that a run does not use
             name: torch.zeros((), device=device, dtype=self.type_of(name)).expand(p.shape)
             for name, p in model.named_parameters()
@@ -137,12 +138,12 @@ class ModelProgram:
 
         A final norm computes in fp32: for a long row this takes more memory than a layer.
         """
-        for part in self.rest:
+        for part in self.epilogue_parts:
             part.__dict__.pop("forward", None)  # of tiles of another size
             part.forward = ChunkedOverTokens(part, tokens, lambda function, what: function)  # eager
 
     @cached_property
-    def rest(self) -> list[nn.Module]:
+    def epilogue_parts(self) -> list[nn.Module]:
         """Modules after the layers that may run in tiles."""
         return parts(self.capture.model, self.spec.epilogue)
 
@@ -160,16 +161,16 @@ class ModelProgram:
         Raises InputError: the encoders compute with weights that text uses as well.
         """
         uses = Uses()
-        parts: AbstractContextManager[Recorder | None] = nullcontext()
+        keeping: AbstractContextManager[Recorder | None] = nullcontext()
         if frozen is not None:
-            parts = frozen.keeping(batch.media, batch.kept, uses.touched)
+            keeping = frozen.keeping(batch.media, batch.kept, uses.touched)
 
         def run_layers(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             # Features that are added between layers count as used.
             uses.touched.update(map(id, pytree.tree_leaves((args, kwargs))))
             return forward(*args, **kwargs)
 
-        with parts as inner, replaced([(self.capture.runner, "forward")], run_layers):
+        with keeping as inner, replaced([(self.capture.runner, "forward")], run_layers):
             recorder = Recorder(uses.touched, uses.read, inner)
             with replaced(self._encoder_calls, recorder.call):
                 self._run(stop, weights, batch, {**batch.inputs, **batch.media}, uses)
@@ -201,8 +202,8 @@ class ModelProgram:
             if len(recorder.calls) < len(self.spec.layers):
                 _expect(self.spec.layers, len(recorder.calls), None)
             for layer, call in zip(self.spec.layers, recorder.calls, strict=True):
-                given = {ref for ref in call.activations if ref.visit >= 0}
-                if given != {ref for ref in layer.inputs if ref.visit >= 0}:
+                from_layers = {ref for ref in call.activations if ref.visit >= 0}
+                if from_layers != {ref for ref in layer.inputs if ref.visit >= 0}:
                     raise InputError(
                         f"before {layer.name}, the model's forward computes on what layers gave "
                         "(as by .contiguous()); leave that out"
@@ -211,7 +212,7 @@ class ModelProgram:
         return recorder.values
 
     def follow_media(self, batch: MicroBatch) -> None:
-        """Skip the check of media of this kind, which needs tensors with data."""
+        """Count media of this batch's kinds as checked: a check needs tensors with data."""
         self._supported_media.add(frozenset(batch.media))
 
     def _record(
@@ -255,7 +256,7 @@ class ModelProgram:
             raise _beyond_sums(self.spec.layers[-1])
 
     def _require_apart(self, used: set[int], names: Iterable[str]) -> None:
-        """Raises InputError: a run has used parameters of these names, which it must not."""
+        """Raises InputError: a run has used some of the parameters `names`; `used`: ids."""
         for name in names:
             if id(self._outer[name]) in used:
                 raise _text_alone(
@@ -387,8 +388,8 @@ class ModelProgram:
 class _LayerRecorder:
     """Records the layers' arguments in a run of the forward; in place of layers it returns zeros.
 
-    An argument with a graph comes from the prologue, from another layer, or from a layer with a
-    tensor added (images or sounds). The run ends when all activations that enter layers are known.
+    An argument with a graph comes from the prologue, or from a layer, maybe with a tensor added to
+    the layer's result (images or sounds). The run ends when all such activations are known.
     """
 
     def __init__(self, program: ModelProgram, batch: MicroBatch, *, ones: bool = False) -> None:
@@ -419,7 +420,7 @@ class _LayerRecorder:
         return _output_of(self._layers[visit], visit, self._result)
 
     def _argument(self, visit: int, leaf: Any) -> Any:
-        """The Ref or Sum of a layer's argument; or the argument, if it is no activation."""
+        """The Ref or Sum of a layer's argument; an argument that is no activation unchanged."""
         if not isinstance(leaf, Tensor):
             return leaf
         key = identity(leaf)
@@ -428,17 +429,17 @@ class _LayerRecorder:
         return self._traced.get(key, leaf)
 
     def _entering(self, visit: int, leaf: Tensor) -> Ref | Sum:
-        """Note a new activation of the prologue, or what is added to a layer's result."""
-        made_by = {self._made_by[i] for i in reach([leaf]) if i in self._made_by}
-        if not made_by:
+        """Note a new activation of the prologue, or a tensor that is added to a layer's result."""
+        origins = {self._made_by[i] for i in reach([leaf]) if i in self._made_by}
+        if not origins:
             ref = Ref(PROLOGUE, sum(ref.visit == PROLOGUE for ref in self.values))
             self.values[ref] = leaf
             return ref
         ref = Ref(ADDED, visit)
-        if len(made_by) > 1 or ref in self.values:
+        if len(origins) > 1 or ref in self.values:
             raise _beyond_sums(self._layers[visit])
         self.values[ref] = leaf - 1 if self._ones else leaf  # without the layer's result
-        return Sum(made_by.pop(), ref)
+        return Sum(origins.pop(), ref)
 
     def _result(self, ref: Ref, example: Tensor) -> Tensor:
         """A layer's result, with a graph if images or sounds may be added to it."""
@@ -487,15 +488,14 @@ def _text_alone(why: str) -> InputError:
 
 
 def _own_buffers(
-    layer: Layer, types: Mapping[str, torch.dtype], own: Container[str]
+    layer: Layer, types: Mapping[str, torch.dtype], moved: Container[str]
 ) -> dict[str, Tensor]:
-    """The layer's buffers that differ from its template's, or are in `own`, in compute dtypes."""
-    of_template = dict(layer.kind.module.named_buffers())
+    """The layer's buffers that differ from its template's or that steps move; compute dtypes."""
+    template_buffers = dict(layer.kind.module.named_buffers())
     buffers: dict[str, Tensor] = {}
     for name, buffer in layer.module.named_buffers():
         full = f"{layer.name}.{name}"
-        value = buffer.to(types.get(full, buffer.dtype))
-        other = of_template[name]
-        if full in own or value.dtype != other.dtype or not torch.equal(value, other):
+        value, shared = buffer.to(types.get(full, buffer.dtype)), template_buffers[name]
+        if full in moved or value.dtype != shared.dtype or not torch.equal(value, shared):
             buffers[name] = value
     return buffers

@@ -141,8 +141,8 @@ class Packed(Stored):
         if torch.equal(values, self.read().to(values.dtype)):
             return {part.name: part.read() for part in self.parts}
         assert self.pack is not None
-        made = zip(self.parts, self.pack(values), strict=True)
-        return {part.name: tensor.reshape(part.shape) for part, tensor in made}
+        packed = zip(self.parts, self.pack(values), strict=True)
+        return {part.name: tensor.reshape(part.shape) for part, tensor in packed}
 
     def kept(self) -> Sequence[Tensor]:
         """The tensors whose bytes are those of `packing`. Raises InputError: as `read`."""
@@ -173,19 +173,19 @@ def joined(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _unsupported(settings: Settings) -> Iterator[tuple[str, Any]]:
-    """The settings, and their values, whose weights cannot be unpacked."""
+    """Each setting, with its value, with which weights cannot be unpacked."""
     method = str(settings.get("quant_method"))
     if settings.get("weight_block_size") and not _is_block(settings["weight_block_size"]):
         yield "weight_block_size", settings["weight_block_size"]
-    for key, right in _SUPPORTED.get(method, {}).items():
-        if settings.get(key, right[0]) not in right:
+    for key, supported in _SUPPORTED.get(method, {}).items():
+        if settings.get(key, supported[0]) not in supported:
             yield key, settings[key]
     if (size := settings.get("group_size", -1)) != -1 and not _is_block((1, size or 0)):
         yield "group_size", size
     schemes = _schemes(settings)
     if method == "compressed-tensors" and not schemes:
         yield "config_groups", settings.get("config_groups")
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}  # group_size of the first scheme of each format
     for scheme in schemes:
         form, size = scheme["format"], scheme.get("group_size")
         checks = {"format": form in _CODES, "strategy": _is_block(_block(scheme))}
@@ -193,9 +193,10 @@ def _unsupported(settings: Settings) -> Iterator[tuple[str, Any]]:
             checks["num_bits"] = scheme.get("num_bits") == 4
             checks["type"] = scheme.get("type", "int") == "int"
             checks["actorder"] = scheme.get("actorder") in (None, False, "weight", "static")
-        if form == "pack-quantized" or size not in (None, -1):  # shapes alone do not tell which
+        # Shapes alone do not tell which of several group sizes a weight has.
+        if form == "pack-quantized" or size not in (None, -1):
             checks["group_size"] = size == sizes.setdefault(form, size)
-        yield from ((key, scheme.get(key)) for key, right in checks.items() if not right)
+        yield from ((key, scheme.get(key)) for key, has_passed in checks.items() if not has_passed)
 
 
 def _is_block(block: Any) -> bool:
@@ -207,8 +208,8 @@ def _block(scheme: Settings) -> Any:
     """The rows and columns that share a scale in a compressed scheme; None: it is unknown."""
     size, block = scheme.get("group_size"), scheme.get("block_structure")
     usual = "tensor" if size is None else "group"
-    if block or size == -1:
-        usual = "channel" if size == -1 else "block"
+    usual = "block" if block else usual
+    usual = "channel" if size == -1 else usual
     strategy = str(scheme.get("strategy") or usual)
     blocks = {"tensor": (None, None), "channel": (1, None), "group": (1, size or 0)}
     return block if strategy == "block" else blocks.get(strategy)
@@ -217,8 +218,7 @@ def _block(scheme: Settings) -> Any:
 def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """The tensors of a folder, with one `Packed` in place of each quantised weight's parts.
 
-    Raises InputError: tensors do not match config.json, or parts are missing, damaged or do not
-        belong together.
+    Raises InputError: parts are missing or damaged, or tensors do not match config.json.
     """
     config = read_json(folder / "config.json")
     settings = quantisation(config)
@@ -226,8 +226,8 @@ def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
         return dict(stored)
     method = str(settings["quant_method"])
     stored = {_usual_name(name, stored): tensor for name, tensor in stored.items()}
-    mark, make = _MAKERS[method]
-    packed = (make(n.removesuffix(mark), stored, settings) for n in stored if n.endswith(mark))
+    ending, make = _MAKERS[method]
+    packed = (make(n.removesuffix(ending), stored, settings) for n in stored if n.endswith(ending))
     weights = {weight.name: weight for weight in packed}
     if method in _KEPT and stored and not weights:
         raise _refused(min(stored.values(), key=str), f"is, as all others, not of {method}")
@@ -243,7 +243,7 @@ def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def _usual_name(name: str, stored: Mapping[str, Stored]) -> str:
-    """A tensor's name, the usual one for float8's scales, which DeepSeek V4 and others rename."""
+    """A tensor's name; that of float8's scales as usual, as DeepSeek V4 and others rename them."""
     module, _, last = name.rpartition(".")
     weight = stored.get(f"{module}.weight")
     is_scale = weight and weight.dtype.itemsize == 1 and last in ("scale", "qscale_weight")
@@ -380,7 +380,7 @@ def _of_int4(
     packed: Tensor,
     *zeros: Tensor,
 ) -> Tensor:
-    """The values of `packed`: an int32 has eight of a row; one of `zeros` has eight of a column."""
+    """Values of codes in int32: one of `packed` has 8 of a row, one of `zeros` 8 of a column."""
     if shape_tensor:
         zeros, stored_shape = zeros[:-1], zeros[-1]
         if stored_shape.tolist() != [*shape]:
@@ -396,7 +396,7 @@ def _integers(module: str, stored: Mapping[str, Stored], settings: Settings) -> 
     GPTQ packs inputs, and may have each one's group (g_idx); AWQ packs outputs, in another order.
     """
     awq = settings["quant_method"] == "awq"
-    per = 32 // settings.get("bits", 4)  # integers in an int32
+    in_int32 = 32 // settings.get("bits", 4)  # integers in an int32
     codes = stored[f"{module}.qweight"]
     scales, zeros = stored.get(f"{module}.scales"), stored.get(f"{module}.qzeros")
     if scales is None or zeros is None:
@@ -405,11 +405,11 @@ def _integers(module: str, stored: Mapping[str, Stored], settings: Settings) -> 
         raise _refused(codes, f"has {codes.dtype} and {zeros.dtype}, not matrices of int32")
     index = None if awq else stored.get(f"{module}.g_idx")
     inputs, outputs = codes.shape
-    inputs, outputs = (inputs, outputs * per) if awq else (inputs * per, outputs)
+    inputs, outputs = (inputs, outputs * in_int32) if awq else (inputs * in_int32, outputs)
     size = settings.get("group_size", 128)
     size = max(inputs, 1) if size == -1 else size
     groups = ceil(inputs / size)
-    fits = scales.shape == (groups, outputs) and zeros.shape == (groups, outputs // per)
+    fits = scales.shape == (groups, outputs) and zeros.shape == (groups, outputs // in_int32)
     if not fits or (index and index.shape != (inputs,)):
         raise _unlike(codes, scales, f"group_size {size}, or others of zero points and g_idx")
     unpack = partial(_of_integers, settings, size)
@@ -513,12 +513,12 @@ def _scaled(
 ) -> Tensor:
     """The values of codes `[..., O, I]` that share scales in blocks, computed in fp32."""
     rows, columns = codes.shape[-2:]
-    down, along = block[0] or rows, block[1] or columns
+    block_rows, block_columns = block[0] or rows, block[1] or columns
     grid = _scales_shape((rows, columns), block)
 
-    def spread(stacked: Tensor) -> Tensor:
-        whole_rows = stacked.view(grid).repeat_interleave(down, 0)[:rows]
-        return whole_rows.repeat_interleave(along, 1)[:, :columns]
+    def spread(of_blocks: Tensor) -> Tensor:
+        of_rows = of_blocks.view(grid).repeat_interleave(block_rows, 0)[:rows]
+        return of_rows.repeat_interleave(block_columns, 1)[:, :columns]
 
     out = torch.empty(codes.shape, dtype=dtype)
     matrices = (x.view(-1, rows, columns) for x in (out, codes))
@@ -533,11 +533,10 @@ def _scaled(
 def _to_float8(block: Block, dtype: torch.dtype, values: Tensor) -> tuple[Tensor, Tensor]:
     """Scales with which the largest of each block becomes 448, and codes, of `[..., O, I]`."""
     rows, columns = values.shape[-2:]
-    down, along = block[0] or rows, block[1] or columns
-    matrices = nn.functional.pad(
-        values.float().reshape(-1, rows, columns), (0, -columns % along, 0, -rows % down)
-    )
-    blocks = matrices.unflatten(2, (-1, along)).unflatten(1, (-1, down))
+    block_rows, block_columns = block[0] or rows, block[1] or columns
+    padding = (0, -columns % block_columns, 0, -rows % block_rows)
+    matrices = nn.functional.pad(values.float().reshape(-1, rows, columns), padding)
+    blocks = matrices.unflatten(2, (-1, block_columns)).unflatten(1, (-1, block_rows))
     largest = blocks.abs().amax((2, 4), keepdim=True)
     limit = torch.finfo(torch.float8_e4m3fn).max
     scales = torch.where(largest > 0, largest / limit, 1)

@@ -38,7 +38,7 @@ _OF_CONFIG_LEFT_OUT = {
 }  # fmt: skip
 # Attributes that a forward leaves in modules of transformers, and the next forward replaces.
 _LEFT_BY_RUNS = ("rope_deltas", "recurrent_states", "conv1d_state")
-_BUILT_IN = torch.float32
+_BUILT_IN = torch.float32  # the dtype of a model that is built to be compared
 _UNDO = (
     "set it in the model's configuration, or undo it (of a model that was cast, `.to(dtype)` has "
     "rounded buffers: make or load it with `dtype=`; with PEFT's modules, give the PeftModel)"
@@ -60,7 +60,7 @@ def difference(
     if adapters is not None:
         model = adapters.base
     try:
-        rebuilt = _again(model, dtype, with_code)
+        rebuilt = _rebuilt(model, dtype, with_code)
     except Exception as error:  # each configuration class has its own checks and error types
         reason = in_one_line(error, 200)
         return (
@@ -72,10 +72,10 @@ def difference(
     for module in model.modules():
         vars(module).update((name, None) for name in _LEFT_BY_RUNS if name in vars(module))
     dtypes = loaded_types(model, computed, rebuilt if computed == _BUILT_IN else None)
-    differences = [_unlike(model, rebuilt), _buffers(model, rebuilt, dtypes)]
+    differences = [_differences(model, rebuilt), _buffer_differences(model, rebuilt, dtypes)]
     if adapters is not None:
         adapted_again = with_adapter(model, adapters.config, adapters.name)
-        differences.append(_unlike(peft_model, adapted_again))
+        differences.append(_differences(peft_model, adapted_again))
     first = next(chain.from_iterable(differences), None)
     return first and (
         f"{first} by the model's configuration, from which a checkpoint or an export would be "
@@ -83,7 +83,7 @@ def difference(
     )
 
 
-def _again(model: PreTrainedModel, dtype: torch.dtype, with_code: bool) -> PreTrainedModel:
+def _rebuilt(model: PreTrainedModel, dtype: torch.dtype, with_code: bool) -> PreTrainedModel:
     """A model made of the saved configuration."""
     of_folder = with_code and type(model).__module__.startswith("transformers_modules.")
     config_class: Any = type(model.config) if of_folder else CONFIG_MAPPING[model.config.model_type]
@@ -92,22 +92,22 @@ def _again(model: PreTrainedModel, dtype: torch.dtype, with_code: bool) -> PreTr
         saved_config(model, dtype).to_json_file(path, use_diff=True)
         config = config_class.from_json_file(path)
     # config.json does not name implementations.
-    for (_, part), (_, given) in zip(hf.configs(config), hf.configs(model.config), strict=True):
-        hf.set_attention(part, hf.attention_of(given))
-        hf.set_experts(part, hf.experts_of(given))
+    for (_, part), (_, original) in zip(hf.configs(config), hf.configs(model.config), strict=True):
+        hf.set_attention(part, hf.attention_of(original))
+        hf.set_experts(part, hf.experts_of(original))
     make = partial(hf.model_of, type(model)) if of_folder else model_class(config)
     return build(config, make, dtype=_BUILT_IN)
 
 
-def _unlike(model: nn.Module, again: nn.Module) -> Iterator[str]:
+def _differences(model: nn.Module, rebuilt: nn.Module) -> Iterator[str]:
     """Describe each difference in a sentence: modules and tensors first, then attributes."""
-    for described in (_parts, _attributes):
-        ours, rebuilt = described(model), described(again)
-        for name in {**ours, **rebuilt}:
-            value, words = ours.get(name, _ABSENT)
-            other, other_words = rebuilt.get(name, _ABSENT)
-            if value != other:
-                yield f"{name or 'the model'} is {words()} in the model given, and {other_words()}"
+    for describe in (_parts, _attributes):
+        described, described_again = describe(model), describe(rebuilt)
+        for name in {**described, **described_again}:
+            value, words = described.get(name, _ABSENT)
+            new_value, new_words = described_again.get(name, _ABSENT)
+            if value != new_value:
+                yield f"{name or 'the model'} is {words()} in the model given, and {new_words()}"
 
 
 Described = Mapping[str, tuple[Any, Callable[[], str]]]  # by name: value, its words
@@ -137,20 +137,22 @@ def _attributes(model: nn.Module) -> Described:
         for name, value in reader.attributes(module):
             if name == "vocab_size" and isinstance(module, PreTrainedModel):
                 continue  # `resize_token_embeddings` changes it
-            own = vars(module).get(name, "kept by its class")
-            attributes[f"{path}.{name}".lstrip(".")] = value, partial(_shown, own)
+            shown = vars(module).get(name, "kept by its class")
+            attributes[f"{path}.{name}".lstrip(".")] = value, partial(_short_text, shown)
     return attributes
 
 
-def _shown(value: Any) -> str:
+def _short_text(value: Any) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"another {type(value).__name__}"
 
 
-def _buffers(model: nn.Module, again: nn.Module, dtypes: dict[str, torch.dtype]) -> Iterator[str]:
-    """Describe, as `_unlike` does, computed buffers that differ: no file of weights has them."""
+def _buffer_differences(
+    model: nn.Module, rebuilt: nn.Module, dtypes: dict[str, torch.dtype]
+) -> Iterator[str]:
+    """Describe computed buffers that differ; no file of weights has these buffers."""
     saved, buffers = model.state_dict(keep_vars=True).keys(), dict(model.named_buffers())
-    for name, made in again.named_buffers():
+    for name, made in rebuilt.named_buffers():
         if name not in saved and not _equal(buffers[name], made.to(dtypes.get(name, made.dtype))):
             yield f"{name} has other values than those made"
 

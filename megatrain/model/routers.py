@@ -69,9 +69,9 @@ class RouterLoss:
             share_NE = logits_NE.softmax(-1)
             usual_NK = share_NE.topk(self.chosen, -1).indices
             index_NK = usual_NK if index_NK is None else index_NK
-            columns += [_marked(share_NE, usual_NK), share_NE]
+            columns += [_multi_hot(usual_NK, share_NE), share_NE]
         assert index_NK is not None
-        every_NS = torch.cat([_marked(logits_NE, index_NK), *columns], 1).float()
+        every_NS = torch.cat([_multi_hot(index_NK, logits_NE), *columns], 1).float()
         every_NS = every_NS if counted_N is None else every_NS * counted_N[:, None]
         return every_NS.sum(0, keepdim=True)
 
@@ -82,23 +82,24 @@ class RouterLoss:
         of the weighed loss by a layer's sums.
         """
         sums_LS = torch.stack([part.double() for part in sums]).sum(0)
-        num, total_S = self.experts(sums_LS.shape[1]), sums_LS.sum(0)
+        num_experts, total_S = self.experts(sums_LS.shape[1]), sums_LS.sum(0)
         slope_S, losses = torch.zeros_like(total_S), total_S.new_zeros(2)
-        balanced = num if self.weight else 0
-        widths = [num, 1, int(self.is_loss), balanced, balanced]  # of the columns of `sums`
+        balanced = num_experts if self.weight else 0
+        widths = [num_experts, 1, int(self.is_loss), balanced, balanced]  # of the columns of `sums`
         _, tokens, z, usual_E, share_E = total_S.split(widths)
         _, _, z_slope, _, share_slope_E = slope_S.split(widths)  # views, to be written to
         if self.is_loss:
             z_slope.copy_(self.z_weight / tokens)
             losses[1:] = z / tokens
         if self.weight:
-            slope_E = num * usual_E / tokens.square()
+            slope_E = num_experts * usual_E / tokens.square()
             share_slope_E.copy_(self.weight * slope_E)
             losses[0] = (slope_E * share_E).sum()
-        return sums_LS[:, :num], losses.float(), slope_S.float()[None]
+        return sums_LS[:, :num_experts], losses.float(), slope_S.float()[None]
 
 
-def _marked(like_NE: Tensor, index_NK: Tensor) -> Tensor:
+def _multi_hot(index_NK: Tensor, like_NE: Tensor) -> Tensor:
+    """1 for the experts of `index_NK`, 0 for the others, `[N, E]`."""
     return torch.zeros_like(like_NE).scatter(1, index_NK, 1)
 
 
@@ -122,7 +123,7 @@ class Tap:
         """`RouterLoss.sums` of the last forward; None: the router does not return its choices."""
         outputs, self._kept = [x.flatten(0, -2) for x in self._kept], []
         if not outputs or (len(outputs) < 2 and not self._loss.weight):
-            return None  # or the router was not called, as PEFT calls a copy
+            return None  # without outputs the router was not called: PEFT has called a copy
         return self._loss.sums(outputs[0], counted_N, *outputs[1:])
 
 
@@ -185,17 +186,18 @@ def router_loss(model: "PreTrainedModel") -> RouterLoss:
     parts = (model, text, model.config)
     weights = [getattr(part, name) for part in parts for name in _WEIGHTS if hasattr(part, name)]
     is_on = any(getattr(part, "output_router_logits", None) for part in (text, model.config))
-    asked = getattr(text, _OWN, {})
-    extras = float(asked.get("router_z_loss_coef", 0)), float(asked.get("router_bias_update", 0))
+    settings = getattr(text, _OWN, {})
+    z_weight = float(settings.get("router_z_loss_coef", 0))
+    bias_rate = float(settings.get("router_bias_update", 0))
     if not is_on or (weights and not weights[0]):
-        return RouterLoss(0.0, 0, *extras)
+        return RouterLoss(z_weight=z_weight, bias_rate=bias_rate)
     numbers = [getattr(part, "num_experts_per_tok", None) for part in parts]
     chosen = next(filter(None, numbers), None)
-    takes = "output_router_logits" in inspect.signature(model.forward).parameters
-    if not (weights and chosen and takes and recorded_routers(model)):
+    has_argument = "output_router_logits" in inspect.signature(model.forward).parameters
+    if not (weights and chosen and has_argument and recorded_routers(model)):
         raise Unsupported(
             "output_router_logits is on in the model's configuration, and "
             f"{type(model).__name__} does not say what its routers' loss is; set it to false "
             "(under TRL, which sets it, args.router_aux_loss_coef=0.0)"
         )
-    return RouterLoss(float(weights[0]), chosen, *extras)
+    return RouterLoss(float(weights[0]), chosen, z_weight, bias_rate)

@@ -172,8 +172,7 @@ def header_bytes(
 ) -> bytes:
     """The header of a file with tensors like these (they may be meta), end to end in this order.
 
-    The data start at a multiple of `boundary`. Element sizes must not increase along `described`:
-    then each tensor is aligned.
+    The data start at a multiple of `boundary`. Tensors are aligned if element sizes never increase.
     """
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
@@ -192,8 +191,7 @@ def header_bytes(
 def write_shard(path: Path, described: Mapping[str, Tensor], tensors: Iterable[Tensor]) -> None:
     """Write a shard; `tensors` yields each in turn, in the order of `described` (`header_bytes`).
 
-    Raises OSError: the disk is full or cannot be written; ValueError: a tensor differs from its
-    description.
+    Raises OSError: the disk cannot be written; ValueError: a tensor differs from `described`.
     """
     with path.open("wb") as file:
         file.write(header_bytes(described, {"format": "pt"}))

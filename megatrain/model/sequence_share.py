@@ -37,7 +37,7 @@ from megatrain.model.program import ModelProgram
 from megatrain.parallel.distributed import ALONE, ProcessGroups, Ranks, exchange, numbered
 
 _TOKENS = 8  # of a share that is tried
-_TAKEN = ("input_ids", "labels", "position_ids", "attention_mask")
+_ACCEPTED = ("input_ids", "labels", "position_ids", "attention_mask")
 Judged = tuple[Tensor, list[Tensor]]  # a micro-batch's targets, and the loss's other inputs
 
 
@@ -83,7 +83,7 @@ class SequenceShare:
             raise InputError(
                 f"{type(loss).__name__} compares rows: it cannot have sequence_parallel yet"
             )
-        taken = (*_TAKEN, *(() if loss is None else (*loss.inputs, *loss.choices)))
+        accepted = {*_ACCEPTED, *(() if loss is None else (*loss.inputs, *loss.choices))}
         checksum = 0
         for index, micro in enumerate(micro_batches):
             tokens = micro["input_ids"].shape[1]
@@ -94,20 +94,20 @@ class SequenceShare:
                     f"fill up to {padded_tokens}, and the model has {max_tokens} positions; cut "
                     "the rows"
                 )
-            not_taken = [repr(name) for name in micro if name not in taken]
+            refused = [repr(name) for name in micro if name not in accepted]
             places = micro.get("position_ids", torch.arange(tokens))
             if bool((places != torch.arange(tokens)).any()):
-                not_taken.append("position_ids other than 0, 1, 2, ... (as packed rows have)")
+                refused.append("position_ids other than 0, 1, 2, ... (as packed rows have)")
             mask = micro.get("attention_mask", torch.ones_like(micro["input_ids"]))
             hides_label = losses and bool(((mask == 0) & (losses[index][0] != IGNORED)).any())
             shows_after_hidden = bool((mask[:, 1:] > mask[:, :-1]).any())
             if hides_label or shows_after_hidden:
-                not_taken.append(
+                refused.append(
                     "an attention_mask that hides more than the end of rows, without labels"
                 )
-            if not_taken:
+            if refused:
                 raise InputError(
-                    f"micro-batch {index} has {not_taken[0]}, which ranks that share rows do not "
+                    f"micro-batch {index} has {refused[0]}, which ranks that share rows do not "
                     "take yet; leave that out, or data.packing, or sequence_parallel"
                 )
             for name in sorted(micro):
@@ -116,7 +116,7 @@ class SequenceShare:
         return checksum
 
     def micro(self, micro: Micro) -> Micro:
-        """The share of a micro-batch, without labels; its mask is 1 for tokens that count."""
+        """The share of a micro-batch, without labels; its mask is 1 for tokens, 0 for padding."""
         if self._size == 1:
             return micro
         ids = self._cut(micro["input_ids"], 0)
@@ -128,15 +128,15 @@ class SequenceShare:
 
     def judged(self, losses: Sequence[Judged]) -> list[Judged]:
         """The share of targets, and of the loss's other inputs."""
-        return [(self._cut(t, IGNORED), [self._cut(g, 0) for g in extras]) for t, extras in losses]
+        return [(self._cut(t, IGNORED), [self._cut(x, 0) for x in extras]) for t, extras in losses]
 
     def _cut(self, values: Tensor, fill: int) -> Tensor:
         if self._size == 1:
             return values
         tokens_of_rank = self.tokens(values.shape[1])
-        lacking = tokens_of_rank * self._size - values.shape[1]
-        filled = F.pad(values, (0, 0) * (values.ndim - 2) + (0, lacking), value=fill)
-        return filled[:, self.ranks.rank * tokens_of_rank :][:, :tokens_of_rank].contiguous()
+        padding = tokens_of_rank * self._size - values.shape[1]
+        padded = F.pad(values, (0, 0) * (values.ndim - 2) + (0, padding), value=fill)
+        return padded[:, self.ranks.rank * tokens_of_rank :][:, :tokens_of_rank].contiguous()
 
     def joined(self, parts: Sequence[Tensor], micro_batches: Sequence[Micro]) -> list[Tensor]:
         """Whole rows `[B, T, ...]` on the CPU, joined from the shares of all ranks."""
@@ -205,17 +205,18 @@ class RowTrial:
                 calls, losses = self._run_trial(rows)
         finally:
             self._program.attend(self._of_ranks)
-        plain, placed, joined, shares, *_ = losses
+        plain, placed, joined, shares, *_ = losses  # in the order of `_rows`
         # Only in the joined row does a share's last token predict a label, in the next share.
         of_row, of_shares = joined.view(shares.shape)[:, :-1], shares[:, :-1]
-        why_cut = "are cut: layers mix tokens other than by attention, or attend otherwise"
+        if_cut = "rows are cut: layers mix tokens other than by attention, or attend otherwise"
         for losses_BT, other_BT, why in (
             (plain, placed, "positions are given as 0, 1, 2, ...: it counts them in another way"),
-            (of_row, of_shares, f"rows {why_cut}"),
+            (of_row, of_shares, if_cut),
         ):
-            if not (change := change_of(losses_BT, other_BT)) <= TOLERANCE:
+            change = change_of(losses_BT, other_BT)
+            if not change <= TOLERANCE:  # also if it is NaN
                 raise _refused(f"its losses change by {change:.1e} of their spread if {why}")
-        if not all(_same(calls[2], alone, rank) for rank, alone in enumerate(calls[4:])):
+        if not all(_are_equal(calls[2], alone, rank) for rank, alone in enumerate(calls[4:])):
             raise _refused(
                 f"what its layers are told of positions changes with the length of a row (at "
                 f"{tokens} tokens), as dynamic rotary embeddings do"
@@ -244,18 +245,19 @@ class RowTrial:
         return [plain, plain | from_zero, joined, shares, *rows]
 
 
-def _same(every: Sequence[Call], alone: Sequence[Call], share: int) -> bool:
+def _are_equal(row_calls: Sequence[Call], share_calls: Sequence[Call], share: int) -> bool:
     """True if layers get the same arguments for a share alone as for the share in its row."""
-    calls = zip(every, alone, strict=True)
-    for of_row, part in (p for a, b in calls for p in zip(a.leaves, b.leaves, strict=True)):
+    row_leaves = [leaf for call in row_calls for leaf in call.leaves]
+    share_leaves = [leaf for call in share_calls for leaf in call.leaves]
+    for of_row, of_share in zip(row_leaves, share_leaves, strict=True):
         if not (isinstance(of_row, Tensor) and of_row.is_floating_point()):
             continue  # an activation, which the losses compare, or an integer
-        if of_row.ndim != part.ndim:
+        if of_row.ndim != of_share.ndim:
             return False
-        for dim, (long, short) in enumerate(zip(of_row.shape, part.shape, strict=True)):
-            if long != short:
-                of_row = of_row.narrow(dim, share * short, short)
-        if not torch.equal(of_row, part):
+        for dim, size in enumerate(of_share.shape):
+            if of_row.shape[dim] != size:
+                of_row = of_row.narrow(dim, share * size, size)
+        if not torch.equal(of_row, of_share):
             return False
     return True
 

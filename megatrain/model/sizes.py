@@ -7,8 +7,8 @@ from transformers import PreTrainedConfig
 import megatrain.compat.model_folders  # noqa: F401
 from megatrain.errors import InputError
 
-_EVERY = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_OF_A_TOKEN = (
+_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_NUMBERS_CHOSEN = (
     *("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
     *("moe_topk", "moe_top_k", "moe_k"),
 )
@@ -22,16 +22,16 @@ _AFTER_PADDING = (
 def share_of_a_token(config: PreTrainedConfig, shape: Sequence[int]) -> float:
     """The share of a parameter with which one token computes: of experts `[E, I, O]` the chosen."""
     num_chosen, num_experts = experts_of_a_token(config)
-    of_experts = num_chosen and len(shape) == 3 and shape[0] == num_experts
-    return num_chosen / num_experts if of_experts else 1.0
+    is_of_experts = num_chosen and len(shape) == 3 and shape[0] == num_experts
+    return num_chosen / num_experts if is_of_experts else 1.0
 
 
 def experts_of_a_token(config: PreTrainedConfig) -> tuple[int, int]:
-    """The number of experts that a token chooses in a layer, and of all of them; 0: none."""
+    """The number of experts that a token chooses in a layer, and of all experts; 0: none."""
     text = config.get_text_config(decoder=True)
     num_chosen, num_experts = (
         next((n for name in names if type(n := getattr(text, name, None)) is int), 0)
-        for names in (_OF_A_TOKEN, _EVERY)
+        for names in (_NUMBERS_CHOSEN, _NUMBERS_OF_EXPERTS)
     )
     return num_chosen, num_experts
 

@@ -30,19 +30,18 @@ _OTHER_KERNELS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 def parts(module: nn.Module, names: Collection[str] | None = None) -> list[nn.Module]:
-    """Modules that may run in tiles; `names`: only those whose parameters are among these."""
+    """Modules that may run in tiles; `names`: only modules with parameters, all among these."""
     usable = []
     for name, part in module.named_modules():
-        among = names is None or any(each.startswith(f"{name}.") for each in names)
-        if names is not None and among:
-            among = all(f"{name}.{n}" in names for n, _ in part.named_parameters())
+        full_names = {f"{name}.{parameter}" for parameter, _ in part.named_parameters()}
+        is_named = names is None or (bool(full_names) and full_names.issubset(names))
         # Tiles spare nothing of a linear map or an activation, which keep only their input.
         own = list(part.parameters(recurse=False))
-        has_one_operation = not own or any(parameter.ndim > 1 for parameter in own)
-        is_made_of_several = any(True for _ in part.children()) or not has_one_operation
-        forwards = [vars(child).get("forward") for child in part.modules()]
-        is_usual = all(isinstance(each, (ChunkedOverTokens, type(None))) for each in forwards)
-        if name and among and is_made_of_several and is_usual:
+        is_norm = bool(own) and all(parameter.ndim <= 1 for parameter in own)
+        spares_memory = is_norm or any(True for _ in part.children())
+        replaced = [vars(m)["forward"] for m in part.modules() if vars(m).get("forward")]
+        is_usual = all(isinstance(forward, ChunkedOverTokens) for forward in replaced)
+        if name and is_named and spares_memory and is_usual:
             usable.append(part)
     return usable
 
@@ -74,7 +73,7 @@ class ChunkedOverTokens:
         if x.shape[0] * x.shape[1] <= self._tokens:
             return self._whole(x)
         named_tensors = [*self._part.named_parameters(), *self._part.named_buffers()]
-        # Weights that are kept as codes are meta tensors here.
+        # Weights that are kept as codes are meta tensors here, and not passed.
         bound = {name: t for name, t in named_tensors if self.without_data or not t.is_meta}
         key = (self._part.training, x.shape[-1], x.dtype)
         if key not in self._is_alone:
@@ -91,7 +90,7 @@ class ChunkedOverTokens:
         return _Tiles.apply(self._call, self._tokens, list(bound), x, *bound.values())
 
     def _call(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
-        """The result of one tile; a short last one is not worth a compilation."""
+        """The result of one tile; a last tile that is shorter is not compiled."""
         self._alone.train(self._part.training)
         if x.shape[1] < self._tokens:
             return _apply(self._alone, bound, x)

@@ -120,12 +120,14 @@ def refuse_weights(model: nn.Module) -> None:
             elements = 1 + sum((size - 1) * stride for size, stride in strides)
             end = tensor.data_ptr() + elements * tensor.itemsize
             spans.append((tensor.data_ptr(), end, name, isinstance(tensor, nn.Parameter)))
-    last_end, last, last_is_weight = 0, "", False  # of the span that ends last so far
+    last_end, last_name, last_is_weight = 0, "", False  # of the span that ends last so far
     for start, end, name, is_weight in sorted(spans):
         if start < last_end and (is_weight or last_is_weight):
-            raise Unsupported(f"{name} has the memory of {last}; weights must not share memory")
+            raise Unsupported(
+                f"{name} has the memory of {last_name}; weights must not share memory"
+            )
         if end > last_end:
-            last_end, last, last_is_weight = end, name, is_weight
+            last_end, last_name, last_is_weight = end, name, is_weight
 
 
 def refuse_behaviour(model: nn.Module) -> None:
@@ -147,17 +149,17 @@ def refuse_behaviour(model: nn.Module) -> None:
 def refuse_hooks(model: nn.Module) -> None:
     """Raises Unsupported: a module has a hook, or a forward that is not of its class or ours."""
     for path, module in model.named_modules():
-        of_module = (
-            vars(module).get(name) or {} for name in (*compat.FORWARD_HOOKS, *compat.BACKWARD_HOOKS)
-        )
-        hooks = [hook for registered in of_module for hook in registered.values()]
+        names = (*compat.FORWARD_HOOKS, *compat.BACKWARD_HOOKS)
+        registered = [vars(module).get(name) or {} for name in names]
+        hooks = [hook for by_number in registered for hook in by_number.values()]
         # transformers' own hooks record hidden states, and make embeddings require gradients.
-        hooked = not all(_is_of(hook, "transformers") for hook in hooks)
-        if hooked or not _is_of(vars(module).get("forward", refuse_hooks), "megatrain"):
+        has_hook = not all(_is_of(hook, "transformers") for hook in hooks)
+        is_ours = "forward" not in vars(module) or _is_of(vars(module)["forward"], "megatrain")
+        if has_hook or not is_ours:
+            problem = "hook" if has_hook else "forward of its own"
             raise Unsupported(
-                f"{path or type(model).__name__} has a {'hook' if hooked else 'forward of its own'}"
-                f", which is not supported: remove it, or let a subclass of "
-                f"{type(module).__name__} do what it does"
+                f"{path or type(model).__name__} has a {problem}, which is not supported: remove "
+                f"it, or let a subclass of {type(module).__name__} do what it does"
             )
 
 
@@ -190,7 +192,7 @@ class Watch:
     def __init__(self, module: nn.Module, path: str, idle: Collection[nn.Module] = ()) -> None:
         """Args: `idle`: parts of the module that do not run: they are ignored."""
         self.module, self.path = module, path
-        self._idle = {id(part) for module in idle for part in module.modules()}
+        self._idle = {id(part) for outer in idle for part in outer.modules()}
         self.before = dict(self._state())
 
     def changes(self) -> list[Change]:
@@ -252,7 +254,7 @@ def _value(change: Change) -> Any:
 def _run_to_the_layers(
     capture: Capture, shapes: Mapping[str, torch.Size], weight: float, watch: Watch
 ) -> tuple[bool, list[Change]]:
-    """True if short rows reach the layers; the changes by these and by the last positions."""
+    """True if short rows reach the layers; the changes by short rows and by the last positions."""
     weights = {
         name: zero_pages(shape) if weight == 0 else torch.full((), weight).expand(shape)
         for name, shape in shapes.items()
@@ -261,12 +263,12 @@ def _run_to_the_layers(
     longest, tokens = most_positions(capture.model.config) or 0, PROBE_SHAPE[1]
     with torch.no_grad():
         reached = capture.forward(stop, weights, capture.inputs(short)) is True
-        if longer := longest > tokens and capture.takes("position_ids"):
+        if has_later := longest > tokens and capture.takes("position_ids"):
             last = {"position_ids": torch.arange(longest - tokens, longest).expand(PROBE_SHAPE)}
             with suppress(Exception):  # not every model takes positions that begin anywhere
                 capture.forward(stop, weights, capture.inputs(short | last))
         changes = watch.changes()
-        if changes and longer:
+        if changes and has_later:
             capture.forward(stop, weights, capture.inputs(short))
             changes = watch.changes()
     return reached, changes
@@ -281,8 +283,10 @@ def try_kind(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwa
     buffers = dict(module.named_buffers())
     zeros = {name: zero_pages(p.shape) for name, p in module.named_parameters()}
     weights = zeros | buffers
-    watch, versions = Watch(kind.module, path), {n: _written(w) for n, w in weights.items()}
-    given = [(t, _written(t)) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    watch = Watch(kind.module, path)
+    versions = {name: _written(tensor) for name, tensor in weights.items()}
+    inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    input_versions = [_written(tensor) for tensor in inputs]
     randomness = OtherRandomness()
 
     def run() -> None:
@@ -301,7 +305,7 @@ def try_kind(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwa
         if weights[name] is not tensor or _written(tensor) != versions[name]:
             kind_of_tensor = "buffer" if name in buffers else "parameter"
             raise Unsupported(f"the forward of {path} changes its {kind_of_tensor} {name}")
-    if any(_written(tensor) != before for tensor, before in given):
+    if input_versions != [_written(tensor) for tensor in inputs]:
         raise Unsupported(
             f"the forward of {path} changes in place what it is given; let it copy that"
         )
@@ -332,8 +336,8 @@ def refuse_state(watch: Watch, again: Callable[[], Iterable[Any]]) -> None:
     """
     changes = watch.changes()
     for change in changes:
-        written = change.name in compat.buffers_of(change.module)
-        if not written or change.name in change.module.state_dict():
+        is_buffer = change.name in compat.buffers_of(change.module)
+        if not is_buffer or change.name in change.module.state_dict():
             raise change.refusal()
     if changes and _reads(changes, again):
         raise changes[0].refusal()
