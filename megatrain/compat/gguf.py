@@ -22,7 +22,7 @@ from megatrain.errors import InputError, explained
 log = logging.getLogger(__name__)
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
-_PLAIN = {"F32": torch.float32, "F16": torch.float16}
+_UNQUANTISED = {"F32": torch.float32, "F16": torch.float16}
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 _OF_27B = (46, 62)  # numbers of layers of Gemma 2 and 3 27B, whose queries have another scale
 # Settings of a file that change results, and their names in transformers' configurations.
@@ -91,7 +91,7 @@ def _unpack(path: Path, folder: Path) -> None:
             setattr(tokenizer, token, tokenizer.convert_ids_to_tokens(int(number.contents())))
     _warn_of_splitting(path, reader)
     largest = max(reader.tensors, key=lambda tensor: int(tensor.n_bytes))
-    dtype = _PLAIN.get(largest.tensor_type.name, torch.bfloat16)
+    dtype = _UNQUANTISED.get(largest.tensor_type.name, torch.bfloat16)
     make_config = getattr(transformers, "GgufConfig", None)  # older versions always dequantise
     quantisation = {"quantization_config": make_config(dequantize=True)} if make_config else {}
     options = {"config": config, "dtype": dtype, "output_loading_info": True, **quantisation}

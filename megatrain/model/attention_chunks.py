@@ -114,12 +114,13 @@ def cost_of_chunks(
     rows, tokens, heads, width = query.shape
     key_heads = key.shape[2]
     num_rows, num_heads = _at_once(tokens, key_heads)
-    most = _most_tokens(heads // key_heads, on_gpu=True)  # chunks on a CPU take less
-    lengths = [(q.stop - q.start, k.stop - k.start) for q, k in _spans(tokens, most, reach)]
+    most_tokens = _most_tokens(heads // key_heads, on_gpu=True)  # chunks on a CPU take less
+    spans = _spans(tokens, most_tokens, reach)
+    lengths = [(queries.stop - queries.start, keys.stop - keys.start) for queries, keys in spans]
     chunks = rows * -(-key_heads // num_heads) * len(lengths) // num_rows
     queries = max(queries for queries, _ in lengths) * (heads // key_heads)
     keys = max(keys for _, keys in lengths)
-    logit_copies, key_copies, sum_bytes = (4, 3, 8) if backward else (2, 2, 0)
+    logit_copies, key_copies, sum_bytes = (4, 3, 8) if backward else (2, 2, 0)  # fp32 dk and dv
     elements = logit_copies * queries * keys + width * (key_copies * tokens + 6 * queries)
     scratch = num_rows * num_heads * (elements * query.itemsize + width * tokens * sum_bytes)
     return rows * heads * sum(a * b for a, b in lengths), chunks, scratch
@@ -145,12 +146,12 @@ def _most_tokens(groups: int, on_gpu: bool) -> int:
     return max(1, (QUERIES if on_gpu else QUERIES // 4) // groups)
 
 
-def _spans(tokens: int, most: int, reach: int) -> Iterator[tuple[slice, slice]]:
+def _spans(tokens: int, most_tokens: int, reach: int) -> Iterator[tuple[slice, slice]]:
     """Each chunk's queries and keys; the chunk with most keys first, whose memory serves all."""
-    for first in reversed(range(0, tokens, most)):
-        last = min(first + most, tokens)
-        begin = max(0, first + 1 - reach) // _ALIGNED * _ALIGNED
-        yield slice(first, last), slice(begin, last)
+    for start in reversed(range(0, tokens, most_tokens)):
+        stop = min(start + most_tokens, tokens)
+        first_key = max(0, start + 1 - reach) // _ALIGNED * _ALIGNED
+        yield slice(start, stop), slice(first_key, stop)
 
 
 def _operands(

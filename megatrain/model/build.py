@@ -177,28 +177,28 @@ def with_head(config: PreTrainedConfig, head: ClassHead) -> PreTrainedConfig:
                 f"the model's head has the labels {', '.join(old_labels[:8])}, and loss.labels "
                 f"(one for a reward) are {', '.join(labels[:8])}: give those, in their order"
             )
-    scored, name = copy.deepcopy(config), by_type.get(config.model_type)
+    result, name = copy.deepcopy(config), by_type.get(config.model_type)
     if name is None:
         raise InputError(
             f"loss.name needs a class for {kind}, and none of a {config.model_type} can be "
             f"trained; take a model that has one, such as {example}"
         )
-    scored.architectures = [name]
+    result.architectures = [name]
     if not labels:
-        return scored
-    scored.num_labels = len(labels)
-    scored.id2label = dict(enumerate(labels))
-    scored.label2id = {label: number for number, label in scored.id2label.items()}
-    scored.problem_type = head.problem_type
+        return result
+    result.num_labels = len(labels)
+    result.id2label = dict(enumerate(labels))
+    result.label2id = {label: number for number, label in result.id2label.items()}
+    result.problem_type = head.problem_type
     if head.of_tokens:
-        return scored
-    text = scored.get_text_config(decoder=True)
+        return result
+    text = result.get_text_config(decoder=True)
     ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
     if text.pad_token_id is None:
         text.pad_token_id = ends[0]
     if text.pad_token_id is None:
-        raise InputError(f"the {scored.model_type} has no pad_token_id, which tells where rows end")
-    return scored
+        raise InputError(f"the {result.model_type} has no pad_token_id, which tells where rows end")
+    return result
 
 
 def build(

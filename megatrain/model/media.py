@@ -110,7 +110,7 @@ class Recorder:
             self._touched.clear()  # an encoder's own use of a result does not count
             self.inside |= self._read
         # Flattened now, as the caller may change the result.
-        self._results.append(pytree.tree_flatten((result, _beside(result))))
+        self._results.append(pytree.tree_flatten((result, _extra_attributes(result))))
         leaves = self._results[-1][0]
         self._leaves |= {id(leaf) for leaf in leaves}
         with without_torch_function():  # reading a version is no use of a result
@@ -241,7 +241,7 @@ class FrozenParts:
         if random or any(leaf.requires_grad for leaf in _tensors(result)):
             module = getattr(method, "__self__", None)
             self._calls = [call for call in self._calls if call[0] is not module]
-        leaves, spec = pytree.tree_flatten((result, _beside(result)))
+        leaves, spec = pytree.tree_flatten((result, _extra_attributes(result)))
         # Contiguous, as kept results are: sums over them are then the same to the bit.
         leaves = [leaf.contiguous() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return Encoded(leaves, spec).result(torch.empty(0))
@@ -255,7 +255,7 @@ def _require_constant(leaf: Tensor) -> None:
         )
 
 
-def _beside(result: Any) -> dict[str, Any]:
+def _extra_attributes(result: Any) -> dict[str, Any]:
     """Attributes of a ModelOutput that are not among its items; transformers 5.17 sets some."""
     extra = getattr(result, "__dict__", {}) if isinstance(result, dict) else {}
     return {name: value for name, value in extra.items() if name not in result}

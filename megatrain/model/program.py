@@ -68,7 +68,7 @@ class ModelProgram:
         takes_lengths = attention.takes_lengths(model, fp32=fp32_on_gpu)
         self.may_attend_by_lengths = self.capture.takes_any and takes_lengths
         self.attends_by_lengths = self.exchanges_tokens = False  # until `attend` and `set_owners`
-        self._kept = dict[str, Tensor]()
+        self._kept_weights = dict[str, Tensor]()  # of the prologue, which the epilogue uses as well
         self._supported_media = set[frozenset[str]]()  # kinds of media for which a check passed
         # By shape of ids: numbers of calls of `_document_indices` that return None for ids alone.
         self._one_document_calls: dict[torch.Size, set[int]] = {}
@@ -193,9 +193,9 @@ class ModelProgram:
         if features_N is not None and frozenset(batch.media) not in self._supported_media:
             self._check_media(weights, batch, features_N)
             self._supported_media.add(frozenset(batch.media))
-        if not self._kept:  # they never change; the epilogue runs without the prologue's weights
-            self._kept = {name: weights[name].detach().clone() for name in self.spec.kept}
-            self._outer |= self._kept
+        if not self._kept_weights:  # these are frozen; the epilogue gets its own weights alone
+            self._kept_weights = {n: weights[n].detach().clone() for n in self.spec.kept}
+            self._outer |= self._kept_weights
         recorder = _LayerRecorder(self, batch)
         self._record(recorder, weights, features_N)
         if not batch.calls:

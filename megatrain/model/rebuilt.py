@@ -48,7 +48,7 @@ _UNDO = (
 def difference(
     model: PreTrainedModel, dtype: torch.dtype, computed: torch.dtype, *, with_code: bool
 ) -> str | None:
-    """The first difference, if any, of `model` from that of its saved configuration; a remedy.
+    """The first difference of `model` from that of its saved configuration, and a remedy; or None.
 
     Args:
         model: without weights; buffers are real. Leftovers of an earlier forward are set to None.

@@ -108,7 +108,7 @@ class Tap:
 
     def __init__(self, router: nn.Module, index: int, loss: RouterLoss) -> None:
         self._forward, self._index, self._loss = router.forward, index, loss
-        self._kept: list[Tensor] = []
+        self._outputs: list[Tensor] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self._forward(*args, **kwargs)
@@ -116,12 +116,12 @@ class Tap:
         logits = outputs[self._index if len(outputs) > 1 else 0]
         indices = [x for x in outputs if isinstance(x, Tensor) and x.dtype == torch.int64]
         choices = [x for x in indices if x.ndim > 1 and x.shape[:-1] == logits.shape[:-1]]
-        self._kept = [logits, *choices[:1]]
+        self._outputs = [logits, *choices[:1]]
         return output
 
     def take(self, counted_N: Tensor | None) -> Tensor | None:
         """`RouterLoss.sums` of the last forward; None: the router does not return its choices."""
-        outputs, self._kept = [x.flatten(0, -2) for x in self._kept], []
+        outputs, self._outputs = [x.flatten(0, -2) for x in self._outputs], []
         if not outputs or (len(outputs) < 2 and not self._loss.weight):
             return None  # without outputs the router was not called: PEFT has called a copy
         return self._loss.sums(outputs[0], counted_N, *outputs[1:])

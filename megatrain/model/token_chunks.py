@@ -61,7 +61,7 @@ class ChunkedOverTokens:
         self._fast = {
             mode: compiled(_apply, f"{name} of a tile ({mode})") for mode in ("forward", "backward")
         }
-        self._is_alone: dict[tuple[bool, int, torch.dtype], bool] = {}
+        self._acts_on_tokens_alone: dict[tuple[bool, int, torch.dtype], bool] = {}
 
     def __deepcopy__(self, memo: dict) -> "ChunkedOverTokens":
         return self
@@ -76,11 +76,11 @@ class ChunkedOverTokens:
         # Weights that are kept as codes are meta tensors here, and not passed.
         bound = {name: t for name, t in named_tensors if self.without_data or not t.is_meta}
         key = (self._part.training, x.shape[-1], x.dtype)
-        if key not in self._is_alone:
+        if key not in self._acts_on_tokens_alone:
             self._alone.train(self._part.training)
             with without_modes():
-                self._is_alone[key] = self._trial(bound, x)
-        return self._over_tiles(bound, x) if self._is_alone[key] else self._whole(x)
+                self._acts_on_tokens_alone[key] = self._trial(bound, x)
+        return self._over_tiles(bound, x) if self._acts_on_tokens_alone[key] else self._whole(x)
 
     def _trial(self, bound: dict[str, Tensor], x: Tensor) -> bool:
         """True if the part acts on every token alone; forecast/measure.py overrides this."""

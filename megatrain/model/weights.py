@@ -139,11 +139,11 @@ class Recipe:
         packing = formats.pop() if len(formats) == 1 else None
         if self.converter is None or packing is None:
             return packing
-        joined = {type(operation) for operation in self.converter.operations} <= _JOINS
+        only_joins = {type(operation) for operation in self.converter.operations} <= _JOINS
         side = _SIDES.get(packing, 0)
         in_whole_blocks = side and all(n % side == 0 for t in tensors for n in t.shape)
         packing = NF4_WIDE if packing is NF4 else packing  # NF4's mean differs for each part
-        return packing if joined and in_whole_blocks else None
+        return packing if only_joins and in_whole_blocks else None
 
     def build(self, model: PreTrainedModel, load: Callable[[Stored], Tensor]) -> dict[str, Tensor]:
         """The finished tensors by the model's names; `load` gives the values of a stored tensor."""
@@ -241,7 +241,7 @@ def lazy_weights(
     }
 
 
-_HEADS = "lm_head.", "embed_out.", "cls."  # of language models
+_LM_HEADS = "lm_head.", "embed_out.", "cls."  # beginnings of names of language models' heads
 
 
 def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
@@ -257,7 +257,7 @@ def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
     for path in sorted({*folder.glob("*.safetensors")} - plan.files):
         if not path.name.startswith(("consolidated", "adapter_model")):
             log.warning("%s: is named by no index, so neither read nor exported", path)
-    heads = _HEADS if hf.task_of(model) != "CAUSAL_LM" else ()
+    heads = _LM_HEADS if hf.task_of(model) != "CAUSAL_LM" else ()
     carried: list[Stored] = []
     for name, tensors in plan.unexpected.items():
         carried += [] if name.startswith(heads) else tensors
@@ -449,7 +449,7 @@ def _check_complete(
     if hf.task_of(model) != "CAUSAL_LM" and not from_classifier:
         head = "score.", "classifier.", "pooler."
         report.missing_keys = {n for n in report.missing_keys if not n.startswith(head)}
-        report.unexpected_keys = {n for n in report.unexpected_keys if not n.startswith(_HEADS)}
+        report.unexpected_keys = {n for n in report.unexpected_keys if not n.startswith(_LM_HEADS)}
     if report.missing_keys:
         raise InputError(
             f"{folder}: {_some(report.missing_keys)} missing from the checkpoint of a "
