@@ -256,13 +256,13 @@ class Capture:
         self.layers = list(layers)
         self.runner = next(m for m in model.modules() if stack in m.children())
         for layer in self.layers:
-            self._replace_forward(layer)
+            self._replace(layer)
         around = {type(m).forward for m in model.modules() if stack in m.modules()}
         packages = {f.__module__.partition(".")[0] for f in around - {nn.Module.forward}}
         self.of_transformers = packages <= {"transformers", "peft"}
         self._ties = ties(model)
 
-    def _replace_forward(self, layer: nn.Module) -> None:
+    def _replace(self, layer: nn.Module) -> None:
         def recorder(*args: Any, **kwargs: Any) -> Any:
             assert self._handler is not None
             shared = containers(args, kwargs)  # first, as it lets pytree look into containers
@@ -279,7 +279,7 @@ class Capture:
         try:
             return copy.deepcopy(layer)
         finally:
-            self._replace_forward(layer)
+            self._replace(layer)
 
     def restore(self) -> None:
         """Give the layers their classes' forwards again."""
@@ -294,7 +294,7 @@ class Capture:
             yield self.model
         finally:
             for layer in self.layers:
-                self._replace_forward(layer)
+                self._replace(layer)
 
     def takes(self, name: str) -> bool:
         """True if the model's forward has an argument of this name."""

@@ -45,7 +45,9 @@ def taken(engine):
     for layer in spec_of(engine).layers:
         for name, part in layer.kind.module.named_modules():
             forward = part.__dict__.get("forward")
-            if isinstance(forward, ChunkedOverTokens) and any(forward._is_alone.values()):
+            if isinstance(forward, ChunkedOverTokens) and any(
+                forward._acts_on_tokens_alone.values()
+            ):
                 found.add(name)
     return found
 
