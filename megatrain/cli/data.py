@@ -33,19 +33,19 @@ def show_data(run: Path, overrides: Sequence[str], rows: int) -> None:
 
 def _print_row(console: Console, row: int, pieces: Sequence[ShownDocument]) -> None:
     """Print a row; learnt text is coloured, or without colours in brackets."""
-    coloured = console.color_system is not None
-    legend = "green: learnt" if coloured else "⟦ ⟧: learnt"
+    has_colours = console.color_system is not None
+    legend = "green: learnt" if has_colours else "⟦ ⟧: learnt"
     console.print(Text(f"\nrow {row + 1} ({legend})", style="bold"), soft_wrap=True)
     for piece in pieces:
         title = f"-- {piece.place}: {piece.num_tokens:,} tokens"
         for line in (title, *(f"   {image}" for image in piece.images)):
             console.print(Text(line, style="cyan"), soft_wrap=True)
         text, characters_left = Text(), _LONGEST
-        for run, learnt in piece.runs:
-            part = run[: max(characters_left, 0)]
-            characters_left -= len(run)
-            part = f"⟦{part}⟧" if learnt and not coloured and part else part
-            text.append(part, style="green" if learnt else "dim")
+        for characters, is_learnt in piece.runs:
+            part = characters[: max(characters_left, 0)]
+            characters_left -= len(characters)
+            part = f"⟦{part}⟧" if is_learnt and not has_colours and part else part
+            text.append(part, style="green" if is_learnt else "dim")
         if characters_left < 0:
             text.append(f" ... {-characters_left:,} more characters", style="cyan")
         console.print(text, soft_wrap=True)

@@ -32,8 +32,8 @@ def run_demo(overrides: Sequence[str]) -> None:
         return say_end(outcome)
     losses = [r["loss"] for r in read_metrics(outcome.folder / METRICS) if r.get("loss")]
     if losses:
-        curve = outcome.folder / "loss.png"
-        print(f"\nloss {losses[0]:.3f} at first, {losses[-1]:.3f} at last ({curve})\n")
+        ends = f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at last"
+        print(f"\n{ends} ({outcome.folder / 'loss.png'})\n")
     engine, sampling = run_file.engine, Sampling(max_new_tokens=96, temperature=0.6)
     with opened(str(outcome.folder), engine.device, engine.precision) as run:
         for prompt in PROMPTS:

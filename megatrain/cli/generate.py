@@ -23,7 +23,7 @@ from megatrain.model.weights import resolve_model
 from megatrain.placement import Precision
 from megatrain.train.resolve import ResolvedModel
 
-_UNREAD = ("system", "tools", "history", "chat_template_kwargs")  # training heeds them
+_UNREAD = ("system", "tools", "history", "chat_template_kwargs")  # fields that training reads
 
 
 @contextmanager

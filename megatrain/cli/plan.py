@@ -57,7 +57,7 @@ def run_plan(options: Options) -> None:
     are missing; DoesNotFit: the run does not fit, as the printed plan says.
     """
     options = _with_one_memory(options)
-    named, run = _opened(options)
+    model, run = _model_and_run(options)
     gpus = options["gpus"] or (1 if run is None else run.engine.devices)
     if gpus > 1 and options["gpu"] and (gpu := named_gpu(options["gpu"])).shared:
         raise InputError(f"{gpus} GPUs: {gpu.name} is the only one of its machine; plan with 1")
@@ -70,18 +70,18 @@ def run_plan(options: Options) -> None:
     workload = changed(workload, {name: options[name] for name in _OF_WORKLOAD})
     workload = replace(workload, media=_images(options["image"], options["model"], run))
     workload.check()
-    check_sequence_length(named.config, workload.sequence_length)
+    check_sequence_length(model.config, workload.sequence_length)
     warnings: list[str] = []
-    if named.quantised is not None and run is None:
-        warnings.append(f"{named.quantised}: {_UNQUANTISED}; the plan is for that")
-    if named.unpacked is not None:
-        warnings.append(f"the weights of {named.name} are unpacked from {named.unpacked}")
+    if model.quantised is not None and run is None:
+        warnings.append(f"{model.quantised}: {_UNQUANTISED}; the plan is for that")
+    if model.unpacked is not None:
+        warnings.append(f"the weights of {model.name} are unpacked from {model.unpacked}")
     device = None if run is None else run.engine.device
     machine = _machine(options, device, workload, warnings)
     passing("reading the model's structure...")
     try:
         plan = _plan(
-            named,
+            model,
             machine,
             workload,
             total_tokens=total_tokens and int(total_tokens),
@@ -91,16 +91,16 @@ def run_plan(options: Options) -> None:
         )
     finally:
         end_passing()
+    experts = experts_of_step(model.config, plan.forecast)
     if options["as_json"]:
-        experts = experts_of_step(named.config, plan.forecast)
-        print(json.dumps({"model": named.name, **plan.as_dict(), "experts": experts}, indent=2))
+        print(json.dumps({"model": model.name, **plan.as_dict(), "experts": experts}, indent=2))
     else:
-        show(plan, named.name, experts_of_step(named.config, plan.forecast))
+        show(plan, model.name, experts)
     if not plan.fits:
-        raise DoesNotFit(f"{named.name} does not fit: {lacking(machine, plan.forecast.machine)}")
+        raise DoesNotFit(f"{model.name} does not fit: {lacking(machine, plan.forecast.machine)}")
     problem = None if run is None else missing_data(run.data.path)
-    if run is not None and named.quantised is not None:
-        problem = f"model.path: {named.quantised}; {_UNQUANTISED}"
+    if run is not None and model.quantised is not None:
+        problem = f"model.path: {model.quantised}; {_UNQUANTISED}"
     if problem is not None:
         raise InputError(f"{problem} (it would fit; the plan is above)")
 
@@ -123,18 +123,18 @@ def _with_one_memory(options: Options) -> Options:
     return {**options, "device_memory": memory}
 
 
-def _opened(options: Options) -> "tuple[NamedModel, Config | None]":
-    run, model, rank, base = (options[name] for name in ("run", "model", "lora_r", "base"))
-    if (run is None) == (model is None):
+def _model_and_run(options: Options) -> "tuple[NamedModel, Config | None]":
+    path, name, rank, base = (options[option] for option in ("run", "model", "lora_r", "base"))
+    if (path is None) == (name is None):
         raise InputError("give either a run file or --model")
-    if run is None:
+    if path is None:
         length = options["sequence_length"] or SEQUENCE_LENGTH
-        config = named_config(model, max_positions=length)
+        config = named_config(name, max_positions=length)
         if not rank and base != "bf16":
             raise InputError(f"--base {base} is of frozen layers; add --lora-r 16")
-        name = f"{model} with LoRA of rank {rank}" if rank else model
-        name += "" if base == "bf16" else f", base in {base}"
-        return NamedModel(name, config, lora_adapter(rank), base), None
+        title = f"{name} with LoRA of rank {rank}" if rank else name
+        title += "" if base == "bf16" else f", base in {base}"
+        return NamedModel(title, config, lora_adapter(rank), base), None
     if rank or base != "bf16":
         raise InputError(
             f"--lora-r and --base are for --model; add --set adapter.r={rank or 16} --set "
@@ -142,18 +142,18 @@ def _opened(options: Options) -> "tuple[NamedModel, Config | None]":
         )
     from megatrain.config import load
 
-    opened = load(run, options["overrides"] or [])
-    return model_of_run(run.name, opened.model, opened.adapter.keys, head=opened.loss.head), opened
+    run = load(path, options["overrides"] or [])
+    return model_of_run(path.name, run.model, run.adapter.keys, head=run.loss.head), run
 
 
 def _workload_of(run: "Config", gpus: int) -> Workload:
     """The workload of a run file. Raises InputError: another number of GPUs shares its rows."""
     from megatrain.config import ModelSection
 
-    workload, shared = Workload.of_run(run), run.engine.sequence_parallel
-    if shared not in (1, gpus):
+    workload, ranks = Workload.of_run(run), run.engine.sequence_parallel
+    if ranks not in (1, gpus):
         raise InputError(
-            f"engine.sequence_parallel: {shared} GPUs share every row; plan with --gpus {shared}"
+            f"engine.sequence_parallel: {ranks} GPUs share every row; plan with --gpus {ranks}"
         )
     if run.loss.teacher is None:
         return workload
@@ -181,7 +181,7 @@ def _images(sizes: Sequence[str], path: str | None, run: "Config | None") -> Med
     parsed = [re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text) for text in sizes]
     if not all(parsed):
         raise InputError(f"--image: write {', '.join(sizes)} like 1024x768 (99999 at most)")
-    images = [("image", (int(m[1]), int(m[2])), "", 1) for m in parsed if m]
+    images = [("image", (int(m[1]), int(m[2])), "", 1) for m in parsed if m]  # `images.Shape`
     return MediaRow(processor.example(images))
 
 
@@ -190,8 +190,8 @@ def missing_data(paths: str | list[str]) -> str | None:
     for path in [paths] if isinstance(paths, str) else paths:
         expanded = os.path.expanduser(path)
         exists = os.path.exists(expanded) or any(glob.iglob(expanded, recursive=True))
-        hub = re.fullmatch(r"[A-Za-z0-9][\w-]*(/[\w-]+)?", path) is not None
-        if not exists and not hub:
+        may_be_of_hub = re.fullmatch(r"[A-Za-z0-9][\w-]*(/[\w-]+)?", path) is not None
+        if not exists and not may_be_of_hub:
             return f"data.path: {path} is not there"
     return None
 
@@ -200,37 +200,37 @@ def _machine(
     options: Options, device: str | None, workload: Workload, warnings: list[str]
 ) -> Machine:
     """The machine to plan for: this one or one with another GPU, with the workload's limits."""
-    gpu = options["gpu"] and named_gpu(options["gpu"])
-    cores, space = options["cores"], workload.disk_bytes
-    of_gpu = "auto" if device in (None, "cpu") else device
-    card = find_gpu(of_gpu)
-    if gpu and (card is None or by_driver_name(card.name) != gpu):
+    wanted_gpu = options["gpu"] and named_gpu(options["gpu"])
+    cores, disk_bytes = options["cores"], workload.disk_bytes
+    gpu_device = "auto" if device in (None, "cpu") else device
+    gpu = find_gpu(gpu_device)  # of this machine
+    if wanted_gpu and (gpu is None or by_driver_name(gpu.name) != wanted_gpu):
         host = host_limit_bytes() if workload.host_memory is None else workload.host_memory
-        if workload.host_memory is None and not gpu.shared:
+        if workload.host_memory is None and not wanted_gpu.shared:
             warnings.append(f"--host-memory is not given: this machine's {gib(host)} are taken")
         if cores is None:
             cores = usable_cores()
             warnings.append(f"--cores is not given: this machine's {cores} are taken")
-        named = machine_for(
-            gpu.name, host, cores, workload.device_memory, precision=workload.precision
+        machine = machine_for(
+            wanted_gpu.name, host, cores, workload.device_memory, precision=workload.precision
         )
-        return replace(named, disk_space_bytes=space)
-    if not gpu and device == "cpu":
+        return replace(machine, disk_space_bytes=disk_bytes)
+    if not wanted_gpu and device == "cpu":
         raise InputError("engine.device is cpu, and plans are for GPUs; name one, as --gpu 4090")
-    machine = present_machine(of_gpu, precision=workload.precision)
-    if machine is None:
+    present = present_machine(gpu_device, precision=workload.precision)
+    if present is None:
         reason = "there is no GPU here"
-        if card is not None:
-            reason = f"the GPU here ({card.name}) is neither measured (megatrain doctor) nor listed"
+        if gpu is not None:
+            reason = f"the GPU here ({gpu.name}) is neither measured (megatrain doctor) nor listed"
         raise InputError(f"{reason}; name one with --gpu, such as --gpu 4090 --device-memory 24GiB")
-    if card is not None and workload.device_memory is None:
-        machine = _without_others(machine, card, warnings)
-    limits: dict[str, Any] = {"disk_space_bytes": space}
+    if gpu is not None and workload.device_memory is None:
+        present = _without_others(present, gpu, warnings)
+    sizes: dict[str, Any] = {"disk_space_bytes": disk_bytes}
     for name in ("host_memory", "device_memory"):
-        limit, available = getattr(workload, name), getattr(machine, f"{name}_bytes")
-        least = available if limit is None else limit if options[name] else min(limit, available)
-        limits[f"{name}_bytes"] = least
-    machine = replace(machine, **limits)
+        limit, available = getattr(workload, name), getattr(present, f"{name}_bytes")
+        allowed = available if limit is None else min(limit, available)
+        sizes[f"{name}_bytes"] = limit if options[name] else allowed  # options may ask for more
+    machine = replace(present, **sizes)
     if cores is None or cores == machine.cores:
         return machine
     share = update_gbps(cores) / update_gbps(machine.cores)
@@ -251,45 +251,45 @@ def _without_others(machine: Machine, gpu: Gpu, warnings: list[str]) -> Machine:
     return replace(machine, device_memory_bytes=max(1, machine.device_memory_bytes - used))
 
 
-def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: Any) -> Plan:
+def _plan(model: NamedModel, machine: Machine, workload: Workload, **further: Any) -> Plan:
     """The plan of `make_plan`, with kept measurements of the model."""
-    notes = _notes(named, workload)
+    notes = _notes(model, workload)
     remedy = "megatrain train streams all of it, and fewer tokens in a row may help"
-    with one_thread(), explained(f"{named.name} cannot be planned", remedy, of=NotForeseeable):
-        spec = notes.spec(named.config)
+    with one_thread(), explained(f"{model.name} cannot be planned", remedy, of=NotForeseeable):
+        spec = notes.spec(model.config)
         if spec.media and workload.media is None:
             further["warnings"].append(
                 "the plan is for text: --image 1024x1024 counts such an image in every row"
             )
         if workload.media is not None and not spec.media:
-            raise InputError(f"--image: {named.name} takes no images; leave it out")
+            raise InputError(f"--image: {model.name} takes no images; leave it out")
         plan = make_plan(spec, machine, workload, **further, notes=notes)
         notes.keep()
         return plan
 
 
-def _notes(named: NamedModel, workload: Workload) -> Notes:
+def _notes(model: NamedModel, workload: Workload) -> Notes:
     """Measurements of the model; kept in a file if they depend on its configuration alone."""
 
     def opened() -> "ModelSpec":
         from megatrain.model.attention import attend_by_kernel
 
-        spec = named.spec()
+        spec = model.spec()
         attend_by_kernel(spec, workload.precision)
         return spec
 
-    config, adapter = named.config, named.adapter
+    config, adapter = model.config, model.adapter
     key: dict[str, Any] = {
         "class": type(config).__name__,
         "config": config.to_dict(),
         "adapter": adapter.to_dict() if hasattr(adapter, "to_dict") else adapter,
-        "opening": [named.frozen, named.opening, named.trained, named.pretrained],
+        "opening": [model.frozen, model.opening, model.trained, model.pretrained],
         "precision": workload.precision,
     }
-    own_code = not named.opening.get("trust_remote_code")
+    has_known_code = not model.opening.get("trust_remote_code")
     # fp8's operands depend on modules, and packed weights on a folder.
-    by_config = workload.precision != "fp8" and named.packed_folder is None
-    return Notes(opened, key if own_code and by_config else None)
+    needs_config_alone = workload.precision != "fp8" and model.packed_folder is None
+    return Notes(opened, key if has_known_code and needs_config_alone else None)
 
 
 _WIDTH = 140
@@ -312,12 +312,12 @@ def experts_of_step(config: "PreTrainedConfig", forecast: Forecast) -> dict[str,
     if not chosen or not total:
         return None
     tokens, bounds = forecast.tokens_per_step, forecast.bounds
-    moves = {name: bounds.get(name, 0.0) for name in (COMPUTE, COPY_IN, COPY_OUT)}
+    bus = {name: bounds.get(name, 0.0) for name in (COMPUTE, COPY_IN, COPY_OUT)}
     return {
         "num": total,
         "of_a_token": chosen,
         "tokens_each": tokens * chosen // total,
-        "bus_hidden_from_tokens": compute_bound_tokens(moves, tokens, forecast.sequence_length),
+        "bus_hidden_from_tokens": compute_bound_tokens(bus, tokens, forecast.sequence_length),
     }
 
 
@@ -352,9 +352,7 @@ def _head(plan: Plan, name: str) -> list[str]:
     rows = forecast.tokens_per_step // forecast.sequence_length
     count = forecast.parameters
     parameters = f"{count / 1e9:.2f} billion" if count >= 1e7 else f"{count:,}"
-    verdict = "it fits"
-    if not plan.fits:
-        verdict = f"it does not fit: {lacking(machine, forecast.machine)}"
+    verdict = "it fits" if plan.fits else f"it does not fit: {lacking(machine, forecast.machine)}"
     lines = [
         f"{name}, {parameters} parameters, on {machine.name} ({kind}): {verdict}",
         f"a step of {forecast.tokens_per_step:,} tokens: {rows:,} x {forecast.sequence_length:,}, "
@@ -391,13 +389,13 @@ def _memory(plan: Plan) -> list[str]:
         ("device", forecast.device_bytes, machine.device_memory_bytes),
         ("host", forecast.host_parts, machine.host_memory_bytes),
     ):
-        largest = sorted(parts.items(), key=lambda part: -part[1])
-        named = ", ".join(f"{part} {gib(used)}" for part, used in largest if used >= GIB / 20)
+        sizes = sorted(parts.items(), key=lambda part: -part[1])
+        named_parts = ", ".join(f"{part} {gib(used)}" for part, used in sizes if used >= GIB / 20)
         limit_text = gib(limit)
         if machine.one_memory:
             limit_text = f"{gib(machine.both_bytes)} that device and host share,"
         share = f"{gib(sum(parts.values()))} of {limit_text} at the peak"
-        lines.append(f"{place:<9}{share}: {named}")
+        lines.append(f"{place:<9}{share}: {named_parts}")
         if place == "device" and forecast.device_held_bytes > forecast.device_peak_bytes:
             total = gib(forecast.device_held_bytes)
             lines.append(f"{'':<9}the driver will show {total}: torch keeps freed memory for reuse")

@@ -75,9 +75,9 @@ def reported(ctx: Any) -> Iterator[None]:
 def _as_megatrain_error(error: Any) -> MegatrainError | None:
     """The error of a path or of a wrong command line as one of ours; None: only help is shown."""
     if isinstance(error, OSError):
-        unusable = error.errno in _PATH_ERRORS
-        reason = f"{os_reason(error)}; check the path and who may use it"
-        return InputError(reason) if unusable else RunFailed(os_reason(error))
+        if error.errno not in _PATH_ERRORS:
+            return RunFailed(os_reason(error))
+        return InputError(f"{os_reason(error)}; check the path and who may use it")
     if error.ctx is not None and error.message == error.ctx.get_help():
         return None
     text = in_one_line(error.format_message()).rstrip(".").replace("Value error, ", "")

@@ -22,8 +22,8 @@ def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
             with signals.interruptible():  # before the import of torch, which takes seconds
                 loaded = load_run(run, overrides, resume=resume)
                 from megatrain.parallel.distributed import is_launched, is_restarted, launch
-            several = loaded.engine.devices > 1 and not is_launched()
-            if not several:
+            needs_launch = loaded.engine.devices > 1 and not is_launched()
+            if not needs_launch:
                 with signals.interruptible():
                     from megatrain.train.loop import train
                 resume = resume or is_restarted()
@@ -31,15 +31,15 @@ def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
     except Stopped as signal:
         _say(f"stopped by {signal} before the first step; nothing to save")
         return
-    if several:
+    if needs_launch:
         from megatrain.device import find_device
 
         end_passing()
-        find_device(loaded.engine.device, loaded.engine.devices - 1)
+        find_device(loaded.engine.device, loaded.engine.devices - 1)  # raises if one is missing
         options = [part for override in overrides for part in ("--set", override)]
         options += ["--resume"] if resume else []
-        if code := launch(loaded.engine.devices, ["train", str(run), *options]):
-            raise SystemExit(code)
+        if exit_code := launch(loaded.engine.devices, ["train", str(run), *options]):
+            raise SystemExit(exit_code)
         return
     say_end(outcome)
 

@@ -45,10 +45,10 @@ _LAUNCH_SECONDS = 22e-6
 # (cores, GB/s of host memory) while AdamW updates: up to 16 cores measured on a Xeon with 8
 # channels of DDR5; above, the most that such a socket can give.
 _SERVER_GBPS = ((1, 13.0), (2, 27.0), (4, 54.0), (8, 86.0), (16, 120.0), (32, 180.0), (64, 220.0))
-# Divisors of one memory for the host's part, which holds the process, arriving weights, inputs.
-_PROCESS_SHARES = (16, 8, 4)
+# Of one memory, the host's part (process, arriving weights, inputs) is one part of so many.
+_PROCESS_DIVISORS = (16, 8, 4)
 
-# Two channels of DDR5, four channels.
+# A desktop has two channels of DDR5, a workstation four.
 _HOST_LIMIT_GBPS = {"desktop": 60.0, "workstation": 120.0, "server": 220.0}
 
 
@@ -122,7 +122,7 @@ class Machine:
         """This machine; or, if host and device share memory, copies that divide it differently."""
         if not self.one_memory:
             return [self]
-        both, sizes = self.both_bytes, [self.both_bytes // share for share in _PROCESS_SHARES]
+        both, sizes = self.both_bytes, [self.both_bytes // n for n in _PROCESS_DIVISORS]
         return [replace(self, device_memory_bytes=both - n, host_memory_bytes=n) for n in sizes]
 
     def shared(
@@ -168,7 +168,7 @@ def machine_for(
     memory = int(gpu.memory_gib * GIB * _VISIBLE) if device_memory is None else device_memory
     if gpu.shared:
         memory = int(gpu.shared * (device_memory or gpu.memory_gib * GIB))
-        host_memory = memory // _PROCESS_SHARES[0]
+        host_memory = memory // _PROCESS_DIVISORS[0]
         memory -= host_memory
     peak = gpu.fp32_tflops if precision == "fp32" else gpu.bf16_tflops
     return Machine(
@@ -195,8 +195,8 @@ def machine_for(
 
 def update_gbps(cores: int, host: str = "server") -> float:
     """The expected rate of host memory during updates, GB/s."""
-    numbers, gbps = zip(*_SERVER_GBPS, strict=True)
-    return min(float(np.interp(cores, numbers, gbps)), _HOST_LIMIT_GBPS[host])
+    core_counts, gbps = zip(*_SERVER_GBPS, strict=True)
+    return min(float(np.interp(cores, core_counts, gbps)), _HOST_LIMIT_GBPS[host])
 
 
 VERSION = 1
@@ -222,8 +222,8 @@ class Key:
 def key_of(device: str) -> Key:
     """The key of this machine with the GPU `device`, if there is one."""
     gpu = find_gpu(device)
-    number, driver = ("none", "none") if gpu is None else (gpu.uuid, gpu.driver)
-    return Key(number, driver, cpu_name(), usable_cores())
+    uuid, driver = ("none", "none") if gpu is None else (gpu.uuid, gpu.driver)
+    return Key(uuid, driver, cpu_name(), usable_cores())
 
 
 def write(key: Key, machines: Mapping[str, Machine]) -> Path:
@@ -243,13 +243,11 @@ def read(key: Key, precision: str) -> Machine | None:
     """The measurements of `key`; None: there are none, or they cannot be trusted."""
     try:
         record = read_json(key.file)
-        if record["version"] != VERSION or record["key"] != vars(key):
-            return None
-        if not 0 <= time.time() - record["time"] <= _MAX_AGE_SECONDS:
-            return None
-        if key.file.stat().st_uid != os.getuid():
-            return None
-        return _checked(record["machines"][precision])
+        is_valid = record["version"] == VERSION and record["key"] == vars(key)
+        is_recent = 0 <= time.time() - record["time"] <= _MAX_AGE_SECONDS
+        is_own_file = key.file.stat().st_uid == os.getuid()
+        is_usable = is_valid and is_recent and is_own_file
+        return _checked(record["machines"][precision]) if is_usable else None
     except (InputError, OSError, ValueError, KeyError, TypeError):
         return None
 

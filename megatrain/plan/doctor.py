@@ -53,8 +53,9 @@ _LONG_SECONDS = 0.4  # a call of this length need not be repeated
 _MOST_CALLS = 100
 _RULE, _DTYPE = optim.AdamW(), torch.bfloat16
 UPDATE_BYTES = optim.moved_bytes(_RULE, _DTYPE)  # of a parameter
-_CHUNK = 64 * MIB
+_CHUNK_BYTES = 64 * MIB
 _DISK_SECONDS = 2.0  # for each of filling, writing, reading, and both at once
+Rates = Mapping[str, float | None]  # measurements by name; None: not measured
 
 
 @dataclass(frozen=True)
@@ -104,11 +105,11 @@ def bus_measurements(device: Device, num_bytes: int) -> list[Measurement]:
         copy = partial(device.copy, stream, to, source)
         return on_device.data.nbytes / device_seconds(device, stream, copy) / 1e9
 
-    into = partial(rate, COPY_IN, on_device, on_host)
-    out = partial(rate, COPY_OUT, on_host, on_device)
+    copies_in = partial(rate, COPY_IN, on_device, on_host)
+    copies_out = partial(rate, COPY_OUT, on_host, on_device)
     measured = [
-        attempt(f"to_device_{kind}_gbps", f"host to device, {kind}", "GB/s", into),
-        attempt(f"from_device_{kind}_gbps", f"device to host, {kind}", "GB/s", out),
+        attempt(f"to_device_{kind}_gbps", f"host to device, {kind}", "GB/s", copies_in),
+        attempt(f"from_device_{kind}_gbps", f"device to host, {kind}", "GB/s", copies_out),
     ]
     device.free(on_host)
     return measured
@@ -136,7 +137,7 @@ def compute_measurements(device: Device, sizes: Sizes, precision: Precision) -> 
             for direction in ("forward", "backward")
         )
         if forward.value and backward.value:
-            break
+            break  # the next sizes are for a device that cannot run these
     return [*measured, forward, backward]
 
 
@@ -221,10 +222,10 @@ def device_seconds(device: Device, stream: str, work: Callable[[], Any]) -> floa
         device.synchronize(device.record(stream), "measured")
         return device.seconds(start, end)
 
-    first = min(seconds(1), seconds(1))
-    if first > _LONG_SECONDS:
-        return first
-    count = max(1, min(_MOST_CALLS, int(_ROUND_SECONDS / max(first, 1e-9))))
+    one_call = min(seconds(1), seconds(1))
+    if one_call > _LONG_SECONDS:
+        return one_call
+    count = max(1, min(_MOST_CALLS, int(_ROUND_SECONDS / max(one_call, 1e-9))))
     return statistics.median(seconds(count) / count for _ in range(_ROUNDS))
 
 
@@ -258,36 +259,36 @@ def update_gparams(threads: int, num_bytes: int) -> float:
 
 def disk_measurements(folder: Path, *, num_bytes: int = 2 * GIB) -> list[Measurement]:
     """Sequential writes and reads of a file of planes in `folder`, by the engine's own requests."""
-    wanted = min(num_bytes, shutil.disk_usage(folder).free // 10) // _CHUNK * _CHUNK
-    source, target = (host_range("disk", _CHUNK, torch.uint8).random_() for _ in range(2))
-    filled = 0  # bytes of the file
+    file_bytes = min(num_bytes, shutil.disk_usage(folder).free // 10) // _CHUNK_BYTES * _CHUNK_BYTES
+    source, target = (host_range("disk", _CHUNK_BYTES, torch.uint8).random_() for _ in range(2))
+    filled = 0  # bytes of the file that have been written
 
     @cache
     def file() -> PlaneFile:
-        if not wanted:
+        if not file_bytes:
             raise DoesNotFit("too little disk space is free")
-        return PlaneFile(folder, wanted)
+        return PlaneFile(folder, file_bytes)
 
     def write(at: int) -> None:
         file().write(at, source)
 
     def read(at: int) -> None:  # from the end, away from the blocks that are written meanwhile
-        file().read(filled - _CHUNK - at, target)
+        file().read(filled - _CHUNK_BYTES - at, target)
 
     def gbps(*moves: Callable[[int], None]) -> float:
         nonlocal filled
         # The first write of a block takes longer, and is not measured: steps write blocks again.
-        filled = filled or _moved(write, wanted)[0]
+        filled = filled or _moved(write, file_bytes)[0]
         with ThreadPoolExecutor(len(moves)) as threads:
             results = list(threads.map(lambda move: _moved(move, filled), moves))
         mean_bytes = sum(moved for moved, _ in results) / len(results)
         return mean_bytes / max(seconds for _, seconds in results) / 1e9
 
-    both = "disk, read while as much is written"
+    label_of_both = "disk, read while as much is written"
     measured = [
         attempt("disk_write_gbps", "disk, write", "GB/s", partial(gbps, write)),
         attempt("disk_read_gbps", "disk, read", "GB/s", partial(gbps, read)),
-        attempt("disk_both_gbps", both, "GB/s", partial(gbps, write, read)),
+        attempt("disk_both_gbps", label_of_both, "GB/s", partial(gbps, write, read)),
     ]
     if file.cache_info().currsize:
         file().close()
@@ -299,7 +300,7 @@ def _moved(move: Callable[[int], None], limit: int) -> tuple[int, float]:
     moved, started = 0, time.perf_counter()
     while moved < limit and time.perf_counter() - started < _DISK_SECONDS:
         move(moved)
-        moved += _CHUNK
+        moved += _CHUNK_BYTES
     return moved, time.perf_counter() - started
 
 
@@ -312,7 +313,7 @@ class Facts:
     quota_cores: float | None  # processor time that the cgroup allows, in cores
     huge_pages: str | None
     gpu: Gpu | None
-    untested: str | None = None
+    untested: str | None = None  # the part of the machine with which MegaTrain is untested
     cpu: str = field(default_factory=host.cpu_name)
     cores: int = field(default_factory=host.usable_cores)
     memory_bytes: int = field(default_factory=lambda: int(psutil.virtual_memory().total))
@@ -349,20 +350,20 @@ class Diagnostic:
     remedy: str
 
 
-def findings(facts: Facts, rates: Mapping[str, float | None]) -> list[Diagnostic]:
-    """The findings about a machine, faults first; `rates` are measurements by name."""
-    gpu = [] if facts.gpu is None else _of_gpu(facts, facts.gpu, rates)
-    diagnostics = [Diagnostic(True, why, remedy) for why, remedy in (*_of_host(facts), *gpu)]
+def findings(facts: Facts, rates: Rates) -> list[Diagnostic]:
+    """The findings about a machine, faults first."""
+    gpu_faults = [] if facts.gpu is None else _gpu_faults(facts, facts.gpu, rates)
+    diagnostics = [Diagnostic(True, *fault) for fault in (*_host_faults(facts), *gpu_faults)]
     if facts.gpu is None:
-        built = facts.torch_cuda or torch.version.hip
-        why = "the driver shows no GPU" if built else "torch is a build without CUDA"
+        is_gpu_build = facts.torch_cuda or torch.version.hip
+        what = "the driver shows no GPU" if is_gpu_build else "torch is a build without CUDA"
         tool = "rocm-smi" if torch.version.hip else "nvidia-smi"
         remedy = f"check {tool} and the container's --gpus, or plan for a GPU by --gpu"
-        diagnostics.append(Diagnostic(False, why, remedy))
+        diagnostics.append(Diagnostic(False, what, remedy))
     if facts.untested:
-        why = f"MegaTrain is untested on {facts.untested} (docs/devices.md)"
+        what = f"MegaTrain is untested on {facts.untested} (docs/devices.md)"
         remedy = "please send what megatrain doctor --share prints"
-        diagnostics.append(Diagnostic(False, why, remedy))
+        diagnostics.append(Diagnostic(False, what, remedy))
     return diagnostics
 
 
@@ -378,19 +379,19 @@ def _untested(gpu: Gpu | None) -> str | None:
     return next((name for name, present in parts.items() if present), None)
 
 
-def _of_host(facts: Facts) -> Iterator[tuple[str, str]]:
+def _host_faults(facts: Facts) -> Iterator[tuple[str, str]]:
     """The faults of the host, each with its remedy."""
     cores = min(facts.cores, facts.quota_cores or facts.cores)
-    hide = "take more tokens a step, behind which updates hide"
+    take_more = "take more tokens a step, behind which updates hide"
     if cores < facts.cores:
         yield (
             f"the optimizer's update has the time of {cores:.3g} cores; {facts.cores} are visible",
-            f"allow this process more cores (docker run --cpus), or {hide}",
+            f"allow this process more cores (docker run --cpus), or {take_more}",
         )
     elif cores < _FEW_CORES:
         yield (
             f"the optimizer's update has only {cores} cores",
-            f"{hide}, or if the machine has more cores, allow them to this process (taskset)",
+            f"{take_more}, or if the machine has more cores, allow them to this process (taskset)",
         )
     if facts.allowed_bytes < 0.95 * facts.memory_bytes:
         yield (
@@ -417,7 +418,7 @@ def _of_host(facts: Facts) -> Iterator[tuple[str, str]]:
         )
 
 
-def _of_gpu(facts: Facts, gpu: Gpu, rates: Mapping[str, float | None]) -> Iterator[tuple[str, str]]:
+def _gpu_faults(facts: Facts, gpu: Gpu, rates: Rates) -> Iterator[tuple[str, str]]:
     """The faults of the GPU and its link, each with its remedy."""
     if not facts.compiles:
         yield (
@@ -467,8 +468,8 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
     """
     started = time.perf_counter()
     sizes = sizes or Sizes()
-    before = find_gpu(device_name)
-    unusable = []
+    gpu_before = find_gpu(device_name)
+    device_faults = []
     try:
         device = open_device(device_name)
     except InputError:
@@ -476,7 +477,7 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
     except (MegatrainError, RuntimeError, OSError) as error:
         problem = f"the GPU cannot be used ({in_one_line(error, 200)})"
         remedy = "look at nvidia-smi for a process that holds it alone, and at the driver's state"
-        device, unusable = open_device("cpu"), [Diagnostic(True, problem, remedy)]
+        device, device_faults = open_device("cpu"), [Diagnostic(True, problem, remedy)]
     facts = collect(device_name, folder)
     log.info("measuring the update on the host and the disk")
     measured = host_measurements(Path(facts.folder))
@@ -485,43 +486,42 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
         log.info("measuring the bus, matrix products and attention")
         measured += bus_measurements(device, sizes.copy_bytes)
         measured += device_measurements(device, sizes)
-        after = find_gpu(device_name)  # an idle GPU would report clocks and links that are too low
-        facts = replace(facts, gpu=after or facts.gpu)
+        gpu_after = find_gpu(device_name)  # an idle GPU reports clocks and links that are too low
+        facts = replace(facts, gpu=gpu_after or facts.gpu)
 
-        def context() -> float:
-            if before is None or after is None or None in (before.used_bytes, after.used_bytes):
+        def context_bytes() -> float:
+            gpus = gpu_before, gpu_after
+            used_before, used_after = (None if gpu is None else gpu.used_bytes for gpu in gpus)
+            if used_before is None or used_after is None:
                 raise RunFailed("the driver does not tell")
-            by_torch = device.memory()["device_bytes"]
-            context_bytes = (after.used_bytes or 0) - (before.used_bytes or 0) - by_torch
-            if not CONTEXT_BYTES / 10 <= context_bytes <= CONTEXT_BYTES * 10:
+            num_bytes = used_after - used_before - device.memory()["device_bytes"]
+            if not CONTEXT_BYTES / 10 <= num_bytes <= CONTEXT_BYTES * 10:
                 raise RunFailed("the driver does not tell")
-            return float(context_bytes)
+            return float(num_bytes)
 
         label = "device memory of the driver and its libraries"
-        measured.append(attempt("context_bytes", label, "B", context))
+        measured.append(attempt("context_bytes", label, "B", context_bytes))
     rates = {measurement.name: measurement.value for measurement in measured}
     machines: dict[str, Machine] = {}
-    saved, not_kept = "", "without a GPU there is nothing to keep"
+    kept: str | None = None
+    not_kept: str | None = "without a GPU there is nothing to keep"
     if has_gpu and facts.gpu is not None:
         memory = device.memory()["device_total_bytes"]
         try:
             machines = {p: machine_of(facts, rates, p, memory) for p in PRECISIONS}
-            saved = str(machine_rates.write(machine_rates.key_of(device_name), machines))
+            kept = str(machine_rates.write(machine_rates.key_of(device_name), machines))
+            not_kept = None
         except KeyError as missing:
             not_kept = f"{missing.args[0]} could not be measured"
         except OSError as error:
             not_kept = f"cannot write {error.filename}: {error.strerror}"
     device.close()
-    diagnostics = [*unusable, *findings(facts, rates)]
+    diagnostics = [*device_faults, *findings(facts, rates)]
     seconds = time.perf_counter() - started
-    return Diagnosis(
-        facts, measured, machines, diagnostics, seconds, saved or None, None if saved else not_kept
-    )
+    return Diagnosis(facts, measured, machines, diagnostics, seconds, kept, not_kept)
 
 
-def machine_of(
-    facts: Facts, rates: Mapping[str, float | None], precision: str, device_memory: int
-) -> Machine:
+def machine_of(facts: Facts, rates: Rates, precision: str, device_memory: int) -> Machine:
     """The machine for forecasts. Raises KeyError with the name of a missing rate."""
     assert facts.gpu is not None
     measured = {name: value for name, value in rates.items() if value is not None}

@@ -45,7 +45,7 @@ _A_DISK_WOULD_DO = (
     "how much; engine.disk: FOLDER in a run file)"
 )
 SHOWN = 3
-_TRIED = 2  # full plans of likely remedies: one that does not fit after all takes long to find out
+_TRIED = 2  # likely remedies whose full plans are tried: such plans take long
 _SHORTEST = 256  # tokens of a row
 
 # Changes with which a workload needs less memory, from the cheapest to the dearest.
@@ -105,7 +105,7 @@ def fits(forecast: Forecast, machine: Machine) -> bool:
 
 @dataclass(frozen=True)
 class Remedy:
-    """The workload `new` in place of `asked` on `machine`; `forecast.machine` is what it needs."""
+    """The workload `new` in place of `asked`, with a forecast on the machine that `new` needs."""
 
     asked: Workload
     machine: Machine
@@ -130,42 +130,44 @@ class Remedy:
     def _changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Each change in words and in keys of a run file, cheapest first."""
         old, new = self.asked, self.new
-        lines = getattr(new.loss, "lines", 1)  # rows of tokens for one row of the data
-        batch = {"training.batch_size": new.rows // lines}
+        rows_per_example = getattr(new.loss, "lines", 1)
+        batch_size = {"training.batch_size": new.rows // rows_per_example}
         if old.micro_batch != new.micro_batch:
             rows = "one row" if new.micro_batch == 1 else f"{new.micro_batch} rows"
             words = f"take micro-batches of {rows}"
             if new.micro_batch is None:
                 words = "leave micro-batches to MegaTrain"
-            yield words, {"training.micro_batch_size": new.micro_batch and new.micro_batch // lines}
+            examples = new.micro_batch and new.micro_batch // rows_per_example
+            yield words, {"training.micro_batch_size": examples}
         if old.placement != new.placement:
             yield "leave the placement to MegaTrain", {"engine.placement": "auto"}
         if old.precision != new.precision:
             words = "compute in bf16 (masters and moments stay fp32)"
             yield words, {"engine.precision": new.precision}
         if old.tokens_per_step != new.tokens_per_step:
-            yield f"take {new.tokens_per_step:,} tokens a step", batch
+            yield f"take {new.tokens_per_step:,} tokens a step", batch_size
         if old.rule != new.rule:
             yield "keep AdamW's moments as 8-bit codes", {"optimizer.states": "int8"}
         if old.clip != new.clip:
             yield "do not clip gradients", {"training.max_grad_norm": None}
         if (length := new.sequence_length) != old.sequence_length:
-            yield f"take sequences of {length:,} tokens", {"data.sequence_length": length} | batch
+            settings = {"data.sequence_length": length} | batch_size
+            yield f"take sequences of {length:,} tokens", settings
         present, needed = self.machine, self.forecast.machine
         if present.one_memory and needed.name == present.name:
             if needed.both_bytes > present.both_bytes:
-                yield f"take a machine with {_whole(needed)} GiB of memory", {}
+                yield f"take a machine with {_sold_gib(needed)} GiB of memory", {}
             return
         device, host = size(needed.device_memory_bytes), size(needed.host_memory_bytes)
-        use = "let it use "
+        let_it_use = "let it use "  # said once
         if needed.name != present.name:
             gpu = needed.name.partition(",")[0]
-            yield f"take a larger GPU, {gpu} ({_sold(needed) / GIB:.0f} GiB)", {}
+            yield f"take a larger GPU, {gpu} ({_sold_bytes(needed) / GIB:.0f} GiB)", {}
         elif needed.device_memory_bytes != present.device_memory_bytes:
-            yield f"{use}{device} of device memory", {"engine.device_memory": device}
-            use = ""
+            yield f"{let_it_use}{device} of device memory", {"engine.device_memory": device}
+            let_it_use = ""
         if needed.host_memory_bytes != present.host_memory_bytes:
-            yield f"{use}{host} of host memory", {"engine.host_memory": host}
+            yield f"{let_it_use}{host} of host memory", {"engine.host_memory": host}
 
 
 def remedies(
@@ -183,8 +185,8 @@ def remedies(
 
     def hardware(remedy: Remedy) -> tuple[bool, int, int]:
         needed = remedy.forecast.machine  # another GPU is dearest, then its memory
-        size = needed.both_bytes if machine.one_memory else needed.device_memory_bytes
-        return needed.name != machine.name, size, needed.host_memory_bytes
+        gpu_bytes = needed.both_bytes if machine.one_memory else needed.device_memory_bytes
+        return needed.name != machine.name, gpu_bytes, needed.host_memory_bytes
 
     return sorted(listed, key=hardware)
 
@@ -202,15 +204,15 @@ def _fitting(
     """Workloads that fit: by one change, several together, more memory, or another GPU."""
     insufficient = []  # changes that do not suffice alone
     for change in changes:
-        by_change = [*_changed(plans, machine, asked, [change])]
-        insufficient += [] if by_change else [change]
-        yield from by_change
+        fitting = [*_changed(plans, machine, asked, [change])]
+        insufficient += [] if fitting else [change]
+        yield from fitting
     yield from _changed(plans, machine, asked, insufficient)
     device, host = _limits_for(machine, least.machine)
     if machine.one_memory:
-        if _whole(least.machine) * GIB <= _sold(machine):
+        if _sold_gib(least.machine) * GIB <= _sold_bytes(machine):
             yield asked, least
-    elif device <= max(machine.device_memory_bytes, _sold(machine)):  # this GPU has the memory
+    elif device <= max(machine.device_memory_bytes, _sold_bytes(machine)):  # this GPU has it
         larger = replace(machine, device_memory_bytes=device, host_memory_bytes=host)
         yield asked, replace(least, machine=larger)
     yield from _on_a_larger_gpu(plans, machine, asked, least)
@@ -258,7 +260,7 @@ def _mildest(
 
 
 def _limits_for(machine: Machine, needed: Machine) -> tuple[int, int]:
-    """Bytes of device and host: the machine's where they suffice, else rounded up from `needed`."""
+    """Bytes of device and host: the machine's where they suffice, else `needed` in round GiB."""
     device, host = needed.device_memory_bytes, needed.host_memory_bytes
     return (
         device if device == machine.device_memory_bytes else align(10 * device, GIB) // 10,
@@ -266,21 +268,21 @@ def _limits_for(machine: Machine, needed: Machine) -> tuple[int, int]:
     )
 
 
-def _whole(machine: Machine) -> int:
-    """GiB of memory with which a machine of one memory is sold, if work may use these bytes."""
-    gpu = _listed(machine)
+def _sold_gib(machine: Machine) -> int:
+    """GiB with which a machine of one memory is sold that leaves `machine.both_bytes` to work."""
+    gpu = _known_gpu(machine)
     return math.ceil(machine.both_bytes / GIB / (1 if gpu is None else gpu.shared))
 
 
-def _listed(machine: Machine) -> KnownGpu | None:
+def _known_gpu(machine: Machine) -> KnownGpu | None:
     """The machine's GPU in our list, by its name there (M4 Max, say) or the driver's."""
     name = machine.name.partition(",")[0]
     return next((gpu for gpu in known_gpus() if gpu.name == name), by_driver_name(name))
 
 
-def _sold(machine: Machine) -> float:
+def _sold_bytes(machine: Machine) -> float:
     """The most bytes with which this GPU is sold; infinite if the GPU is unknown."""
-    gpu = _listed(machine)
+    gpu = _known_gpu(machine)
     return math.inf if gpu is None else gpu.memory_gib * GIB
 
 
@@ -290,9 +292,9 @@ def _on_a_larger_gpu(plans: Planner, machine: Machine, asked: Workload, least: F
     if device == machine.device_memory_bytes:
         lacking = least.machine.host_memory_bytes - machine.host_memory_bytes
         device, host = device + lacking, machine.host_memory_bytes
-    sold = (gpu for gpu in known_gpus() if not gpu.shared)
-    fastest = {gpu.memory_gib: gpu for gpu in sorted(sold, key=lambda gpu: gpu.bf16_tflops)}
-    for _, gpu in sorted(fastest.items()):
+    by_speed = sorted((g for g in known_gpus() if not g.shared), key=lambda g: g.bf16_tflops)
+    fastest_by_memory = {gpu.memory_gib: gpu for gpu in by_speed}  # the last one of each memory
+    for _, gpu in sorted(fastest_by_memory.items()):
         larger = machine_for(gpu.name, host, machine.cores, precision=asked.precision)
         if larger.device_memory_bytes < device:
             continue
@@ -303,17 +305,18 @@ def _on_a_larger_gpu(plans: Planner, machine: Machine, asked: Workload, least: F
 
 def _levels(change: str, asked: Workload) -> list[Workload]:
     """Workloads that need ever less by a change, the mildest first."""
-    placement, lines = asked.placement, getattr(asked.loss, "lines", 1)
+    placement, rows_per_example = asked.placement, getattr(asked.loss, "lines", 1)
     changed: list[Workload] = []
-    if change == "one row" and placement is not None and asked.micro_batch not in (None, lines):
-        changed = [replace(asked, micro_batch=lines)]
+    if change == "one row" and placement is not None and asked.micro_batch is not None:
+        changed = [replace(asked, micro_batch=rows_per_example)]
     elif change == "auto":
-        free = replace(asked, placement=None)
-        changed = [free, replace(free, micro_batch=None)]
+        automatic = replace(asked, placement=None)
+        changed = [automatic, replace(automatic, micro_batch=None)]
     elif change == "bf16" and asked.precision == "fp32":
         changed = [replace(asked, precision="bf16")]
     elif change == "fewer tokens":
-        for rows in (n * lines for n in _halves(asked.rows // lines, 1)):
+        for examples in _halves(asked.rows // rows_per_example, 1):
+            rows = examples * rows_per_example
             micro_batch = None if asked.micro_batch is None else min(asked.micro_batch, rows)
             tokens = rows * asked.sequence_length
             changed.append(replace(asked, tokens_per_step=tokens, micro_batch=micro_batch))

@@ -236,7 +236,7 @@ def test_every_rate_can_be_measured():
 
 
 def test_the_disk_is_left_as_it_was(tmp_path, monkeypatch):
-    sized(monkeypatch, doctor, _CHUNK=MIB)
+    sized(monkeypatch, doctor, _CHUNK_BYTES=MIB)
     measured = doctor.disk_measurements(tmp_path, num_bytes=4 * MIB)
     names = [f"disk_{verb}_gbps" for verb in ("write", "read", "both")]
     assert [m.name for m in measured if m.value and m.value > 0] == names
