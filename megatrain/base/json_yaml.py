@@ -134,9 +134,8 @@ class _Loader(yaml.SafeLoader):
     def one_number(self, node: yaml.ScalarNode) -> int | float:
         """The number of a scalar, if all versions of YAML agree on it."""
         is_integer = node.tag.endswith(":int")
-        number: int | float = (
-            self.construct_yaml_int(node) if is_integer else self.construct_yaml_float(node)
-        )
+        construct = self.construct_yaml_int if is_integer else self.construct_yaml_float
+        number: int | float = construct(node)
         if _OLD_NUMBER.fullmatch(node.value):
             raise _refusal(
                 f"{node.value} is {number} in YAML 1.1 and something else in YAML 1.2: write the "

@@ -106,8 +106,8 @@ class OptimizerSection(NamedSection):
         if name == "adafactor":
             raise ValueError(NO_ADAFACTOR)
         if name not in RULES:
-            eight = " with states: int8" if "8bit" in name else ""
-            hint = f"; take adamw{eight}" if "adamw" in name else nearest(name, list(RULES))
+            in_8_bits = " with states: int8" if "8bit" in name else ""
+            hint = f"; take adamw{in_8_bits}" if "adamw" in name else nearest(name, list(RULES))
             raise ValueError(f"unknown optimizer {name!r}{hint}")
         return name
 
@@ -204,14 +204,15 @@ class LossSection(NamedSection):
         if self.name == "distill" and self.teacher is None:
             yield "distill needs a teacher: a model's folder, run or hub id"
         names = self.labels or ()
-        if self.name.endswith("classification") and not 2 <= len(names) == len({*names}):
+        are_classes = len(names) >= 2 and len({*names}) == len(names)
+        if self.name.endswith("classification") and not are_classes:
             yield f"{self.name} needs labels: two names or more, each once, as [bad, good]"
 
     def loss(self) -> Loss:
         if self.name == "sft" and self.label_smoothing:
             return loss.LabelSmoothing(self.label_smoothing)
-        kind = getattr(loss, _LOSSES[self._row][0])
-        return kind(**{n: getattr(self, n) for n in _loss_fields(self._row)})
+        loss_class = getattr(loss, _LOSSES[self._row][0])
+        return loss_class(**{name: getattr(self, name) for name in _loss_fields(self._row)})
 
     @property
     def _row(self) -> str:
@@ -247,8 +248,8 @@ def _loss_fields(name: str) -> dict[str, Any]:
     keys = set(LossSection.model_fields)
     if name != "distill":
         keys.remove("temperature")  # GRPO's is a key of `rollout`
-    of_class = fields(getattr(loss, _LOSSES[name][0]))
-    return {field.name: field.default for field in of_class if field.name in keys}
+    class_fields = fields(getattr(loss, _LOSSES[name][0]))
+    return {field.name: field.default for field in class_fields if field.name in keys}
 
 
 def _function(text: str) -> str:

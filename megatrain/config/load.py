@@ -64,17 +64,18 @@ def validate(tree: Mapping[str, Any], source: str, overridden: Iterable[str] = (
         by_key = {tuple(map(str, d["loc"][:2])): d for d in reversed(details)}
         problems = [_describe(detail, names) for detail in reversed(by_key.values())]
         unknown = [_name(detail) for detail in details if detail["type"] == "extra_forbidden"]
-        remedies = [f" (and {len(problems) - _MOST} more)"] if len(problems) > _MOST else []
+        unlisted = problems[_MOST_PROBLEMS:]
+        remedies = [f" (and {len(unlisted)} more)"] if unlisted else []
         if sum(name in foreign() for name in unknown) > 2:
             remedies.append(f"; the keys of other trainers: {shipped('docs/coming-from.md')}")
         if any(detail["type"] == "missing" for detail in details):
-            remedies.append(f"; a run file needs at least {_SMALLEST}")
-        text = "; ".join(problems[:_MOST]) + "".join(remedies)
+            remedies.append(f"; a run file needs at least {_SMALLEST_FILE}")
+        text = "; ".join(problems[:_MOST_PROBLEMS]) + "".join(remedies)
         raise InputError(text if text.startswith("--set") else f"{source}: {text}") from error
 
 
-_MOST = 8  # problems in a message
-_SMALLEST = (
+_MOST_PROBLEMS = 8  # problems in a message
+_SMALLEST_FILE = (
     "{model: {path: FOLDER}, data: {path: FILE, sequence_length: 1024}, training: {steps: 100}}; "
     "`megatrain init` writes one with every key explained"
 )

@@ -260,8 +260,8 @@ class Config(Section):
 
     def problems(self) -> Iterator[str]:
         """Messages for values of different sections that contradict each other."""
-        yield from self._of_the_loss()
-        yield from self._of_rollouts()
+        yield from self._loss_problems()
+        yield from self._rollout_problems()
         precision, training = self.engine.precision, self.training
         if self.adapter.method is not None and self.model.path is None:
             yield "adapter needs model.path: a base that can be loaded again"
@@ -276,9 +276,9 @@ class Config(Section):
                 f"layers do not with {self.optimizer.name}; leave it out, or set optimizer.clip: "
                 "all"
             )
-        yield from self._of_watched_metrics()
+        yield from self._metric_problems()
 
-    def _of_the_loss(self) -> Iterator[str]:
+    def _loss_problems(self) -> Iterator[str]:
         data, name, kind = self.data, f"loss.name {self.loss.name}", self.loss.kind
         shared = "engine.sequence_parallel" if self.engine.sequence_parallel > 1 else None
         if kind not in (None, "prompts") and data.kind != "auto":
@@ -296,7 +296,7 @@ class Config(Section):
         if shared and (kind is not None or self.loss.name == "distill"):
             yield f"{shared} cannot have {name} yet"
 
-    def _of_rollouts(self) -> Iterator[str]:
+    def _rollout_problems(self) -> Iterator[str]:
         loss, rollout, length = self.loss, self.rollout, self.data.sequence_length
         if loss.kind != "prompts":
             if rollout != learning.RolloutSection():
@@ -316,7 +316,7 @@ class Config(Section):
         directs = self.optimizer.rule().directing and self.optimizer.clip != "all"
         return self.training.max_grad_norm is not None and not directs
 
-    def _of_watched_metrics(self) -> Iterator[str]:
+    def _metric_problems(self) -> Iterator[str]:
         sets = ["", *(f"{name}_" for name in self.data.eval_sets if name)]
         evaluates = self.data.eval_path is not None or self.data.eval_fraction
         kinds, every = self.loss.metrics if evaluates else (), self.training.eval_every

@@ -44,7 +44,7 @@ def a_pattern(text: str) -> str:
 Pattern = Annotated[str, AfterValidator(a_pattern)]
 
 # Former keys with their defaults, which are in config.yaml of old runs, and are ignored.
-_GIVEN_UP = {
+_FORMER_KEYS = {
     "base_model": None, "z_loss": None, "gamma": None, "normalize_advantages": None,
     "packed": None, "neftune_alpha": None, "streaming": False, "shuffle_buffer": 4 << 20,
     "reference": "kept", "teacher_log_probs": "kept", "text_field": "text",
@@ -72,21 +72,22 @@ class Section(BaseModel):
         """
         if not isinstance(values, dict):
             return values
-        return {
-            n: v
-            for n, v in values.items()
-            if not (cls._is_off_by_default(n) if v is None else v == _GIVEN_UP.get(n, ...))
-        }
+
+        def is_dropped(name: Any, value: Any) -> bool:
+            old_default = _FORMER_KEYS.get(name, ...)
+            return cls._is_off_by_default(name) if value is None else value == old_default
+
+        return {name: value for name, value in values.items() if not is_dropped(name, value)}
 
     @classmethod
     def _is_off_by_default(cls, name: Any) -> bool:
         """True if a key's value is a section, or its default is 0, false or empty."""
         field = cls.model_fields.get(name)
         if field is None:
-            return name in _GIVEN_UP
+            return name in _FORMER_KEYS
         kind, default = field.annotation, field.get_default(call_default_factory=True)
-        of_section = isinstance(kind, type) and issubclass(kind, Section)
-        return of_section or (default is not None and not field.is_required() and not default)
+        is_section = isinstance(kind, type) and issubclass(kind, Section)
+        return is_section or (default is not None and not field.is_required() and not default)
 
     def problems(self) -> Iterator[str]:
         """A message for each contradiction between values."""
@@ -117,11 +118,11 @@ class NamedSection(Section):
         if defaults is None:
             return values
         foreign = cls.model_fields.keys() - defaults.keys() - {"name"}
-        if wrong := sorted(key for key in foreign if values.get(key) is not None):
+        if refused := sorted(key for key in foreign if values.get(key) is not None):
             section = cls.__name__.removesuffix("Section").lower()
             raise ValueError(
-                f"{name} has no {' and no '.join(wrong)}; it has {', '.join(defaults)} (to leave a "
-                f"file's keys out: --set '{section}={{name: {name}, ...}}')"
+                f"{name} has no {' and no '.join(refused)}; it has {', '.join(defaults)} (to leave "
+                f"a file's keys out: --set '{section}={{name: {name}, ...}}')"
             )
         return defaults | {key: value for key, value in values.items() if value is not None}
 

@@ -31,14 +31,14 @@ from megatrain.parallel.distributed import ALONE
 log = logging.getLogger(__name__)
 
 # Short trials find the size of a model's cache, and if padding changes its logits.
-_TRIED = (2, 3)  # tokens of the prompts whose caches are compared
+_TRIAL_LENGTHS = (2, 3)  # tokens of the prompts whose caches are compared
 
 Ids = Sequence[Sequence[int]]  # of prompts
 # For each layer: bytes of a row's cache at both lengths, and the most tokens that it keeps.
 _Layers = list[tuple[int, int, int | None]]
 _caches: WeakKeyDictionary[PreTrainedModel, _Layers | None] = WeakKeyDictionary()
 _PROMPT = (5, 7, 6, 9)  # ids that every vocabulary has
-_PADDED = 3
+_PADDING = 3  # tokens of padding before the prompt
 # Logits that differ by more than this share of their spread differ by more than rounding.
 _ROUNDED = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 _heeding: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
@@ -117,14 +117,14 @@ def continued(
 
     Args:
         of_model, stops, pad: as of `Sampling.settings`; others as of `generate`.
-        apart: the tokens of a prompt depend on the seed and its number alone, and several ranks
+        apart: a prompt's tokens depend on the seed and the prompt's number alone, and several ranks
             share a batch. `of_model` has no sampling settings then.
         first: the number of the first prompt.
         tokenizer: for `of_model.stop_strings`.
         media: the tensors of prompts with images, by number; then `batch_size` is 1.
     """
     limit, ranks = _room(source, ids, sampling.max_new_tokens), source.ranks if apart else ALONE
-    new: dict[int, list[int]] = {}
+    new_tokens: dict[int, list[int]] = {}  # by row
     longest = max(map(len, ids), default=0) + sampling.max_new_tokens
     at_once, device = -(-min(batch_size, len(ids)) // ranks.size), source.device.torch_device
     with ExitStack() as stack:
@@ -166,8 +166,8 @@ def continued(
             generated = output.sequences[: len(of_rank), width:].tolist()
             for row, tokens in zip(of_rank, generated, strict=True):
                 ends = (size for size, token in enumerate(tokens, 1) if token in stops)
-                new[row] = tokens[: next(ends, len(tokens))]
-    merged = {row: tokens for part in ranks.all_gather_object(new) for row, tokens in part.items()}
+                new_tokens[row] = tokens[: next(ends, len(tokens))]
+    merged = dict(pair for part in ranks.all_gather_object(new_tokens) for pair in part.items())
     return [merged[row] for row in range(len(ids))]
 
 
@@ -182,9 +182,9 @@ def _padded(ids: Ids, width: int, pad: int, device: torch.device) -> dict[str, T
 def _batches(source: Engine, model: PreTrainedModel, ids: Ids, batch_size: int) -> list[list[int]]:
     """Batches of rows in their order; of rows of one length if padding would change results."""
     parts = [[*range(len(ids))]]
-    uneven = batch_size > 1 and len({len(row) for row in ids}) > 1
-    if uneven and not all(source.ranks.all_gather_object(heeds_mask(model))):
-        log.info("padding would change what this model says: only prompts of one length share")
+    needs_padding = batch_size > 1 and len({len(row) for row in ids}) > 1
+    if needs_padding and not all(source.ranks.all_gather_object(heeds_mask(model))):
+        log.info("padding would change this model's texts: a batch has prompts of one length")
         of_length = defaultdict(list)
         for row, tokens in enumerate(ids):
             of_length[len(tokens)].append(row)
@@ -245,7 +245,7 @@ def cache_bytes(model: PreTrainedModel, rows: int, tokens: int) -> int:
     sizes = []
     for first, second, window in _layers_of(model) or []:
         cached_tokens = min(tokens, window or tokens)
-        sizes.append(rows * (first + (second - first) * (cached_tokens - _TRIED[0])))
+        sizes.append(rows * (first + (second - first) * (cached_tokens - _TRIAL_LENGTHS[0])))
     return sum(sizes) + max(sizes, default=0)
 
 
@@ -266,15 +266,15 @@ def _layers_of(model: PreTrainedModel) -> _Layers | None:
     """
     if model not in _caches:
         try:
-            outputs = (_next_token(model, [0] * n, 0, use_cache=True) for n in _TRIED)
-            first, second = (_layers(*cache_of(output).values()) for output in outputs)
-            pairs = zip(first, second, strict=True)
-            _caches[model] = [(a, b, window) for (a, window), (b, _) in pairs]
+            outputs = (_next_token(model, [0] * n, 0, use_cache=True) for n in _TRIAL_LENGTHS)
+            short, longer = (_layers(*cache_of(output).values()) for output in outputs)
+            layers = zip(short, longer, strict=True)
+            _caches[model] = [(first, second, window) for (first, window), (second, _) in layers]
         except (torch.OutOfMemoryError, MegatrainError):
             raise
         except Exception as error:  # the model's code raises any, such as a mask for a length
             log.info(
-                "it generates with no cache of %s, every token is made of all before it anew: %s",
+                "no cache of %s can be used, so that each new token takes the whole text again: %s",
                 model.config.model_type,
                 in_one_line(error, 200),
             )
@@ -306,7 +306,7 @@ def _layers(cache: Any) -> list[tuple[int, int | None]]:
 def heeds_mask(model: PreTrainedModel) -> bool:
     """True if padding does not change logits, as it does states; tried once for a model."""
     if model not in _heeding:
-        plain, padded = _logits(model, 0), _logits(model, _PADDED)
+        plain, padded = _logits(model, 0), _logits(model, _PADDING)
         spread = float((plain - plain.mean()).abs().max())
         share = _ROUNDED.get(model.dtype, 0.1)
         _heeding[model] = float((plain - padded).abs().max()) <= share * spread
@@ -314,6 +314,6 @@ def heeds_mask(model: PreTrainedModel) -> bool:
 
 
 def _logits(model: PreTrainedModel, padding: int) -> Tensor:
-    cached = _layers_of(model) is not None
-    output = _next_token(model, _PROMPT, padding, use_cache=cached, output_logits=True)
+    use_cache = _layers_of(model) is not None
+    output = _next_token(model, _PROMPT, padding, use_cache=use_cache, output_logits=True)
     return output.logits[0].float()

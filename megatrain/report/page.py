@@ -69,32 +69,33 @@ class Metrics:
         values = self.columns[name]
         return values[np.isfinite(values)]
 
-    def of(self, name: str, number_of: Callable[[Values], Any]) -> float | None:
-        """A number of the finite values of a column; None: it has none."""
+    def reduced(self, name: str, reduce: Callable[[Values], Any]) -> float | None:
+        """The result of `reduce` for a column's finite values; None: the column has none."""
         values = self.finite(name)
-        return float(number_of(values)) if len(values) else None
+        return float(reduce(values)) if len(values) else None
 
     def last(self, name: str) -> float | None:
-        return self.of(name, lambda values: values[-1])
+        return self.reduced(name, lambda values: values[-1])
 
     def median(self, name: str) -> float | None:
         """The median of steps; of ten or more, the first five are left out, as they compile."""
-        return self.of(name, lambda values: np.median(values[5:] if len(values) >= 10 else values))
+        return self.reduced(name, lambda steps: np.median(steps[5 if len(steps) >= 10 else 0 :]))
 
     def evaluated(self, quantity: str) -> list[Line]:
         """A quantity's evaluations over the steps: of all sets together, then of each set."""
-        points: dict[str, list[tuple[float, float]]] = {}
+        points: dict[str, list[tuple[float, float]]] = {}  # step and value, by set
         for record in self.evaluations:
             if "eval_loss" not in record and quantity != "reward":
                 continue
             for name, value in record.items():
-                named = re.fullmatch(f"eval_(?:(.+)_)?(?:{quantity})", name)
-                if named and math.isfinite(number(value)):
-                    points.setdefault(named[1] or "", []).append((record["step"], number(value)))
+                match = re.fullmatch(f"eval_(?:(.+)_)?(?:{quantity})", name)
+                if match and math.isfinite(number(value)):
+                    points.setdefault(match[1] or "", []).append((record["step"], number(value)))
         lines = []
-        for name, pairs in sorted(points.items()):
-            steps, values = np.array(pairs).T
-            lines.append(Line(f"evaluation, {name}" if name else "evaluation", steps, values, True))
+        for set_name, points_of_set in sorted(points.items()):
+            steps, values = np.array(points_of_set).T
+            label = f"evaluation, {set_name}" if set_name else "evaluation"
+            lines.append(Line(label, steps, values, mark=True))
         return lines
 
 
@@ -152,7 +153,7 @@ def read_run(folder: Path) -> tuple[dict[str, Any], list[str]]:
 def _read_timeline(path: Path) -> tuple[list[Span], int | None]:
     """The spans of the recorded step, and its number."""
     trace = parse_json(path.read_bytes())
-    return read_trace(trace), count(at(trace, "otherData", "step"))
+    return read_trace(trace), whole(value_at(trace, "otherData", "step"))
 
 
 _THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/=]{1,100000}")
@@ -173,10 +174,10 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
 
 def _status(metrics: Metrics, config: Mapping[str, Any], folder: Path) -> str:
     """One sentence on the run's progress."""
-    total = count(at(config, "training", "steps"))
+    total = whole(value_at(config, "training", "steps"))
     last = metrics.last("step")
-    of = f" of {total:,}" if total else ""
-    done = f"{last:,.0f}{of} steps" if last else f"no step{of} done"
+    of_total = f" of {total:,}" if total else ""
+    done = f"{last:,.0f}{of_total} steps" if last else f"no step{of_total} done"
     if metrics.failed is not None:
         return f"Failed after {done}: {metrics.failed}"
     end = layout.ending(folder)
@@ -190,14 +191,14 @@ def _status(metrics: Metrics, config: Mapping[str, Any], folder: Path) -> str:
     return f"Still going, or ended before its model was written: {done}."
 
 
-def at(tree: Any, *keys: str) -> Any:
+def value_at(tree: Any, *keys: str) -> Any:
     """The value at a path of keys in nested mappings; None: there is none."""
     for key in keys:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
 
 
-def count(value: Any) -> int | None:
+def whole(value: Any) -> int | None:
     """The value, if it is a positive whole number; else None."""
     return value if type(value) is int and 0 < value < 1e18 else None
 
@@ -206,14 +207,14 @@ def figures(metrics: Metrics, environment: Mapping[str, Any]) -> dict[str, str]:
     """The main numbers of a run by their titles."""
     evaluated = [float(line.y[-1]) for line in metrics.evaluated("loss")[:1]]
     sizes = {
-        "Device memory, at peak": metrics.of("device_peak_bytes", np.max),
-        "Host memory, at peak": metrics.of("host_bytes", np.max),
-        "Disk": count(environment.get("disk_bytes")),
+        "Device memory, at peak": metrics.reduced("device_peak_bytes", np.max),
+        "Host memory, at peak": metrics.reduced("host_bytes", np.max),
+        "Disk": whole(environment.get("disk_bytes")),
     }
     numbers = {
         "Loss": metrics.last("loss"),
         "Loss of the evaluation": evaluated[0] if evaluated else None,
-        "Parameters": count(environment.get("parameters")),
+        "Parameters": whole(environment.get("parameters")),
         "Steps": metrics.num_steps,
         "Tokens": metrics.finite("tokens").sum(),
         "Tokens a second, median": metrics.median("tokens_per_second"),
@@ -221,12 +222,12 @@ def figures(metrics: Metrics, environment: Mapping[str, Any]) -> dict[str, str]:
         "MFU, median": metrics.median("mfu"),
     }
     seconds = metrics.finite("seconds").sum()
-    shown = {title: _shown(number) for title, number in numbers.items() if number}
-    shown |= {"Time in steps": duration(seconds)} if seconds else {}
-    return shown | {title: gib(num_bytes) for title, num_bytes in sizes.items() if num_bytes}
+    texts = {title: _as_text(value) for title, value in numbers.items() if value}
+    texts |= {"Time in steps": duration(seconds)} if seconds else {}
+    return texts | {title: gib(num_bytes) for title, num_bytes in sizes.items() if num_bytes}
 
 
-def _shown(value: float) -> str:
+def _as_text(value: float) -> str:
     """A number in four digits, or with thousands separators: `12,345`, `0.0123`."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 

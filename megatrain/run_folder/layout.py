@@ -50,8 +50,8 @@ def load_run(run: Path, overrides: Sequence[str], *, resume: bool) -> Config:
     if not (run / CONFIG).is_file():
         raise InputError(f"{run}: no run there (no {CONFIG}); give the folder of a run")
     loaded = run_files.load(run / CONFIG, overrides)
-    folder, written = loaded.output.folder, run_files.load(run / CONFIG).output.folder
-    if folder not in (None, written) and Path(folder).expanduser().resolve() != run.resolve():
+    folder, recorded = loaded.output.folder, run_files.load(run / CONFIG).output.folder
+    if folder not in (None, recorded) and Path(folder).expanduser().resolve() != run.resolve():
         raise InputError(f"output.folder: the run goes on in {run}; for another: cp -r {run} NEW")
     output = loaded.output.model_copy(update={"folder": str(run)})
     return loaded.model_copy(update={"output": output})
@@ -138,11 +138,12 @@ def require_empty(path: Path, *, of_run: bool = False) -> None:
 
     Args: `of_run`: the folder is for a new run; the message then suggests --resume.
     """
-    early = (LOCK, hidden(Path(CONFIG)).name)
-    if path.exists() and (not path.is_dir() or any(p.name not in early for p in path.iterdir())):
+    early_names = (LOCK, hidden(Path(CONFIG)).name)
+    is_empty = path.is_dir() and all(file.name in early_names for file in path.iterdir())
+    if path.exists() and not is_empty:
         key = "output.folder: " if of_run else ""
-        resume = of_run and (path / CONFIG).is_file()
-        more = ", or go on with the run there by --resume" if resume else ""
+        has_run = of_run and (path / CONFIG).is_file()
+        more = ", or go on with the run there by --resume" if has_run else ""
         raise InputError(f"{key}{path} is not empty; choose another folder{more}")
 
 
@@ -199,8 +200,8 @@ def finished_steps(run: Path, config: Config) -> int | None:
     note = _note(run)
     done, best, _ = (note.pop(name, None) for name in ("done", "best", "early"))
     best_metric = config.watched if config.checkpoint.load_best else None
-    names = best if isinstance(best, dict) else ()
-    metric = next((name for name in names if name != "step"), None)
+    keys = best if isinstance(best, dict) else ()
+    metric = next((key for key in keys if key != "step"), None)
     return done if note == _length(config) and metric == best_metric else None
 
 

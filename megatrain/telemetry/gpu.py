@@ -17,9 +17,9 @@ from megatrain.errors import InputError
 # Words in drivers' names that people leave out.
 _MAKERS = {"nvidia", "geforce", "rtx", "amd", "instinct", "radeon", "apple"}
 # Words for a part or a slower version of a product, beside the product's name.
-_LESSER = {"laptop", "mobile", "max", "mig", "vgpu"}
+_LESSER_MODELS = {"laptop", "mobile", "max", "mig", "vgpu"}
 # Suffixes of other products: a 3060 Ti has 8 GiB, a 3060 has 12.
-_OTHER = {"ti", "super"}
+_OTHER_MODELS = {"ti", "super"}
 
 
 def find_driver() -> Driver:
@@ -79,10 +79,10 @@ def known_gpus() -> tuple[KnownGpu, ...]:
 def by_driver_name(gpu_name: str) -> KnownGpu | None:
     """The entry for a driver's product name; None: it is not listed, or is a part of a GPU."""
     words = _words(gpu_name)
-    if words & _LESSER:
+    if words & _LESSER_MODELS:
         return None
-    fitting = [g for g in known_gpus() if g.words <= words and not (words - g.words) & _OTHER]
-    return max(fitting, key=lambda gpu: len(gpu.words), default=None)
+    listed = [g for g in known_gpus() if g.words <= words and not (words - g.words) & _OTHER_MODELS]
+    return max(listed, key=lambda gpu: len(gpu.words), default=None)
 
 
 def named_gpu(text: str) -> KnownGpu:
@@ -90,8 +90,8 @@ def named_gpu(text: str) -> KnownGpu:
 
     Raises InputError: no entry fits, or its memory differs from the text's.
     """
-    names = {_squeezed(name): gpu for gpu in known_gpus() for name in (gpu.name, *gpu.also)}
-    if (gpu := names.get(_squeezed(text))) is not None:
+    by_name = {_squeezed(name): gpu for gpu in known_gpus() for name in (gpu.name, *gpu.also)}
+    if (gpu := by_name.get(_squeezed(text))) is not None:
         return gpu
     if (gpu := by_driver_name(text)) is not None:
         for size in map(int, re.findall(r"(\d+) ?g(?:i?b)?\b", text.lower())):
@@ -106,8 +106,8 @@ def named_gpu(text: str) -> KnownGpu:
     words = _words(text)
     close = [gpu.name for gpu in known_gpus() if words and words <= gpu.words]
     if not close:
-        similar = difflib.get_close_matches(_squeezed(text), names, n=3, cutoff=0.5)
-        close = [names[name].name for name in similar]
+        similar = difflib.get_close_matches(_squeezed(text), by_name, n=3, cutoff=0.5)
+        close = [by_name[name].name for name in similar]
     hint = f"did you mean {' or '.join(close)}?"
     if not close:
         hint = f"known are {', '.join(gpu.name for gpu in known_gpus())}"

@@ -67,18 +67,15 @@ class MetricsWriter:
 def read_metrics(path: Path) -> Iterator[Record]:
     """The records of a metrics file, without lines that are cut, by a kill for example."""
     with path.open("rb") as file:
-        for _, record in lines(file):
-            if record is not None:
-                yield record
+        yield from (record for _, record in lines(file) if record is not None)
 
 
 def lines(file: IO[bytes]) -> Iterator[tuple[bytes, Record | None]]:
     """Yield each line (an endless one in pieces) and its record, or None."""
     while line := file.readline(_LONGEST_LINE):
-        try:
+        record = None
+        with suppress(ValueError):
             record = parse_json(line)
-        except ValueError:
-            record = None
         yield line, record if isinstance(record, dict) else None
 
 
