@@ -125,8 +125,7 @@ class Abilities:
     """
 
     shares_host_memory: bool = False  # its memory is the host's, so one limit holds for both
-    # its work can read and write pinned `host` buffers (`Device.in_place`)
-    reads_in_place: bool = False
+    reads_in_place: bool = False  # its work uses pinned `host` buffers (`Device.in_place`)
     counts_memory: bool = False  # it has memory of its own, and `Device.memory` says how much
     compiles: bool = True
     overlaps: bool = False  # copies and host threads run beside its work, not in program order

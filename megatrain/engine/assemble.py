@@ -139,10 +139,11 @@ def host_bytes(store: Store, parts: Parts) -> dict[str, int]:
 
 
 def _end_backward(trunk: Sequence[Unit]) -> None:
-    """End the backward at the first trained unit, which saves inputs that no later one saves."""
+    """End the backward at the first trained unit."""
     frozen = [*takewhile(lambda unit: not unit.trained, trunk)]
     for unit in frozen:
         unit.needs_backward = False
     if frozen and (units := trunk[len(frozen) :]):
+        # The first trained unit also saves later units' inputs that frozen units would have saved.
         saved_later = {ref for unit in units[1:] for ref in unit.new_inputs}
         units[0].new_inputs = sorted({ref for unit in units for ref in unit.inputs} - saved_later)

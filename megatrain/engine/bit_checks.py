@@ -304,22 +304,22 @@ class BitChecks:
         )
 
     def updated(self, tile: Tile, sums: UpdateSums) -> None:
-        """After an update, compare the checksums of what it read; keep those of what it wrote."""
+        """After an update, compare the checksums of planes as read; keep those of new planes."""
         for part in _updated_parts(tile):
             if part.tier is Tier.DEVICE:
                 self._sum_part(part, sums.version)
                 continue
-            expected, read = self._checksums.get(part), sums.read.get(part.plane)
-            if expected is not None and read is not None:
-                _compare(part.text, expected, read, part.buffer)
+            expected, computed = self._checksums.get(part), sums.read.get(part.plane)
+            if expected is not None and computed is not None:
+                _compare(part.text, expected, computed, part.buffer)
             self._store(part, sums.written[part.plane], sums.version)
-        if tile.layout.copies:  # copies of masters, which the update has renewed
+        if tile.layout.copies:  # the update has renewed the copies of masters
             for part in _parts(tile):
                 if not part.trained and part.buffer is tile.weights and part in self._checksums:
                     self._sum_part(part, sums.version)
-        landed = self._gradients.pop(tile.index, None)
-        if landed is not None and sums.gradient is not None:
-            _compare(f"{tile.name}: the gradient (host)", landed, sums.gradient)
+        expected = self._gradients.pop(tile.index, None)
+        if expected is not None and sums.gradient is not None:
+            _compare(f"{tile.name}: the gradient (host)", expected, sums.gradient)
 
     @contextmanager
     def checking_change(self, tile: Tile, state: Buffer, start: int) -> Iterator[None]:

@@ -252,7 +252,7 @@ class PlacedEngine:
             measures = as_numbers(batch.measured)
             experts = self._loads.after_step(batch.loads)
             return StepResult(*loss_and_norm, batch.all_tokens, seconds, measures, experts)
-        self._saves_memory = True
+        self._saves_memory = True  # memory ran out: compute the step again with less
         del batch
         self._parts.kept.release()
         gc.collect()  # frames of the failure may hold tensors of the device
@@ -505,9 +505,9 @@ class PlacedEngine:
     def _require_saveable(self) -> None:
         """Raises InputError if a save could not be loaded as this model, or a call is running."""
         with self._exclusive():
-            lost = self._opened.source.lost
-        if lost is not None:
-            raise InputError(lost)
+            reason = self._opened.source.lost
+        if reason is not None:
+            raise InputError(reason)
 
     @property
     def _torn(self) -> bool:

@@ -1,6 +1,7 @@
 """The head: from the last layer's outputs to loss, gradients or logits, some tokens at a time.
 
-Legend: N tokens of a micro-batch, C tokens of a chunk, D width, V vocabulary.
+Legend: N tokens of a micro-batch, C tokens of a chunk, D width, V vocabulary, L layers with a
+router, S sums of a router (its choices, probabilities, ...).
 """
 
 from collections.abc import Callable, Iterator
@@ -76,15 +77,12 @@ class Head(StreamedModule):
     def gradients(
         self,
         slot: Buffer,
-        count: float,
+        normaliser: float,
         accumulator: GradAccumulator,
         micro: MicroBatch,
         values: Activations,
     ) -> tuple[Tensor, Activations]:
-        """One micro-batch's share of the step's loss, and the gradients of its activations.
-
-        Args: `count`: divisor of the step's loss.
-        """
+        """One micro-batch's share of the step's loss, and the gradients of its activations."""
         weights = self.leaves(slot)
         inputs = differentiable(values)
         with torch.enable_grad():
@@ -102,12 +100,12 @@ class Head(StreamedModule):
                 chunk_CD = hidden_ND[None, rows].detach().requires_grad_()
                 chunk_extras = [extra[rows] for extra in extras]
                 part = summed(logits_of(chunk_CD)[0], targets_N[rows], *chunk_extras)
-                share = part / count
+                share = part / normaliser
             grads = torch.autograd.grad(share, [chunk_CD, *parameters], allow_unused=True)
             gradient_ND[rows] = grads[0][0]
             accumulator.add(graph.parameters, grads[1:])
             loss += part.detach()
-        return loss / count, graph.backward({hidden: gradient_ND}, accumulator)
+        return loss / normaliser, graph.backward({hidden: gradient_ND}, accumulator)
 
     def router_loss(self, batch: Batch, h: State) -> tuple[list[Tensor], list[Activations]]:
         """The routers' loss over all layers, if the model has one; its gradients by micro-batch.
@@ -146,7 +144,7 @@ class Head(StreamedModule):
         return [loss.weight * total[0] + loss.z_weight * total[1]], dh
 
     def routed_total(self, h: State) -> Tensor:
-        """Sums of the layers' routers `[L, S]`; takes their activations out of `h`."""
+        """The sums `[L, S]` over all micro-batches; takes the routers' activations out of `h`."""
         routed = self.program.spec.routed
         sums = [torch.cat([values.pop(ref) for ref in routed]).double() for values in h]
         shape = self.program.spec.routed_shape

@@ -264,9 +264,9 @@ class Sink:
             host_grad.ready = device.record(COMPUTE)
             return
         for span in tile.spans:
-            left = len(accumulator.sums.data) - span.slot
-            trained = max(0, min(span.numel, left))  # the rest is frozen
-            for start, stop in self._pieces(trained):
+            numel_to_end = len(accumulator.sums.data) - span.slot
+            trained_numel = max(0, min(span.numel, numel_to_end))  # the rest is frozen
+            for start, stop in self._pieces(trained_numel):
                 lane = next(self._next_lane)
                 device.wait(COMPUTE, lane.free, "outgoing buffer free")
                 self._round(accumulator, slice(span.slot + start, span.slot + stop), lane.buffer)

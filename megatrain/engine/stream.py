@@ -191,8 +191,8 @@ class Stream:
         last = min(position, len(self._itinerary) - 1)
         while self._loaded <= last:
             place = self._places[self._loaded]
-            in_use = self._places[self._visited : self._loaded]  # by this visit and the next ones
-            if any(slot in place.slots for other in in_use for slot in other.slots):
+            places_in_use = self._places[self._visited : self._loaded]  # by visits that are loaded
+            if any(slot in place.slots for used in places_in_use for slot in used.slots):
                 break
             self._load(self._itinerary[self._loaded].tile, place)
             self._loaded += 1

@@ -346,7 +346,8 @@ class Update:
         """Raise an error if a step's loss and gradient norm forbid its updates; see `finish`."""
         loss, norm = measured
         if self.expected is not None and not all(map(_same_result, measured, self.expected)):
-            new, old = (" and ".join(f"{n:.6g}" for n in e) for e in (measured, self.expected))
+            pairs = measured, self.expected
+            new, old = (" and ".join(f"{number:.6g}" for number in pair) for pair in pairs)
             raise RunFailed(
                 f"loss and gradient norm are {new}, and were {old} when the same step was "
                 "computed from the same state before: a fault of the hardware. No weight has been "
@@ -358,7 +359,7 @@ class Update:
                 tile.version -= 1
                 tile.skipped.subtract(tile.idle)
             self._started = []
-            self._checks.compare_all()
+            self._checks.compare_all()  # raises if a changed bit may be the cause
             not_finite = [i for i, share in enumerate(self._losses) if not math.isfinite(share)]
             ranks = self._collectives.ranks
             of_rank = "" if ranks.size == 1 else f" of rank {ranks.rank}"

@@ -233,6 +233,6 @@ class _Feed:
         """A hook: put the weights of unit `number`, which must be the next one, into the model."""
         unit, slot = next(self._visits)
         if unit is not [*self._parts.trunk, self._parts.head][number]:
-            raise RunFailed("the model's forward calls its layers in another order than it did")
+            raise RunFailed("the model's forward calls its layers in another order than before")
         for name, values in unit.tile.layout.local.values(slot.data).items():
             self._places.put(name, values)

@@ -62,7 +62,7 @@ def _store(
     STATES: tl.constexpr,
 ):  # fmt: skip
     if STATES == "int8":
-        # A sum with 1.5 * 2**23 is a rounded integer in the lowest bits.
+        # A sum with 12582912.0, 1.5 * 2**23, has the rounded integer in its lowest bits.
         largest, has_codes = _scale(m)
         inverse = tl.div_rn(tl.full(largest.shape, 32767.0, tl.float32), largest)
         share = m * inverse + 12582912.0 - 12582912.0

@@ -188,13 +188,13 @@ class GRPO(JointLoss):
         return measured | {f"clip_ratio/{name}": value for name, value in ratios.items()}
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
-        """The divisor of `loss_type`. Raises InputError: two replies have one number."""
+        """The divisor of `loss_type`. Raises InputError: two replies have the same number."""
         example = labels_of(0, targets, extras)
         check_numbers("example", example)
         check_rows("example", example, targets)
-        replies = sum(len(target) for target in targets)
+        num_replies = sum(len(target) for target in targets)
         if self.loss_type == "dr_grpo":
-            return replies * self.max_completion_length
+            return num_replies * self.max_completion_length
         if self.loss_type == "grpo":
-            return replies
+            return num_replies
         return max(1, sum(num_labelled(target) for target in targets))

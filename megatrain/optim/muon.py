@@ -20,9 +20,9 @@ from megatrain.tile import Entry, TileLayout
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
     """True for a matrix of a numbered layer, or a stack of its experts' matrices."""
-    numbered = re.search(r"\.\d+\.", name) is not None
-    matrices = len(shape) == 2 or (len(shape) == 3 and "experts" in name)
-    return numbered and matrices and min(shape[-2:]) > 1
+    is_in_layer = re.search(r"\.\d+\.", name) is not None
+    has_matrices = len(shape) == 2 or (len(shape) == 3 and "experts" in name)
+    return is_in_layer and has_matrices and min(shape[-2:]) > 1
 
 
 def _is_matrix_entry(entry: Entry) -> bool:
@@ -142,18 +142,18 @@ class Muon(Rule):
     def direct(self, averages: Tensor) -> None:
         """Replace averages by directions: each matrix `U S V'` (its SVD) by about `U V'`.
 
-        Args: `averages`: a parameter's matrix, or some of its stack's, [..., rows, columns].
+        Args: `averages`: a parameter's matrix, or matrices of its stack, [..., rows, columns].
         """
         a, b, c = self.ns_coefficients
-        tall = averages.shape[-2] > averages.shape[-1]
+        is_tall = averages.shape[-2] > averages.shape[-1]
         x = averages.bfloat16() if self.ns_precision == "bf16" else averages
-        x = x.mT if tall else x
+        x = x.mT if is_tall else x
         x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=self.ns_eps)
         add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
         for _ in range(self.ns_steps):
             gram = x @ x.mT
             x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        averages.copy_(x.mT if tall else x)
+        averages.copy_(x.mT if is_tall else x)
 
     def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
         if tile.states:

@@ -78,7 +78,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 for n, p in group["params"]
             ]
         self._names = {p: name for group in groups for name, p in group["params"]}
-        # what `step` and `zero_grad` call if a trainer's loop calls them (`drive`)
+        # the functions that `step` and `zero_grad` call for a trainer's loop (`drive`)
         self._driven_step: Callable[[], None] | None = None
         self._driven_zero_grad: Callable[[], None] | None = None
         self.rule = rule
@@ -278,6 +278,7 @@ def _scalar(value: Any) -> Any:
 
 
 def _plain(name: str, value: Any) -> Any:
+    """The setting `name` as a JSON value."""
     if isinstance(value, tuple | list):
         return [_plain(name, item) for item in value]
     is_tensor = isinstance(value, Tensor)

@@ -64,10 +64,8 @@ class Ranks:
     host: ProcessGroup | None = None  # the ranks' process group for CPU tensors and objects
     link_gbps: float | None = None  # GB/s that a device receives in a gather, if measured
     hosts: int = 1  # number of hosts: groups of consecutive ranks that each keep the whole model
-    # another such group for the thread of a save, which runs beside the main thread
-    saves: ProcessGroup | None = None
-    # `shards` and `replicas` of several hosts, with process groups of their own
-    parts: tuple["Ranks", "Ranks"] | None = None
+    saves: ProcessGroup | None = None  # another such group, for the thread of a save
+    parts: tuple["Ranks", "Ranks"] | None = None  # `shards` and `replicas` of several hosts
 
     @property
     def shards(self) -> "Ranks":
@@ -190,7 +188,7 @@ def exchange(rows: Tensor, splits: Tensor | None, ranks: int) -> Tensor:
     """`ProcessGroups.exchange` as an operation of graphs.
 
     Args: `splits`: rows that go to each rank, and that come from each, `[2, N]` on the host; None:
-        equally many.
+        equally many. `ranks`: their number in `numbered`.
     """
     return numbered[ranks].exchange(rows, *(() if splits is None else splits.tolist()))
 
@@ -221,8 +219,7 @@ class ProcessGroups(Ranks):
     # incoming, outgoing: groups for the device's gathers and sums, which run side by side
     incoming: ProcessGroup | None = None
     outgoing: ProcessGroup | None = None
-    # group for exchanges within layers, on the compute stream; None: no exchanges
-    within_layers: ProcessGroup | None = None
+    within_layers: ProcessGroup | None = None  # for exchanges on the compute stream, if any
 
     def _peer_errors(self) -> AbstractContextManager[None]:
         lost = f"rank {self.rank} of {self.size} has lost the others"

@@ -239,9 +239,9 @@ class Store:
 
         Args:
             rule: the optimizer's rule; None: weights alone, for inference.
-            open_file: makes a file of so many bytes for planes on a disk; None on a device that
-                computes nothing.
-            rank: whose blocks to keep, if `layouts` are cut for several ranks.
+            open_file: makes a file for planes on a disk, of a number of bytes; None on a device
+                that computes nothing.
+            rank: the rank whose blocks to keep, if `layouts` are cut for several ranks.
 
         Raises DoesNotFit: there is not enough memory; InputError: `placement.resident` has a name
         that no tile has.
@@ -397,13 +397,14 @@ class DiskStaging:
         }
         numels = [t.own_numel for t in tiles if self._on_disk[t.index]]
         self._piece = min(disk.PIECE, max(numels, default=1))
-        widest = max((sum(map(self._bytes, p)) for p in self._on_disk.values()), default=0)
+        lane_bytes = max((sum(map(self._bytes, p)) for p in self._on_disk.values()), default=0)
         names = (Name(Memory.DISK, f"disk lane {i}") for i in range(LANES if numels else 0))
-        self._lanes = [Lane(device.host(n, widest, torch.uint8, pinned=False)) for n in names]
+        self._lanes = [Lane(device.host(n, lane_bytes, torch.uint8, pinned=False)) for n in names]
         self._next_lane = cycle(self._lanes)
         self.host_bytes = sum(lane.buffer.data.nbytes for lane in self._lanes)
 
     def _bytes(self, plane: Plane) -> int:
+        """Bytes of a lane that a piece of the plane takes."""
         return align(plane.place(0, self._piece).stop * plane.dtype.itemsize, BLOCK)
 
     def visit(self, tile: Tile) -> Iterator[tuple[int, int, Tile]]:
@@ -421,7 +422,9 @@ class DiskStaging:
             places = {plane: plane.place(start, stop) for plane in tile.planes}
             parts = {p: b.piece(places[p].start, places[p].stop) for p, b in tile.planes.items()}
             lane = next(self._next_lane)
-            present = [plane for plane in planes if len(parts[plane].data)]  # others ended before
+            present = [
+                plane for plane in planes if len(parts[plane].data)
+            ]  # the others are shorter
             buffers = self._lane_buffers(lane, {plane: parts[plane] for plane in present})
             device.wait(DISK_IN, lane.free, "disk lane free")
             self._move(DISK_IN, [(buffers[plane], parts[plane]) for plane in present])

@@ -121,10 +121,10 @@ def _nf4_codes(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nf4_piece(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    blocked, code = blocks.float(), _nf4_values(blocks.device)
-    scales = blocked.abs().amax(1)
-    scaled = (blocked * (1.0 / scales.clamp(min=_TINY))[:, None]).clamp(-1, 1)
-    codes = torch.bucketize(scaled, (code[:-1] + code[1:]) / 2, out_int32=True).to(torch.uint8)
+    values, table = blocks.float(), _nf4_values(blocks.device)
+    scales = values.abs().amax(1)
+    scaled = (values * (1.0 / scales.clamp(min=_TINY))[:, None]).clamp(-1, 1)
+    codes = torch.bucketize(scaled, (table[:-1] + table[1:]) / 2, out_int32=True).to(torch.uint8)
     pairs = codes.view(-1, 2)
     return (pairs[:, 0] << 4) | pairs[:, 1], scales
 
@@ -216,7 +216,7 @@ def operands(stored: Tensor, shape: Sequence[int]) -> dict[str, Tensor]:
 def write_operands(
     weight: Tensor, row_scales: Tensor | None, codes: Tensor, scales: Tensor, turned: Tensor
 ) -> None:
-    """Write a weight to its operands: e4m3 codes, or values if `row_scales` is None."""
+    """Write a weight to its operands; `weight`: e4m3 codes, or values if `row_scales` is None."""
     if row_scales is None:
         weight, row_scales = fp8_rows(weight)
     codes.copy_(weight)
@@ -264,10 +264,10 @@ def _pack_mxfp4(values: Tensor) -> Tensor:
 
 
 def _mxfp4_piece(spans: Tensor) -> tuple[Tensor, Tensor]:
-    wide, code = spans.float(), _fp4_values(spans.device)[:8]
-    exponents = (torch.frexp(wide.abs().amax(1)).exponent - 3).clamp(-127, 127)
-    scaled = torch.ldexp(wide, -exponents[:, None])
-    codes = torch.bucketize(scaled.abs(), (code[:-1] + code[1:]) / 2) + 8 * scaled.signbit()
+    values, table = spans.float(), _fp4_values(spans.device)[:8]
+    exponents = (torch.frexp(values.abs().amax(1)).exponent - 3).clamp(-127, 127)
+    scaled = torch.ldexp(values, -exponents[:, None])
+    codes = torch.bucketize(scaled.abs(), (table[:-1] + table[1:]) / 2) + 8 * scaled.signbit()
     pairs = codes.to(torch.uint8).view(len(spans), _SPAN // 2, 2, -1)
     return (exponents + 127).to(torch.uint8), pairs[:, :, 0] | pairs[:, :, 1] << 4
 

@@ -92,11 +92,8 @@ class Entry:
         for num_bytes in row_sections:
             row_bytes = num_bytes // self.shape[0]
             for start, stop in zip(starts, stops, strict=True):
-                start_byte, stop_byte = (
-                    first_byte + start * row_bytes,
-                    first_byte + stop * row_bytes,
-                )
-                yield start_byte // itemsize, -(-stop_byte // itemsize)
+                stop_byte = first_byte + stop * row_bytes
+                yield (first_byte + start * row_bytes) // itemsize, -(-stop_byte // itemsize)
             first_byte += num_bytes
 
     def _sections(self, itemsize: int) -> tuple[int, ...]:
