@@ -89,7 +89,7 @@ class OptimizerSection(NamedSection):
     clip: Literal["rest", "all"] | None = None
     adamw_lr: Annotated[float, Field(gt=0)] | None = None
     ns_steps: Annotated[int, Field(ge=1, lt=100)] | None = None
-    ns_precision: Literal["bf16", "fp32"] | None = None
+    ns_precision: Literal["bf16", "fp16", "fp32"] | None = None
 
     @classmethod
     def defaults(cls, name: str) -> dict[str, Any] | None:

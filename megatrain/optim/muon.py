@@ -33,6 +33,9 @@ def _is_other_entry(entry: Entry) -> bool:
     return not _is_matrix_entry(entry)
 
 
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
 @dataclass(frozen=True)
 class Muon(Rule):
     """Muon as torch.optim.Muon (2.9 and newer) defines it, and torch.optim.AdamW for the rest.
@@ -51,7 +54,9 @@ class Muon(Rule):
         adjust_lr_fn: `original` makes steps sqrt(max(1, rows / columns)) times as large;
             `match_rms_adamw` 0.2 sqrt(max(rows, columns)) times, so that AdamW's rates suit.
         ns_coefficients, ns_steps, ns_eps: settings of the Newton-Schulz iteration.
-        ns_precision: of its products; `fp32`, for devices without bf16, needs layers in fp32.
+        ns_precision: of its products; `bf16`: that of torch.optim.Muon; `fp16` rounds less, and is
+            faster if one side of a matrix is at least twice the other; `fp32`, for devices without
+            bf16, needs layers in fp32.
     """
 
     name = "muon"
@@ -61,7 +66,7 @@ class Muon(Rule):
         "nesterov": (False, True),
         "adjust_lr_fn": ("original", "match_rms_adamw"),
         "clip": ("rest", "all"),
-        "ns_precision": ("bf16", "fp32"),
+        "ns_precision": ("bf16", "fp16", "fp32"),
     }
     further = ("adamw_lr", "ns_steps")
     needs_matrices = True
@@ -85,7 +90,7 @@ class Muon(Rule):
     ns_steps: int = 5
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
     ns_eps: float = 1e-7
-    ns_precision: Literal["bf16", "fp32"] = "bf16"
+    ns_precision: Literal["bf16", "fp16", "fp32"] = "bf16"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -144,16 +149,47 @@ class Muon(Rule):
 
         Args: `averages`: a parameter's matrix, or matrices of its stack, [..., rows, columns].
         """
-        a, b, c = self.ns_coefficients
         is_tall = averages.shape[-2] > averages.shape[-1]
         x = averages.bfloat16() if self.ns_precision == "bf16" else averages
         x = x.mT if is_tall else x
-        x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=self.ns_eps)
+        norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=self.ns_eps)
+        # fp16 has no place for small gradients before the division.
+        x = torch.div(x, norm, out=torch.empty_like(x, dtype=_DTYPES[self.ns_precision]))
+        rows, columns = x.shape[-2:]
+        uses_grams = self.ns_precision == "fp16" and columns >= 2 * rows
+        x = self._iterate_on_grams(x) if uses_grams else self._iterate(x)
+        averages.copy_(x.mT if is_tall else x)
+
+    def _iterate(self, x: Tensor) -> Tensor:
+        """The Newton-Schulz iteration of torch.optim.Muon on matrices [..., rows, columns]."""
+        a, b, c = self.ns_coefficients
         add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
         for _ in range(self.ns_steps):
             gram = x @ x.mT
             x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        averages.copy_(x.mT if is_tall else x)
+        return x
+
+    def _iterate_on_grams(self, x: Tensor) -> Tensor:
+        """The polynomial of `_iterate`, with most of its products on the smaller Gram matrices.
+
+        Gram Newton-Schulz of Dao-AILab. Its Gram matrix is computed anew after every third step,
+        because its rounding errors add up.
+        """
+        a, b, c = self.ns_coefficients
+        add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
+        for first in range(0, self.ns_steps, 3):
+            gram = x @ x.mT
+            # A step multiplies by `factor + a I`, which fp16 would round more than the factor alone.
+            factor = add_product(gram, gram, gram, beta=b, alpha=c)
+            polynomial = factor.clone()
+            polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
+            for _ in range(first + 1, min(first + 3, self.ns_steps)):
+                gram = add_product(gram, factor, gram, beta=a)
+                gram = add_product(gram, gram, factor, beta=a)
+                factor = add_product(gram, gram, gram, beta=b, alpha=c)
+                polynomial = add_product(polynomial, factor, polynomial, beta=a)
+            x = polynomial @ x
+        return x
 
     def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
         if tile.states:

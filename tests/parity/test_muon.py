@@ -1,5 +1,6 @@
 """Muon against torch.optim.Muon and torch.optim.AdamW."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +155,20 @@ def test_fused_experts_are_matrices_of_their_own():
              for e in t.layout.trainable if rule.directed(e)]  # fmt: skip
     assert any("experts" in name for name in names)
     assert not any("embed" in name or "norm" in name or "lm_head" in name for name in names)
+
+
+@pytest.mark.parametrize("ns_steps", [1, 5, 6])
+@pytest.mark.parametrize("shape", [(32, 96), (96, 32), (48, 40), (3, 32, 96)])
+def test_directions_in_fp16_are_closer_to_the_iteration_in_fp32_than_those_in_bf16(shape, ns_steps):
+    """The first two and the last shape take the products of Gram matrices."""
+    gradients = randn(math.prod(shape), 0).view(shape) * torch.logspace(-5, -8, shape[-1])
+    directions = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        directions[precision] = gradients.clone()
+        Muon(ns_precision=precision, ns_steps=ns_steps).direct(directions[precision])
+    exact = directions.pop("fp32")
+    of_bf16, of_fp16 = (float((x - exact).norm() / exact.norm()) for x in directions.values())
+    assert of_fp16 < of_bf16 / 2 < 0.1
 
 
 def test_products_in_fp32_are_for_layers_in_fp32():
