@@ -13,12 +13,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.step import rule_named
 from megatrain.cli.models import lora_adapter, qwen2_config
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, machine_for
-from megatrain.optim import RULES, AdamW, Rule
+from megatrain.optim import AdamW, Rule
 from megatrain.placement import Placement, renamed
 from megatrain.source.source import Base, open_source, structure
 
@@ -128,7 +129,7 @@ def predict(result: dict[str, Any]) -> Prediction:
 def rule_of(case: dict[str, Any]) -> Rule:
     """The optimizer of a case."""
     if (name := case.get("optimizer", "adamw")) != "adamw":
-        return RULES[name]()
+        return rule_named(name)
     return AdamW(states=case.get("states", "fp32"), master=case.get("master", 32))
 
 

@@ -37,7 +37,7 @@ from megatrain.cli.reporting import reported
 from megatrain.errors import InputError
 from megatrain.forecast.workload import Workload
 from megatrain.machine import present_machine
-from megatrain.optim import RULES
+from megatrain.optim import RULES, Muon, Rule
 from megatrain.placement import Placement, Precision, Verify, old_name
 from megatrain.source.source import Alike, Base
 from megatrain.telemetry.gpu import by_driver_name, find_gpu
@@ -50,8 +50,8 @@ ROWS = 16  # of a micro-batch by default
 SHOWN_LINES = 14  # lines of the breakdown on the terminal
 
 OptimizerName = Annotated[
-    Literal["adamw", "lion", "sgd", "muon"],
-    typer.Option(help="Update by this rule, with its default settings."),
+    Literal["adamw", "lion", "sgd", "muon", "muon-fp16"],
+    typer.Option(help="Update by this rule with its default settings, or Muon with fp16 products."),
 ]
 
 
@@ -90,7 +90,7 @@ class StepCase:
             self.sequence_length,
             self.micro_batch,
             self.max_grad_norm is not None,
-            rule=RULES[self.optimizer](),
+            rule=rule_named(self.optimizer),
             placement=None if self.placement is None else Placement(**self.placement),
         )
         names = ("precision", "device_memory", "host_memory", "disk")
@@ -125,6 +125,11 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
             draw_step(spans, timeline.with_suffix(".png"), title)
         steps = {"build_seconds": build_seconds, "breakdown": breakdown(spans, "compute").as_dict()}
         return result | steps | memory_of(engine)
+
+
+def rule_named(name: str) -> Rule:
+    """The optimizer of a case, with its default settings."""
+    return Muon(ns_precision="fp16") if name == "muon-fp16" else RULES[name]()
 
 
 def build_engine(case: StepCase, group: Any = None) -> Engine:

@@ -179,7 +179,7 @@ class Muon(Rule):
         add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
         for first in range(0, self.ns_steps, 3):
             gram = x @ x.mT
-            # A step multiplies by `factor + a I`, which fp16 would round more than the factor alone.
+            # A step multiplies by `factor + a I`. In fp16 `a I` is added in the products instead.
             factor = add_product(gram, gram, gram, beta=b, alpha=c)
             polynomial = factor.clone()
             polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
