@@ -138,10 +138,8 @@ class Rows:
 class Uses:
     """The tensors that a run used, by kind of use."""
 
-    # `(table, ids)` of every embedding lookup
-    lookups: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    # `(id of table, row)` of every `table[row]`
-    constants: set[tuple[int, int]] = field(default_factory=set)
+    lookups: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (table, ids) of each one
+    constants: set[tuple[int, int]] = field(default_factory=set)  # `table[row]`: table's id, row
     touched: set[int] = field(default_factory=set)  # ids of the input tensors of all operations
     # ids of inputs from which an operation but a lookup of rows computed tensors
     read: set[int] = field(default_factory=set)

@@ -196,6 +196,7 @@ class DocumentCheck:
         return [micro for micros in ranks.agree(of_rank) for micro in micros]
 
     def _kind(self, micro: Micro) -> RowKind:
+        """The kind of a micro-batch's rows: see `check` and `RowKind`."""
         rows, tokens = micro["position_ids"].shape
         media = frozenset(filter(self._program.spec.capture.is_media, micro))
         if not media:

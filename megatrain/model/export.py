@@ -26,7 +26,7 @@ from megatrain.errors import InputError, RunFailed, explained
 from megatrain.model.adapters import Values, adapted
 from megatrain.model.build import loaded_types
 from megatrain.model.companions import GENERATION, Companions, write_companions
-from megatrain.model.quantised import Packed, gathered, quantisation
+from megatrain.model.quantised import Packed, quantisation, with_packed_weights
 from megatrain.model.safetensors_io import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -146,7 +146,7 @@ def packed_weights_of(reference: Path) -> dict[str, Packed]:
 
     Raises InputError: it is packed in another format, or not at all.
     """
-    weights = gathered(reference, stored_tensors(reference))
+    weights = with_packed_weights(reference, stored_tensors(reference))
     packed = {name: weight for name, weight in weights.items() if isinstance(weight, Packed)}
     if not packed or not all(weight.pack for weight in packed.values()):
         method = quantisation(read_json(reference / "config.json")).get("quant_method", "nothing")
@@ -301,6 +301,7 @@ def _write_shards(
 
 
 def _split(described: Tensors, max_shard_bytes: int) -> list[Tensors]:
+    """The tensors of each shard, in order; a shard has more bytes only if it has one tensor."""
     shards: list[Tensors] = [{}]
     size = 0
     for name, tensor in described.items():

@@ -90,6 +90,7 @@ class Reader:
         return Is(value) if self._by_identity else ("again", self._seen[id(value)][0])
 
     def _inside(self, value: Any) -> Any:
+        """A description of all that an object holds."""
         if isinstance(value, nn.Module):
             return self._module(value)
         if isinstance(value, FunctionType):

@@ -53,8 +53,7 @@ class LayerTemplate:
     compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)  # calls by purpose
     routes: bool = False  # True if a call's last output is its routers' sums (model/routers.py)
     random: bool = False  # True if a call uses random numbers in training
-    # attributes of modules in which a call leaves tensors
-    states: list[tuple[nn.Module, str]] = field(default_factory=list)
+    states: list[tuple[nn.Module, str]] = field(default_factory=list)  # attributes that a call sets
 
     def call(
         self,

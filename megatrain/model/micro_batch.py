@@ -57,13 +57,10 @@ class Batch:
     first: int = 0  # the number of `micro[0]` in this rank's step
     # each micro-batch's targets and other loss inputs, on the device; of all ranks in a joint loss
     loss_inputs: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
-    # the measures of a joint loss, on the device, once the head has been visited
-    measured: dict[str, Tensor] = field(default_factory=dict)
-    # the tokens of each expert `[L, E]`, on the device, once the head has been visited
-    loads: list[Tensor] = field(default_factory=list)
+    measured: dict[str, Tensor] = field(default_factory=dict)  # of a joint loss, after the head
+    loads: list[Tensor] = field(default_factory=list)  # tokens of experts `[L, E]`, after the head
     before: int = 0  # micro-batches of earlier ranks; seeds depend on the number among all ranks
-    # the slice of `unique_U` whose rows this rank keeps
-    own: slice = field(default_factory=lambda: slice(None))
+    own: slice = field(default_factory=lambda: slice(None))  # of `unique_U`, kept by this rank
     all_tokens: int = 0  # positions of all ranks, in the caller's micro-batches
     most_micro: int = 0  # micro-batches of the rank that has most; others may have empty passes
     # each micro-batch's weight in the routers' loss; None: it is one loss of all tokens together

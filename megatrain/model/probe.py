@@ -232,6 +232,7 @@ class _Probe:
         return self.capture.forward(handler, self.weights, self.inputs, rows, uses)
 
     def _rows(self, names: list[str], constants: Iterable[int]) -> Rows:
+        """Rows of zeros for the tables `names`: those of `PROBE_IDS` and of the constants."""
         fixed = torch.tensor(sorted(constants), dtype=PROBE_IDS.dtype)
         unique = torch.unique(torch.cat([PROBE_IDS.flatten(), fixed]))
         widths = {name: self.weights[name].shape[1] for name in names}
@@ -479,6 +480,7 @@ class _Probe:
         )
 
     def _logits(self, output: Any, uses: Uses | None) -> Tensor:
+        """The head's logits of a few hidden states. Raises Unsupported: it needs more states."""
         # Other numbers of rows and tokens than the run's show states that the trunk has pooled.
         hidden = last_hidden(output).detach()[:1, :3].clone().requires_grad_()
         inputs = {**self.inputs, "input_ids": PROBE_IDS[:1, :3]}

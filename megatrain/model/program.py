@@ -61,8 +61,7 @@ class ModelProgram:
         self.kinds = list({id(layer.kind): layer.kind for layer in spec.layers}.values())
         for kind in self.kinds:
             move_buffers(kind.module, device)
-        # modules of which each has one scale for all tokens of a micro-batch
-        self.scaled_together = self._in_float8() if float8 else list[nn.Module]()
+        self.scaled_together = self._in_float8() if float8 else list[nn.Module]()  # one scale each
         self.buffers = [_own_buffers(layer, types, spec.router_biases) for layer in spec.layers]
         fp32_on_gpu = device.type != "cpu" and dtype == torch.float32
         takes_lengths = attention.takes_lengths(model, fp32=fp32_on_gpu)

@@ -119,10 +119,8 @@ class Packed(Stored):
     """A weight of several stored parts; its dtype and shape are those of its values."""
 
     parts: tuple[Stored, ...]  # the scales first, then the codes
-    # from the parts' tensors to the values, or with `packing` to the format's tensors
-    unpack: Callable[..., Any]
-    # the format in which a tile can keep the weight; None: it keeps the values
-    packing: WeightFormat | None = None
+    unpack: Callable[..., Any]  # parts' tensors to the values, or with `packing` to its tensors
+    packing: WeightFormat | None = None  # in which a tile can keep the weight; None: as values
     # from values to the parts' tensors; None: the folder's format cannot be written
     pack: Callable[[Tensor], Sequence[Tensor]] | None = None
 
@@ -133,7 +131,7 @@ class Packed(Stored):
                 values: Tensor = self.unpack(*self._tensors())
             return values
         out = torch.empty(self.shape, dtype=self.packing.computed)
-        self.packing.unpack(joined(self.kept()), out)
+        self.packing.unpack(joined_bytes(self.packing_tensors()), out)
         return out.to(self.dtype)
 
     def packed(self, values: Tensor) -> dict[str, Tensor]:
@@ -144,7 +142,7 @@ class Packed(Stored):
         packed = zip(self.parts, self.pack(values), strict=True)
         return {part.name: tensor.reshape(part.shape) for part, tensor in packed}
 
-    def kept(self) -> Sequence[Tensor]:
+    def packing_tensors(self) -> Sequence[Tensor]:
         """The tensors whose bytes are those of `packing`. Raises InputError: as `read`."""
         tensors: Sequence[Tensor] = self.unpack(*self._tensors())
         return tensors
@@ -152,10 +150,12 @@ class Packed(Stored):
     def nf4_rows(self) -> tuple[Tensor, Tensor]:
         """The scales, in fp32, and the codes of each row of a matrix in NF4, for a join."""
         assert self.packing is not None
-        codes, scales = self.packing.codes_and_scales(joined(self.kept()), self.shape)
+        data = joined_bytes(self.packing_tensors())
+        codes, scales = self.packing.codes_and_scales(data, self.shape)
         return scales.view(self.shape[0], -1), codes.view(self.shape[0], -1)
 
     def _tensors(self) -> list[Tensor]:
+        """The tensors of the parts. Raises InputError: a scale is not a finite number."""
         tensors = [part.read() for part in self.parts]
         scales = tensors[0]
         is_usable = scales != 255 if scales.dtype == torch.uint8 else scales.float().isfinite()
@@ -167,7 +167,7 @@ class Packed(Stored):
         return replace(self, parts=tuple(part.kept_open(opened) for part in self.parts))
 
 
-def joined(tensors: Iterable[Tensor]) -> Tensor:
+def joined_bytes(tensors: Iterable[Tensor]) -> Tensor:
     """The bytes of tensors, one after the other."""
     return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
 
@@ -215,7 +215,7 @@ def _block(scheme: Settings) -> Any:
     return block if strategy == "block" else blocks.get(strategy)
 
 
-def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+def with_packed_weights(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """The tensors of a folder, with one `Packed` in place of each quantised weight's parts.
 
     Raises InputError: parts are missing or damaged, or tensors do not match config.json.
@@ -254,8 +254,8 @@ def _mxfp4(name: str, stored: Mapping[str, Stored], settings: Settings) -> Packe
     """A weight `[E, I, O]`: two 4-bit values in a byte `[E, O, G, 16]`, exponents `[E, O, G]`."""
     blocks = stored[f"{name}_blocks"]
     scales = stored.get(f"{name}_scales", blocks)
-    fit = len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16)
-    if not fit or {blocks.dtype, scales.dtype} != {torch.uint8}:
+    fits = len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16)
+    if not fits or {blocks.dtype, scales.dtype} != {torch.uint8}:
         problem = f"{blocks.dtype} {[*blocks.shape]} lacks its '{name}_scales'"
         raise _refused(blocks, f"of {problem} of uint8, one for 32 values")
     experts, outputs, groups = scales.shape
@@ -361,11 +361,11 @@ def _shape(codes: Stored, scales: Stored, block: Block) -> tuple[int, ...]:
 def _schemes(settings: Settings) -> list[dict[str, Any]]:
     """The schemes of a compressed model's groups of weights, each with its format."""
     groups = settings.get("config_groups")
-    of_groups = [*groups.values()] if isinstance(groups, dict) else []
-    if not all(isinstance(g, dict) and isinstance(g.get("weights"), dict) for g in of_groups):
+    groups = [*groups.values()] if isinstance(groups, dict) else []
+    if not all(isinstance(g, dict) and isinstance(g.get("weights"), dict) for g in groups):
         return []
-    usual = settings.get("format")
-    schemes = [{**g["weights"], "format": str(g.get("format") or usual)} for g in of_groups]
+    default = settings.get("format")
+    schemes = [{**g["weights"], "format": str(g.get("format") or default)} for g in groups]
     for scheme in schemes:
         if scheme["format"] == "naive-quantized":
             scheme["format"] = f"{scheme.get('type', 'int')}-quantized"
@@ -378,15 +378,15 @@ def _of_int4(
     shape_tensor: Stored | None,
     scales: Tensor,
     packed: Tensor,
-    *zeros: Tensor,
+    *further: Tensor,
 ) -> Tensor:
-    """Values of codes in int32: one of `packed` has 8 of a row, one of `zeros` 8 of a column."""
-    if shape_tensor:
-        zeros, stored_shape = zeros[:-1], zeros[-1]
-        if stored_shape.tolist() != [*shape]:
-            raise _refused(shape_tensor, f"is not {[*shape]}, the shape of the packed values")
-    columns = (_fields(zero.T.contiguous().view(torch.int8), 4).T - 8 for zero in zeros)
+    """The values of `packed`; `further`: zero points, and the shape if there is `shape_tensor`."""
+    zeros = further[:-1] if shape_tensor else further
+    if shape_tensor and further[-1].tolist() != [*shape]:
+        raise _refused(shape_tensor, f"is not {[*shape]}, the shape of the packed values")
+    # An int32 of `packed` holds eight values of a row, one of `zeros` eight of a column.
     values = _fields(packed.view(torch.int8), 4)[:, : shape[1]] - 8
+    columns = (_fields(zero.T.contiguous().view(torch.int8), 4).T - 8 for zero in zeros)
     return unpack(scales, values, *(column[: len(packed)] for column in columns))
 
 
@@ -395,7 +395,7 @@ def _integers(module: str, stored: Mapping[str, Stored], settings: Settings) -> 
 
     GPTQ packs inputs, and may have each one's group (g_idx); AWQ packs outputs, in another order.
     """
-    awq = settings["quant_method"] == "awq"
+    is_awq = settings["quant_method"] == "awq"
     in_int32 = 32 // settings.get("bits", 4)  # integers in an int32
     codes = stored[f"{module}.qweight"]
     scales, zeros = stored.get(f"{module}.scales"), stored.get(f"{module}.qzeros")
@@ -403,9 +403,9 @@ def _integers(module: str, stored: Mapping[str, Stored], settings: Settings) -> 
         raise _refused(codes, f"lacks its '{module}.{'qzeros' if scales else 'scales'}'")
     if {codes.dtype, zeros.dtype} != {torch.int32} or len(codes.shape) != 2:
         raise _refused(codes, f"has {codes.dtype} and {zeros.dtype}, not matrices of int32")
-    index = None if awq else stored.get(f"{module}.g_idx")
+    index = None if is_awq else stored.get(f"{module}.g_idx")
     inputs, outputs = codes.shape
-    inputs, outputs = (inputs, outputs * in_int32) if awq else (inputs * in_int32, outputs)
+    inputs, outputs = (inputs, outputs * in_int32) if is_awq else (inputs * in_int32, outputs)
     size = settings.get("group_size", 128)
     size = max(inputs, 1) if size == -1 else size
     groups = ceil(inputs / size)
@@ -434,7 +434,7 @@ def _of_integers(
         if settings.get("checkpoint_format") != "gptq_v2":  # the first version stores them less one
             offsets = offsets + 1 & 2**bits - 1
     groups = index[0].long() if index else torch.arange(integers.shape[1]) // size
-    centred = (integers - offsets.index_select(0, groups).T).float()  # no negative groups
+    centred = (integers - offsets.index_select(0, groups).T).float()  # refuses negative groups
     return centred.mul_(scales.float().T[:, groups]).to(scales.dtype)
 
 
@@ -467,9 +467,9 @@ def _nf4(name: str, stored: Mapping[str, Stored], of_folder: Settings) -> Packed
         raise InputError(f"{file}: {name!r} is quantised with {str(unlike)[:200]}; {_REMEDY}")
     packing = NF4 if nested else NF4_WIDE
     order = (".nested_absmax", "", ".absmax") if nested else (".absmax", "")
-    complete = pieces.keys() == {*(_PARTS if nested else _PARTS[:3])}
-    size = sum(pieces[part].num_bytes for part in order) + 4 * nested if complete else 0
-    if not complete or not packing.takes(shape) or size != packing.bytes_of(shape):
+    is_complete = pieces.keys() == {*(_PARTS if nested else _PARTS[:3])}
+    size = sum(pieces[part].num_bytes for part in order) + 4 * nested if is_complete else 0
+    if not is_complete or not packing.takes(shape) or size != packing.bytes_of(shape):
         raise InputError(f"{file}: the parts of {name!r} do not make up its shape; {DAMAGED}")
     scale_codes = pieces[".nested_quant_map"].read() if nested else None
     if not is_nf4(pieces[".quant_map"].read(), scale_codes):

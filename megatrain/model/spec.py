@@ -45,8 +45,7 @@ class Structure:
     kept: list[str] = field(default_factory=list)  # of `fixed`, also used after the layers
     label_shift: int = 1  # tokens from logits to the label with which they are compared
     wide: set[str] = field(default_factory=set)  # parameters with more bits in the source than bf16
-    # `in_fp32` of bf16, for a structure without code; None: the code is asked
-    wide_in_bf16: set[str] | None = None
+    wide_in_bf16: set[str] | None = None  # `in_fp32` of bf16; None: the model's code is asked
     stacks: list[str] = field(default_factory=list)  # names of stacked experts' parameters
     router_loss: RouterLoss | None = None  # of the configuration; None: nothing is trained
 

@@ -33,7 +33,7 @@ from megatrain.base.whole_files import forget_pages
 from megatrain.compat import transformers as hf
 from megatrain.compat.gguf import is_gguf, unpacked_folder
 from megatrain.errors import InputError, explained
-from megatrain.model.quantised import Packed, gathered, joined, unpacked_format
+from megatrain.model.quantised import Packed, joined_bytes, unpacked_format, with_packed_weights
 from megatrain.model.safetensors_io import Stored, has_pickle_weights, has_weights, stored_tensors
 from megatrain.tile.formats import BLOCKS, FP8, NF4, NF4_WIDE, SIDE, WeightFormat
 
@@ -285,7 +285,7 @@ class WeightPlan:
         first: dict[int, str] = {}
         self.first_name = {name: first.setdefault(id(t), name) for name, t in references.items()}
         stored = stored_tensors(folder)
-        self.recipes, self.unexpected = _plan_load(model, gathered(folder, stored))
+        self.recipes, self.unexpected = _plan_load(model, with_packed_weights(folder, stored))
         self.files = {tensor.file for tensor in stored.values()}
         dtypes = _check_recipes(model, self.recipes, references)
         self.types = {self.first_name[name]: dtype for name, dtype in dtypes.items()}
@@ -312,7 +312,8 @@ class WeightPlan:
             built = recipe.build(self._model, methodcaller("read"))
             return {self.first_name[name]: tensor for name, tensor in built.items()}
         # A section is one tensor of the format: scales, codes. Sections are built each by itself.
-        read = Packed.nf4_rows if recipe.converter and packing is NF4_WIDE else Packed.kept
+        in_rows = recipe.converter and packing is NF4_WIDE
+        read = Packed.nf4_rows if in_rows else Packed.packing_tensors
         sources = (part.stored for part in recipe.parts)
         sections = {s.name: read(s) for s in sources if isinstance(s, Packed)}
         first, *_ = sections.values()
@@ -322,7 +323,7 @@ class WeightPlan:
 
         built_sections = [build_section(index) for index in range(len(first))]
         return {
-            self.first_name[name]: joined(section[name] for section in built_sections)
+            self.first_name[name]: joined_bytes(section[name] for section in built_sections)
             for name in built_sections[0]
         }
 
@@ -385,6 +386,7 @@ def _check_recipes(
 def _check_tensor(
     model: PreTrainedModel, where: str, name: str, tensor: Tensor, reference: Tensor
 ) -> None:
+    """Raises InputError: a built tensor has another shape than the model's, or another dtype."""
     if tensor.shape != reference.shape:
         raise InputError(
             f"{where} has shape {list(tensor.shape)}, but {type(model).__name__} needs "
@@ -418,6 +420,7 @@ def _without_tied_copies(recipes: list[Recipe], first_name: Mapping[str, str]) -
 
 
 def _same_values(one: Recipe, other: Recipe) -> bool:
+    """True if the single tensors of two recipes are equal; compared in pieces, as bytes."""
     a, b = one.parts[0].stored, other.parts[0].stored
     if isinstance(a, Packed) or isinstance(b, Packed):
         return torch.equal(a.read(), b.read())

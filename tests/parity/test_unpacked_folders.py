@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from megatrain import Engine, InputError
-from megatrain.model.quantised import gathered, quantised_base
+from megatrain.model.quantised import quantised_base, with_packed_weights
 from megatrain.model.safetensors_io import stored_tensors
 from megatrain.source.source import open_source, structure
 from megatrain.tile.formats import BLOCKS, PACKINGS
@@ -186,10 +186,10 @@ def test_float8_is_packed_near_its_values(dtype, tmp_path):
     tensors = {"w": values.to(torch.float8_e4m3fn), "w_scale_inv": scales}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FP8}))
-    weight = gathered(tmp_path, stored_tensors(tmp_path))["w"]
+    weight = with_packed_weights(tmp_path, stored_tensors(tmp_path))["w"]
     parts = {name: part.contiguous() for name, part in weight.packed(values).items()}
     save_file(parts, tmp_path / "model.safetensors")
-    again = gathered(tmp_path, stored_tensors(tmp_path))["w"].read().float()
+    again = with_packed_weights(tmp_path, stored_tensors(tmp_path))["w"].read().float()
     for rows, columns in product(range(0, 40, 16), range(0, 72, 32)):
         block = (slice(None), slice(rows, rows + 16), slice(columns, columns + 32))
         largest = values[block].abs().amax((1, 2), keepdim=True)
