@@ -208,7 +208,7 @@ def set_experts(config: PreTrainedConfig, name: Any) -> None:
 
 
 def takes_grouped_products(experts: nn.Module, names: Sequence[str] = ()) -> bool:
-    """True if `experts_forward` can compute a module's forward, and multiplies by these weights.
+    """True if `experts_forward` can compute a module's forward, and multiplies by weights `names`.
 
     That holds for all families for which transformers has several implementations of experts.
     """
@@ -269,17 +269,17 @@ def experts_forward(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """The forward of a layer's experts by grouped products, as in transformers' `grouped_mm`, to
-    which adapters add products of their own. N tokens, K experts of a token, E experts, R rank.
+    """The result `[N, H]` of a layer's experts by grouped products, as transformers' `grouped_mm`.
+
+    N tokens, K experts of a token, E experts, R the adapters' rank, I inputs, O outputs.
 
     Args:
-        factors: by a weight's name, its adapter's factors `[E, I, R]` and `[E, R, O]`, and their
-            scale.
+        factors: by a weight's name, its adapter's factors `[E, I, R]` and `[E, R, O]`, and scale.
         hidden_states: [N, H].
         top_k_index, top_k_weights: [N, K].
     """
     top_k = top_k_index.shape[-1]
-    row_experts, order = top_k_index.reshape(-1).sort(stable=True)
+    row_experts, order = top_k_index.reshape(-1).sort(stable=True)  # a row for each expert chosen
     countable = row_experts.int() if row_experts.is_cuda else row_experts.float()  # by histc
     counts = countable.histc(experts.num_experts, 0, experts.num_experts - 1)
     places = torch.empty_like(order)
@@ -517,9 +517,11 @@ def _finding(find: Callable[[Tensor], Tensor | None], **patched: Any) -> Iterato
     def in_thread(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Calls `function` in this thread, and transformers' own function in other threads."""
         original = getattr(masking_utils, name)
-        return lambda *args, **named: (function if get_ident() == thread else original)(
-            *args, **named
-        )
+
+        def run(*args: Any, **named: Any) -> Any:
+            return (function if get_ident() == thread else original)(*args, **named)
+
+        return run
 
     with _changing:
         functions = {name: in_thread(name, function) for name, function in patched.items()}

@@ -55,8 +55,8 @@ def attend_in_chunks(
             weights, totals, logs = fused(
                 seen.scale, seen.cap, *_operands(q_RCKGD, seen, chunk, keys, logits)
             )
-            sums_RCKGD = _by_token(weights.reshape(logits.shape) @ v_NTD[:, keys], q_RCKGD)
-            out[chunk] = (sums_RCKGD / totals.transpose(1, 2)[..., None]).to(out.dtype)
+            weighted_RCKGD = _by_token(weights.reshape(logits.shape) @ v_NTD[:, keys], q_RCKGD)
+            out[chunk] = (weighted_RCKGD / totals.transpose(1, 2)[..., None]).to(out.dtype)
             sums_BTKG[chunk] = logs.transpose(1, 2)
             del logits, weights  # before the next chunk's are made
     return out.view(query.shape), sums_BTKG.flatten(2)

@@ -57,13 +57,12 @@ def companions(folder: Path) -> dict[str, bytes]:
     paths = [*folder.iterdir()]
     for pattern in (f"{_TEMPLATES}/*", _POOLING, f"{_GENERATE}/*"):
         paths += folder.glob(pattern)
-    named = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
-    chosen = {
-        name: path
-        for name, path in named.items()
-        if name.isprintable() and "\\" not in name  # names that checkpoints can hold
-        if _COPIED.fullmatch(name) and not _NOT_COPIED.fullmatch(name)
-    }
+    chosen: dict[str, Path] = {}
+    for path in sorted(paths):
+        name = path.relative_to(folder).as_posix()
+        fits_checkpoints = name.isprintable() and "\\" not in name
+        if fits_checkpoints and _COPIED.fullmatch(name) and not _NOT_COPIED.fullmatch(name):
+            chosen[name] = path
     code = {name: chosen.pop(name) for name in list(chosen) if re.fullmatch(r"[^/]+\.py", name)}
     files, configuration = read_files(chosen), read_files({"config.json": folder / "config.json"})
     needs_code = any(b'"auto_map"' in data for data in [*configuration.values(), *files.values()])

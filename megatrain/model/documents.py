@@ -327,8 +327,7 @@ class Comparison:
         Of the most changed document before the changed tokens (noise), of the most changed one
         after them (a leak), and of the unchanged tokens of the same document (context).
         """
-        change_BT = (plain_BT - changed_BT) / spread_of(plain_BT)
-        change_BT = change_BT.reshape(-1, len(self.changed_T))
+        change_BT = (plain_BT - changed_BT).reshape(-1, len(self.changed_T)) / spread_of(plain_BT)
         parts = (x.split(self.lengths, -1) for x in (change_BT, ~self.changed_T))
         before = after = within = 0.0
         is_after = False

@@ -34,8 +34,7 @@ class MicroBatch:
     documents: Mapping[str, Any] = field(default_factory=dict)  # `length_arguments` of packed rows
     counted_N: Tensor | None = None  # 1 for a token, 0 for padding; None: all are tokens
     calls: list[Call] = field(default_factory=list)  # of layers, once the prologue has run
-    # the document of each token in packed rows, for each time the forward asks
-    document_indices: list[Tensor | None] = field(default_factory=list)
+    document_indices: list[Tensor | None] = field(default_factory=list)  # see `finding_once`
     is_packed: bool | None = None  # positions restart within a row; None: only the device knows
     media: dict[str, Tensor] = field(default_factory=dict)  # the forward's images and sounds
     encoded: list[Encoded] = field(default_factory=list)  # calls of encoders, once these have run

@@ -280,7 +280,7 @@ class _Probe:
         self.capture.trunk = trunk
 
     def _tables(self) -> tuple[list[str], list[int]]:
-        """Names of tables that are only read by the batch's ids or fixed rows; and these rows."""
+        """Names of tables of which only the batch's and fixed rows are read; fixed rows."""
         uses = Uses()
         arguments: list[Any] = []  # of the first layer
 

@@ -350,9 +350,10 @@ def _compressed(module: str, stored: Mapping[str, Stored], settings: Settings) -
 
 def _shape(codes: Stored, scales: Stored, block: Block) -> tuple[int, ...]:
     """The shape of the values of codes; () if there is not one scale for each block of values."""
-    (rows, columns), (_, width) = codes.shape, block
+    rows, columns = codes.shape
     if codes.dtype == torch.int32:  # 8 values each, but maybe fewer at a row's end
-        columns = min(8 * columns, prod(scales.shape[-1:]) * (width or 8 * columns))
+        num_scales, group_size = prod(scales.shape[-1:]), block[1] or 8 * columns  # of a row
+        columns = min(8 * columns, num_scales * group_size)
         if ceil(columns / 8) != codes.shape[1]:
             return ()
     return (rows, columns) if _fits((rows, columns), scales, block) else ()

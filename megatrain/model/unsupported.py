@@ -277,7 +277,7 @@ def _run_to_the_layers(
 def try_kind(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
     """Run a kind of layer with weights of zeros; set its `example`, `random` and `states`.
 
-    Raises Unsupported: it reads what an earlier run has left: NaN there must not show in outputs.
+    Raises Unsupported: it reads what an earlier run has left: NaN put there shows in its outputs.
     Weights of zeros may make NaN themselves, divided by their norm: a run with ones then decides.
     """
     buffers = dict(module.named_buffers())
