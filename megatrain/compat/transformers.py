@@ -454,8 +454,7 @@ def film_of(
         [metadata] = make_batched_metadata([film], None)
         frames = film if sample is None else film[frame_indices(metadata)]
         return frames, {} if videos is None else vars(metadata)
-    decoder = decoder_of_films()
-    loaded, metadata = load_video(film, backend=decoder, sample_indices_fn=frame_indices)
+    loaded, metadata = load_video(film, backend=decoder_of_films(), sample_indices_fn=frame_indices)
     frames = np.asarray(loaded)
     return frames if frames.shape[-1] == 3 else frames.transpose(0, 2, 3, 1), vars(metadata)
 

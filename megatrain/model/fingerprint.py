@@ -120,9 +120,10 @@ class Reader:
         return tuple((name, self.of(values[name])) for name in sorted(values))
 
     def _function(self, function: FunctionType) -> tuple:
+        """A description of a function's code, and of the state that the code may read."""
         cells = function.__closure__ or ()
-        of_library = (function.__module__ or "").split(".")[0] in _LIBRARIES
-        names = () if of_library else _names(function.__code__)
+        is_of_library = (function.__module__ or "").split(".")[0] in _LIBRARIES
+        names = () if is_of_library else _names(function.__code__)
         self.reads_dictionaries |= not {"__dict__", "vars"}.isdisjoint(names)
         state = {n: v for n in names if _may_be_state(v := function.__globals__.get(n))}
         return (

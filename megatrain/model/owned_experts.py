@@ -24,7 +24,7 @@ def _arrivals(counts_E: Tensor, length: int, ranks: int) -> tuple[Tensor, Tensor
     number of rows of each expert here; and of the received rows, sorted by expert, the experts'
     numbers `[S]` and the places `[S]` in the order of arrival, rank by rank.
 
-    Args: `length`: the number of rows of this rank.
+    Args: `length`: the number of rows of this rank; `ranks`: the place of all ranks in `numbered`.
     """
     counts = counts_E.long().view(numbered[ranks].size, -1)
     received = numbered[ranks].exchange(counts)

@@ -71,9 +71,9 @@ class RouterLoss:
             index_NK = usual_NK if index_NK is None else index_NK
             columns += [_multi_hot(usual_NK, share_NE), share_NE]
         assert index_NK is not None
-        every_NS = torch.cat([_multi_hot(index_NK, logits_NE), *columns], 1).float()
-        every_NS = every_NS if counted_N is None else every_NS * counted_N[:, None]
-        return every_NS.sum(0, keepdim=True)
+        columns_NS = torch.cat([_multi_hot(index_NK, logits_NE), *columns], 1).float()
+        columns_NS = columns_NS if counted_N is None else columns_NS * counted_N[:, None]
+        return columns_NS.sum(0, keepdim=True)
 
     def balance(self, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """The step's loss of its sums `[L, S]`, which several ranks may have parts of.

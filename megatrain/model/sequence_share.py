@@ -343,7 +343,7 @@ def _mask(*args: Any, **kwargs: Any) -> None:
     tokens, reach = FORWARD.trial_tokens, kwargs.get("local_size")
     if tokens is not None and reach is not None and reach < tokens:
         raise _refused(f"its attention reaches {reach} tokens, rows have {tokens}")
-    # Attention to later tokens, a function for the mask, or a mask that must be made.
+    # The model asks for attention to later tokens, for a function of its own, or always for a mask.
     is_special = kwargs.get("allow_is_bidirectional_skip") or kwargs.get("use_vmap")
     is_special = is_special or not kwargs.get("allow_is_causal_skip", True)
     if is_special or kwargs.get("attention_mask") is not None:
