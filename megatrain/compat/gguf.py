@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 _UNQUANTISED = {"F32": torch.float32, "F16": torch.float16}
+_UNLESS_1 = ("scale", "scaling.factor", "scale_linear", "group_count", "group_used_count")
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 _OF_27B = (46, 62)  # numbers of layers of Gemma 2 and 3 27B, whose queries have another scale
 # Settings of a file that change results, and their names in transformers' configurations.
@@ -38,10 +39,27 @@ _NAMES_IN_CONFIG = {
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
     "attention.scale": ("attention_multiplier",),
+    "attention.key_length_swa": ("head_dim",),
+    "attention.value_length_swa": ("head_dim",),
+    "attention.shared_kv_layers": ("num_kv_shared_layers",),
+    "embedding_length_per_layer_input": ("hidden_size_per_layer_input",),
+    "expert_gating_func": ("gating",),
+    "expert_weights_norm": ("norm_topk_prob",),
+    "rope.freq_base_swa": ("rope_theta", "rope_local_base_freq"),
     "logit_scale": ("logit_scale",),
     "embedding_scale": ("embedding_multiplier",),
     "residual_scale": ("residual_multiplier",),
 }
+# Settings that tensors' shapes show, that transformers reads for each architecture that has them,
+# or that are checked as others are.
+_SHOWN = {
+    "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size",
+    "tensor_data_layout", "pooling_type", "attention.head_count", "attention.head_count_kv",
+    "attention.value_length", "attention.causal", "expert_count", "expert_used_count",
+    "use_parallel_residual", "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size",
+    "ssm.time_step_rank", "ssm.group_count", "shortconv.l_cache", "full_attention_interval",
+    "nextn_predict_layers", "rope.dimension_sections", "rope.scaling.type",
+}  # fmt: skip
 # Ways of splitting words, by llama.cpp's names, whose tokens GPT-2's splitting makes, too.
 _SPLIT_AS_GPT2 = {"gpt-2", "mpt", "olmo", "jais", "phi-2", "smollm", "starcoder", "refact"}
 
@@ -74,17 +92,8 @@ def unpacked_folder(path: Path) -> Path:
 
 def _unpack(path: Path, folder: Path) -> None:
     """Write the file's model and tokenizer. Raises InputError: transformers would lose a part."""
-    config, tokenizer = read_gguf(path, AutoConfig), read_gguf(path, AutoTokenizer)
-    from gguf import GGUFReader
-
-    reader = GGUFReader(path)
-    parts = reader.fields.get("split.count")
-    if parts is not None and int(parts.contents()) > 1:
-        raise InputError(
-            f"{path}: is one part of {int(parts.contents())}; merge them first: llama-gguf-split "
-            "--merge FIRST_PART WHOLE.gguf"
-        )
-    refuse_unread(path, reader, config)
+    config, reader = read_header(path)
+    tokenizer = read_gguf(path, AutoTokenizer)
     for token, name in _SPECIAL.items():  # some versions of transformers set other tokens
         number = reader.fields.get(f"tokenizer.ggml.{name}_token_id")
         if number is not None:
@@ -98,8 +107,14 @@ def _unpack(path: Path, folder: Path) -> None:
     model, report = read_gguf(path, AutoModelForCausalLM, **options)
     if missing := sorted(map(str, report["missing_keys"])):
         raise InputError(f"{path}: lacks the tensor of {missing[0]!r}; fetch or convert it again")
-    sizes = {value.data_ptr(): value.numel() for value in model.state_dict().values()}
-    dropped = sum(int(tensor.n_elements) for tensor in reader.tensors) - sum(sizes.values())
+    values = [*model.state_dict().values()]
+    distinct = {value.data_ptr(): value for value in values}
+    if not any(tensor.name == "output.weight" for tensor in reader.tensors):
+        values = [*distinct.values()]
+    elif len(distinct) == len(values):  # of Falcon, for which transformers always says otherwise
+        model.config.tie_word_embeddings = False
+    held = sum(value.numel() for value in values)
+    dropped = sum(int(tensor.n_elements) for tensor in reader.tensors) - held
     if dropped > 0:
         raise InputError(
             f"{path}: {dropped:,} of its numbers have no place in transformers' "
@@ -109,6 +124,25 @@ def _unpack(path: Path, folder: Path) -> None:
     model.hf_quantizer = None
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def read_header(path: Path) -> tuple[Any, Any]:
+    """The configuration of a GGUF file's model, and the reader of the file.
+
+    Raises InputError: as `read_gguf` and `refuse_unread`, or the file is a part of several.
+    """
+    config = read_gguf(path, AutoConfig)
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path)
+    parts = reader.fields.get("split.count")
+    if parts is not None and int(parts.contents()) > 1:
+        raise InputError(
+            f"{path}: is one part of {int(parts.contents())}; merge them first: llama-gguf-split "
+            "--merge FIRST_PART WHOLE.gguf"
+        )
+    refuse_unread(path, reader, config)
+    return config, reader
 
 
 def _warn_of_splitting(path: Path, reader: Any) -> None:
@@ -131,8 +165,9 @@ def _warn_of_splitting(path: Path, reader: Any) -> None:
 
 
 def refuse_unread(path: Path, reader: Any, config: Any) -> None:
-    """Raises InputError: transformers has not read a setting of the file into its `config`."""
-    prefix = f"{reader.fields['general.architecture'].contents()}."
+    """Raises InputError: a setting of the file is not known to be in its `config`."""
+    architecture = reader.fields["general.architecture"].contents()
+    prefix = f"{architecture}."
     settings = {n.removeprefix(prefix): f for n, f in reader.fields.items() if n.startswith(prefix)}
     names = (tensor.name for tensor in reader.tensors)
     unread = [f"{name} (scaled positions)" for name in names if name.startswith("rope_")]
@@ -151,12 +186,22 @@ def refuse_unread(path: Path, reader: Any, config: Any) -> None:
         scale = config.hidden_size / heads if config.num_hidden_layers in _OF_27B else head_dim
         if numbers["query_pre_attn_scalar"] != [scale]:
             unread.append(f"queries that are scaled by {scale:g}^-0.5")
-    for name, config_names in _NAMES_IN_CONFIG.items():
-        value = settings[name].contents() if name in settings else 0
-        known = [number for in_config in config_names for number in numbers[in_config] if number]
-        known += [1] if name.endswith("scale") else []
-        if value and not any(isclose(value, number, rel_tol=1e-6) for number in known):
-            unread.append(f"{name} {value:g}")
+    layers = getattr(config.get_text_config(), "layer_types", None) or ()
+    slides = [layer == "sliding_attention" for layer in layers]
+    numbers["gating"] = [2 if architecture == "minimax-m2" else 1]  # sigmoid, or softmax
+    if "attention.causal" in settings and not settings["attention.causal"].contents():
+        unread.append("attention to later tokens")
+    for name, setting in settings.items():
+        value = setting.contents()
+        in_config = _NAMES_IN_CONFIG.get(name, ())
+        known = [number for own_name in in_config for number in numbers[own_name] if number]
+        known += [1] if name.endswith(_UNLESS_1) else []
+        is_shown = name in _SHOWN or (kind != "none" and name.startswith("rope.scaling."))
+        is_number = isinstance(value, int | float)
+        is_read = is_number and any(isclose(value, number, rel_tol=1e-6) for number in known)
+        is_read |= name.endswith("_pattern") and value == slides
+        if value and not is_shown and not is_read:
+            unread.append(f"{name} {value:g}" if is_number else f"{name} {str(value)[:80]}")
     if unread:
         raise InputError(
             f"{path}: holds {unread[0]}, which transformers does not read; take the model's "

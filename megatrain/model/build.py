@@ -29,7 +29,7 @@ from transformers import (
 
 from megatrain.base.json_yaml import read_json
 from megatrain.compat import transformers as hf
-from megatrain.compat.gguf import is_gguf, read_gguf
+from megatrain.compat.gguf import is_gguf, read_header
 from megatrain.errors import InputError, explained, in_one_line
 from megatrain.loss import ClassHead
 from megatrain.model.adapters import adapted
@@ -70,7 +70,7 @@ def read_config(place: Path | str, *, trust_remote_code: bool = False) -> PreTra
     A model_type that only code on the hub knows is replaced by that of the same configuration.
     """
     if is_gguf(place):
-        return read_gguf(Path(place), AutoConfig)
+        return read_header(Path(place))[0]
     values, _ = PreTrainedConfig.get_config_dict(place)
     if (kind := _SAME_CLASSES.get(str(values.get("model_type")))) is None:
         return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, Gemma2Config
 from megatrain import AdamW, Engine, InputError
 from megatrain.compat.gguf import refuse_unread
 from tests.cli.cases import TALK, TEMPLATE, sets, write_run_file
+from tests.families.tiny import tiny_model
 
 WIDTH, MLP, LAYERS, TOKENS = 32, 64, 2, 300
 SHAPES = {
@@ -133,10 +134,42 @@ def test_a_checkpoint_refuses_another_file(megatrain, model, tmp_path, tokenizer
         Engine.load(tmp_path / "saved", device="cpu")
 
 
-def test_a_plan_reads_no_weights(megatrain, model, user_cache):
+def test_a_plan_reads_no_weights(megatrain, model, user_cache, tmp_path, tokenizer_folder):
     here = ["--gpu", "4090", "--host-memory", "64GiB", "--sequence-length", 64, "--tokens", 256]
     assert "fits" in megatrain.done("plan", "--model", model, *here).output
+    scaled = PARTIAL["holds positions scaled by yarn, which transformers"]
+    write_gguf(tmp_path / "scaled.gguf", tokenizer_folder, **scaled)
+    megatrain.refused("positions scaled by yarn", "plan", "--model", "scaled.gguf", *here)
     assert not (user_cache / "gguf").exists()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_may_repeat_the_table_or_differ_from_it(tied, user_cache, tmp_path):
+    """Files of Falcon have both; transformers says that these are tied."""
+    model = tiny_model("falcon", changes={"tie_word_embeddings": tied})
+    config = model.config
+    writer = gguf.GGUFWriter(tmp_path / "falcon.gguf", "falcon")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["t", "h", "th", *(f"<{n}>" for n in range(3, config.vocab_size))])
+    writer.add_token_merges(["t h"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.FALCON, config.num_hidden_layers)
+    for name, values in model.state_dict().items():
+        stem, _, part = name.rpartition(".")
+        writer.add_tensor(f"{names.get_name(stem)}.{part}", values.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ids = torch.arange(8)[None]
+    with Engine(tmp_path / "falcon.gguf", device="cpu", precision="fp32") as engine:
+        logits = engine.logits({"input_ids": ids})
+    with torch.no_grad():
+        assert torch.equal(logits, model.eval()(input_ids=ids).logits)
 
 
 def test_what_cannot_be_read_is_refused_in_a_line(megatrain, model, tmp_path, monkeypatch):
@@ -168,6 +201,19 @@ PARTIAL = {
     },
     "holds logit_scale 0.5, which": {"change": lambda writer: writer.add_logit_scale(0.5)},
     "holds attention.key_length 32, which": {"change": lambda writer: writer.add_key_length(32)},
+    "holds attention.clamp_kqv 4, which": {"change": lambda writer: writer.add_clamp_kqv(4.0)},
+    "holds attention to later tokens, which": {
+        "change": lambda writer: writer.add_causal_attention(False)
+    },
+    "holds expert_gating_func 2, which": {
+        "change": lambda writer: writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    },
+    "holds attention.sliding_window_pattern [True, False], which": {
+        "change": lambda writer: writer.add_sliding_window_pattern([True, False])
+    },
+    "holds rope.scaling.factor 4, which": {
+        "change": lambda writer: writer.add_rope_scaling_factor(4.0)
+    },
     "4 of its numbers have no place in transformers' Qwen2ForCausalLM": {
         "change": lambda writer: writer.add_tensor("blk.0.attn_output.bias", SCALED)
     },
@@ -191,6 +237,8 @@ def test_settings_that_transformers_reads_are_no_reason_to_refuse(
         writer.add_key_length(WIDTH // 2)
         writer.add_sliding_window(0)
         writer.add_logit_scale(1.0)
+        writer.add_causal_attention(True)
+        writer.add_sliding_window_pattern([False] * LAYERS)
 
     write_gguf(tmp_path / "whole.gguf", tokenizer_folder, change=change)
     megatrain.done("export", "whole.gguf", "out")
