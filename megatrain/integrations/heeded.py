@@ -28,7 +28,7 @@ REFUSED: dict[str, dict[str, str]] = {
 
 CLASSES = {"Trainer", "_BaseTrainer", "SFTTrainer", "DPOTrainer", "RewardTrainer"}
 
-_SHORT = bool | int | float | str | None
+_SHORT = bool | int | float | str | None  # types of settings whose values an error shows
 _REPLACED = "the engine takes its place and never calls it; leave it out"
 _UNKNOWN = "this version of MegaTrain does not know it; leave it out"
 _ALIGNED = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")  # a Trainer changes these
@@ -42,8 +42,8 @@ def refuse(name: str, reason: str) -> NoReturn:
 def check_class(kind: type, mixed_in: type) -> None:
     """Raises InputError: the trainer's class cannot be supported.
 
-    It derives from another trainer of transformers or TRL, or it overrides (or a patch does) a
-    method that decides a step. Args: `mixed_in`: `StreamedTrainer`, which may override all.
+    The class derives from another trainer of transformers or TRL, or a subclass or patch overrides
+    a method that decides a step. Args: `mixed_in`: `StreamedTrainer`, which may override all.
     """
     library = _library(kind)
     trainers = [c for c in library if any(base.__name__ == "Trainer" for base in c.__mro__)]
@@ -71,7 +71,7 @@ def decisive_methods(kind: type) -> tuple[str, ...]:
 def by_name(
     made_by: Callable[..., None], arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A trainer's arguments after its model, as options: `made_by` has the names of positions."""
+    """A trainer's arguments after the model, turned into options by their names in `made_by`."""
     parameters = signature(made_by).parameters
     if any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters.values()):
         return arguments, options
@@ -94,8 +94,8 @@ def check_arguments(args: Any) -> None:
         return
     listed = frozenset[str]().union(*NAMES["arguments"].values())
     for field in fields(library):
-        make = field.default_factory
-        default = field.default if make is MISSING else make()
+        factory = field.default_factory
+        default = field.default if factory is MISSING else factory()
         value: Any = getattr(args, field.name, default)
         is_empty = value is None or value is False or (hasattr(value, "__len__") and not len(value))
         is_unset = value == default or (is_empty and not default)
@@ -113,16 +113,16 @@ def check_unchanged(trainer: Any, mixed_in: type, settings: dict[str, Any]) -> N
     for name, value in decisive(trainer).items():
         old = settings.get(name)
         if value is not old and value != old:
-            short = isinstance(old, _SHORT) and isinstance(value, _SHORT)
-            shown = f" (it was {old!r}, and is {value!r})" if short else ""
+            are_short = isinstance(old, _SHORT) and isinstance(value, _SHORT)
+            shown = f" (it was {old!r}, and is {value!r})" if are_short else ""
             refuse(f"{name}, changed since the trainer was made{shown}", "make another trainer")
 
 
 def decisive(trainer: Any) -> dict[str, Any]:
     """Copies of the settings that decide a trainer's steps, by name."""
     values = vars(trainer)
-    names = NAMES["arguments"]["fixed"] | REFUSED["arguments"].keys()
-    args = {f"args.{name}": getattr(trainer.args, name, None) for name in sorted(names)}
+    argument_names = NAMES["arguments"]["fixed"] | REFUSED["arguments"].keys()
+    args = {f"args.{name}": getattr(trainer.args, name, None) for name in sorted(argument_names)}
     fixed = sorted(NAMES["attributes"]["fixed"])
     attributes = {name: values[name] for name in fixed if name in values}
     methods = {name: values[name] for name in decisive_methods(type(trainer)) if name in values}

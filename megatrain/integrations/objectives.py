@@ -50,7 +50,7 @@ class MicroBatchMeans(losses.PairLoss):
     def weigh(
         self, log_probs: Tensors, targets: Tensors, extras: Sequence[Tensors], normaliser: float
     ) -> Weighed:
-        terms, weights, measured = [], [], []
+        terms, weights, measured = [], [], []  # of each micro-batch
         for values, labels, beside, share in zip(
             log_probs, targets, extras, self.shares, strict=True
         ):
@@ -61,7 +61,7 @@ class MicroBatchMeans(losses.PairLoss):
             weights.append(share * weight)
             measured.append(measures)
         total = torch.stack(terms).sum()
-        means = {n: torch.stack([measures[n] for measures in measured]).mean() for n in measures}
+        means = {n: torch.stack([part[n] for part in measured]).mean() for n in measured[0]}
         return [total, *[total * 0] * (len(weights) - 1)], weights, means
 
 
@@ -112,7 +112,7 @@ class Objective:
             refuse("args.loss_type", f"it must be one of {', '.join(_NLL_TYPES)}")
         if getattr(args, "label_names", None) not in (None, ["labels"]):
             refuse("args.label_names", "labels are named labels")
-        self.of_trl = hasattr(args, "loss_type")
+        self._is_trl = hasattr(args, "loss_type")
 
     def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[MicroBatches, losses.Loss]:
         """The micro-batches and the loss of a step, with the Trainer's divisors.
@@ -128,7 +128,7 @@ class Objective:
             micro.num_micro * count if micro.items is None else micro.items
             for micro, count in zip(waiting, counts, strict=True)
         ]
-        if self.of_trl and not any(counts):
+        if self._is_trl and not any(counts):
             rows, divisors = [row | {"labels": row["input_ids"]} for row in rows], [inf] * len(rows)
         elif all(divisor == sum(counts) for divisor in divisors):
             return rows, losses.CROSS_ENTROPY
@@ -144,6 +144,7 @@ class Objective:
         return weighted, WeightedSum()
 
     def value(self, rows: MicroBatches, loss: Any, engine: Engine) -> Measured:
+        """The loss of micro-batches without an update; NaN without a label."""
         targets = [losses.targets_of(row["labels"], engine.label_shift) for row in rows]
         if loss is losses.CROSS_ENTROPY and not any(map(losses.num_labelled, targets)):
             return nan, {}

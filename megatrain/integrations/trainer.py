@@ -31,12 +31,12 @@ from megatrain.optim import AdamW
 _NOT_MEASURED = ("mean_token_accuracy", "entropy", "num_tokens", "logits/chosen", "logits/rejected")
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _PATCHES = {"forward", "model_tags", "gradient_checkpointing_enable"}
-_PATCHES |= {"activation_checkpointing_enable"}
+_PATCHES |= {"activation_checkpointing_enable"}  # attributes that TRL sets on a model
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 _ENGINES_OWN = {"use_cache": False, "logits_to_keep": 0, "return_dict": True}
-_ENGINES_OWN |= {"output_attentions": False, "output_hidden_states": False}
+_ENGINES_OWN |= {"output_attentions": False, "output_hidden_states": False}  # as of a forward
 _SAVED = {"is_main_process": True, "save_function": torch.save, "safe_serialization": True}
-_SAVED |= {"push_to_hub": False}
+_SAVED |= {"push_to_hub": False}  # options of save_pretrained with which the engine saves
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # as the tokenizer has them
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 _OPTIONS = ("compute_loss_func", "model_init", "optimizer_cls_and_kwargs")
@@ -77,19 +77,19 @@ class StreamedTrainer(_Trainer):
         self.model: Any
         self.optimizer: torch.optim.Optimizer | None
         self._waiting: list[objectives.Waiting] = []
-        self._last: StepResult | None = None
+        self._last_result: StepResult | None = None
         heeded.check_class(type(self), StreamedTrainer)
         arguments, options = heeded.by_name(super().__init__, arguments, options)
         heeded.check_options(type(self), options)
         args = options.get("args", next(iter(arguments), None))
         heeded.check_arguments(args)
         classes = {kind.__name__ for kind in type(self).__mro__}
-        is_dpo, scores = "DPOTrainer" in classes, "RewardTrainer" in classes
-        model = trainer_model.opened(model, args, options, scores=scores)
+        is_dpo, is_reward = "DPOTrainer" in classes, "RewardTrainer" in classes
+        model = trainer_model.open_model(model, args, options, scores=is_reward)
         attributes, text = {*vars(model)}, model.config.get_text_config()
         pad = text.pad_token_id
         self._routers = {name: getattr(text, name) for name in _ROUTERS if hasattr(text, name)}
-        reference, wrapped = options.pop("ref_model", None), is_peft_model(model)
+        reference, was_peft = options.pop("ref_model", None), is_peft_model(model)
         if is_dpo and args is None:
             raise InputError("StreamedTrainer needs args=DPOConfig(...)")
         if is_dpo:
@@ -100,39 +100,39 @@ class StreamedTrainer(_Trainer):
             super().__init__(model, *arguments, **options)
         self._is_trl = hasattr(self, "_metrics")
         heeded.check_arguments(self.args)
-        model_given: Any = self.model
+        trainers_model: Any = self.model
         # Undo TRL's patches: a forward with the head's loss in chunks (the engine's own), tags of a
         # model card, gradient checkpointing, and a padding token that would change the model.
-        inner = without_wrapper(model_given)
-        for name, patched in product(_PATCHES - attributes, (model_given, inner)):
+        inner = without_wrapper(trainers_model)
+        for name, patched in product(_PATCHES - attributes, (trainers_model, inner)):
             vars(patched).pop(name, None)
-        text = model_given.config.get_text_config()
+        text = trainers_model.config.get_text_config()
         kind = objectives.Preferences if is_dpo else objectives.Objective
         self._objective: objectives.Objective = (
-            objectives.Scores(self.args, text.pad_token_id, pad) if scores else kind(self.args)
+            objectives.Scores(self.args, text.pad_token_id, pad) if is_reward else kind(self.args)
         )
         text.pad_token_id = pad
         self._refuse()
         if getattr(self.args, "disable_dropout", False):
-            trainer_model.without_dropout(model_given)
+            trainer_model.without_dropout(trainers_model)
         if is_dpo:
             self.ref_model = None
-            base_is_reference = reference is None and not wrapped and is_peft_model(model_given)
-            adapters = model_given.peft_config.values() if base_is_reference else ()
+            base_is_reference = reference is None and not was_peft and is_peft_model(trainers_model)
+            adapters = trainers_model.peft_config.values() if base_is_reference else ()
             if not all(getattr(config, "init_lora_weights", True) for config in adapters):
                 refuse("peft_config with init_lora_weights: False", _NOT_THE_BASE)
-        decayed = set(self.get_decay_parameter_names(model_given))
+        decayed = set(self.get_decay_parameter_names(trainers_model))
         names = {id(value): name for name, value in inner.named_parameters()}
-        undecayed = [value for name, value in model_given.named_parameters() if name not in decayed]
+        undecayed = [p for name, p in trainers_model.named_parameters() if name not in decayed]
         # Names of parameters without weight decay, without PEFT's prefix.
         self._undecayed = {names[id(value)] for value in undecayed if id(value) in names}
-        self._stand_in = trainer_model.ModelStandIn(model_given, generates=not scores)
-        self._open_engines(model_given, reference)
-        self._stand_in.take_the_place_of(model_given, inner, model)
+        self._stand_in = trainer_model.ModelStandIn(trainers_model, generates=not is_reward)
+        self._open_engines(trainers_model, reference)
+        self._stand_in.take_the_place_of(trainers_model, inner, model)
 
     def _open_engines(self, model: Any, reference: Any) -> None:
         """Open the model's engine, and a reference's; if one fails, both are closed."""
-        common = _settings(self.args)
+        common = _engine_settings(self.args)
         with ExitStack() as opened:
             if isinstance(self._objective, objectives.Preferences):
                 limits = {n: v for n, v in self.engine_options.items() if n in _LIMITS}
@@ -158,7 +158,7 @@ class StreamedTrainer(_Trainer):
                 seed=self.args.seed,
                 **common,
             )
-            self._take(opened.enter_context(engine))
+            self._use_engine(opened.enter_context(engine))
             engine.require_held()
             opened.pop_all()
 
@@ -184,20 +184,20 @@ class StreamedTrainer(_Trainer):
                 "it, or take another",
             )
 
-    def _take(self, engine: Engine) -> None:
+    def _use_engine(self, engine: Engine) -> None:
         assert engine.optimizer is not None
         self.engine = engine
-        self._stand_in.open(engine, self._export, self._drop)
-        engine.optimizer.drive(self._update, self._drop)
+        self._stand_in.open(engine, self._export, self._refuse_zero_grad)
+        engine.optimizer.drive(self._update, self._refuse_zero_grad)
         self.model, self.model_wrapped = self._stand_in, trainer_model.Wrapped(self._stand_in)
-        self._settings = heeded.decisive(self)
+        self._settings_when_made = heeded.decisive(self)
 
     def _refuse(self) -> None:
         """Raises InputError: settings of the made trainer that the engine cannot honour."""
         args = self.args
         optimizers = self.optimizer is not None or self.lr_scheduler is not None
         accelerate, precision = self.accelerator.mixed_precision, "bf16" if args.bf16 else "no"
-        reserved = {"loss", "optimizer", "seed", "router_aux_loss_coef", *_settings(args)}
+        reserved = {"loss", "optimizer", "seed", "router_aux_loss_coef", *_engine_settings(args)}
         reserved &= self.engine_options.keys()
         if args.bf16 and self.engine_options.get("precision") == "fp8":
             reserved.discard("precision")
@@ -249,7 +249,7 @@ class StreamedTrainer(_Trainer):
     def train(self, *arguments: Any, **options: Any) -> Any:
         """Train as the base class does, without micro-batches that an interrupt left behind."""
         self._waiting.clear()
-        heeded.check_unchanged(self, StreamedTrainer, self._settings)
+        heeded.check_unchanged(self, StreamedTrainer, self._settings_when_made)
         return super().train(*arguments, **options)
 
     def training_step(
@@ -264,22 +264,23 @@ class StreamedTrainer(_Trainer):
 
     def _update(self) -> None:
         """Take a step of the waiting micro-batches: the Trainer's loop calls this to update."""
-        heeded.check_unchanged(self, StreamedTrainer, self._settings)
+        heeded.check_unchanged(self, StreamedTrainer, self._settings_when_made)
         self.create_optimizer()
         self.engine.max_grad_norm = self.args.max_grad_norm or None
         rows, loss = self._objective.step(self._waiting, self.engine)
-        self._last = self.engine.step(rows, loss, router_shares=self._router_shares(self._waiting))
-        self._norm.fill_(self._last.grad_norm)
-        self._count(self._last.loss, self._last.measures)
+        shares = self._router_shares(self._waiting)
+        self._last_result = self.engine.step(rows, loss, router_shares=shares)
+        self._norm.fill_(self._last_result.grad_norm)
+        self._add_to_logs(self._last_result.loss, self._last_result.measures)
 
-    def _count(self, loss: float, measures: Mapping[str, float]) -> None:
+    def _add_to_logs(self, loss: float, measures: Mapping[str, float]) -> None:
         """Add the loss and measures of the waiting micro-batches to the Trainer's logs."""
         for _ in self._waiting:  # TRL's trainers log the mean over micro-batches
             self._add_measures("train", measures)
         self._waiting.clear()
         self._tr_loss += loss
 
-    def _drop(self) -> None:
+    def _refuse_zero_grad(self) -> None:
         """Raises InputError: `zero_grad` would drop micro-batches that wait for their step."""
         if self._waiting:
             refuse("zero_grad within a step", "the engine takes a step as a whole; leave it out")
@@ -287,10 +288,10 @@ class StreamedTrainer(_Trainer):
     def _finalize_training(self, *arguments: Any) -> Any:
         """Add the loss of a last, incomplete step to the logs; then as the base class."""
         if self._waiting:
-            self._count(*self._value(self._waiting))
+            self._add_to_logs(*self._loss_of(self._waiting))
         return super()._finalize_training(*arguments)
 
-    def _value(self, waiting: list[objectives.Waiting]) -> tuple[float, dict[str, float]]:
+    def _loss_of(self, waiting: list[objectives.Waiting]) -> tuple[float, dict[str, float]]:
         """The loss of micro-batches, the routers' included, without an update; and its measures."""
         rows, loss = self._objective.step(waiting, self.engine)
         value, measures = self._objective.value(rows, loss, self.engine)
@@ -313,7 +314,7 @@ class StreamedTrainer(_Trainer):
                 self._metrics[mode][name].append(value)
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
-        heeded.check_unchanged(self, StreamedTrainer, self._settings)
+        heeded.check_unchanged(self, StreamedTrainer, self._settings_when_made)
         if self.optimizer is None:  # Trainer reports this if no run has prepared the model
             self.model_preparation_time = 0.0
         return super().evaluation_loop(dataloader, *arguments, **options)
@@ -339,7 +340,7 @@ class StreamedTrainer(_Trainer):
 
     def _evaluated(self, rows: dict[str, Tensor]) -> Tensor:
         """The loss of a batch; its measures are added to the evaluation's."""
-        value, measures = self._value([objectives.Waiting(rows, self._num_items(rows), 1)])
+        value, measures = self._loss_of([objectives.Waiting(rows, self._num_items(rows), 1)])
         self._add_measures("eval", measures)
         return torch.tensor(value)
 
@@ -349,8 +350,8 @@ class StreamedTrainer(_Trainer):
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         """Log, with the measures of the last step."""
-        if "grad_norm" in logs and self._last is not None:
-            logs.update(self._last.measures)
+        if "grad_norm" in logs and self._last_result is not None:
+            logs.update(self._last_result.measures)
         super().log(logs, *arguments, **options)
 
     def _export(self, folder: str | Path, **options: Any) -> None:
@@ -377,14 +378,14 @@ class StreamedTrainer(_Trainer):
         torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        present, folder = self._decided(), Path(resume_from_checkpoint) / _ENGINE
+        present, folder = self._model_facts(), Path(resume_from_checkpoint) / _ENGINE
         if not folder.is_dir():
             refuse(
                 f"{resume_from_checkpoint}, which has no folder {_ENGINE}",
                 "take a checkpoint that a StreamedTrainer has saved without save_only_model",
             )
         self._restore(folder)
-        for name, saved in self._decided().items():
+        for name, saved in self._model_facts().items():
             if present.get(name, saved) != saved:
                 refuse(
                     f"{resume_from_checkpoint}, whose model has another {name}",
@@ -392,7 +393,7 @@ class StreamedTrainer(_Trainer):
                     "checkpoint",
                 )
 
-    def _decided(self) -> dict[str, Any]:
+    def _model_facts(self) -> dict[str, Any]:
         """Everything but the weights that decides what the model computes and learns, by name."""
         optimizer, adapter = self.engine.optimizer, adapted(self.engine._opened.source.model)
         assert optimizer is not None
@@ -410,7 +411,7 @@ class StreamedTrainer(_Trainer):
         options = {name: v for name, v in self.engine_options.items() if name in accepted}
         former = self.engine.optimizer
         self.engine.close()
-        self._take(Engine.load(folder, **_settings(self.args) | options))
+        self._use_engine(Engine.load(folder, **_engine_settings(self.args) | options))
         assert self.engine.optimizer is not None and former is not None
         self._groups = self.engine.optimizer.state_dict()
         # A schedule that the user made before sets rates in the former list: it stays in use.
@@ -430,7 +431,7 @@ class StreamedTrainer(_Trainer):
         self.optimizer.load_state_dict(self._groups)  # as callbacks may have set them
 
 
-def _settings(args: Any) -> dict[str, Any]:
+def _engine_settings(args: Any) -> dict[str, Any]:
     """The options of a new or loaded engine that TrainingArguments decide."""
     return {
         "precision": "bf16" if args.bf16 else "fp32",

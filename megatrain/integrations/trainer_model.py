@@ -130,7 +130,7 @@ class Wrapped:
         return getattr(self._model, name)
 
 
-def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> Any:
+def open_model(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> Any:
     """The given model; or the model of a name, loaded together with its tokenizer.
 
     Args:

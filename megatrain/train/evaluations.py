@@ -21,7 +21,7 @@ from megatrain.train.signals import Signals
 if TYPE_CHECKING:
     from megatrain.train.setup import Job
 
-# micro-batches computed at once, and their labelled tokens; or the numbers of prompts, and 0
+# Of each part the micro-batches, computed at once, and their labelled tokens; or prompts, and 0.
 _Parts = list[tuple[Any, int]]
 _MOST_NATS = 700  # exp() of a larger mean loss overflows
 
@@ -49,8 +49,8 @@ class Evaluations:
             if job.rollouts is None:
                 self._sets[name] = _parts(rows, at_once, shift)
             else:
-                numbers, size = range(len(rows)), job.rollouts.at_once
-                self._sets[name] = [(numbers[first : first + size], 0) for first in numbers[::size]]
+                prompts, size = range(len(rows)), job.rollouts.at_once
+                self._sets[name] = [(prompts[first : first + size], 0) for first in prompts[::size]]
         self._every = config.training.eval_every
         self._done = {record["step"] for record in logged if is_evaluation(record)}
         self._step_losses: list[float] = []  # since the last evaluation
@@ -75,22 +75,21 @@ class Evaluations:
             return None
         seconds = time.perf_counter() - started
         record: dict[str, Any] = {"step": step, **scores, "eval_seconds": round(seconds, 4)}
-        text = self._described(scores)
-        say(f"step {step}/{self._job.total_steps}  {text}  {duration(seconds)}")
+        say(f"step {step}/{self._job.total_steps}  {self._described(scores)}  {duration(seconds)}")
         self._metrics.write(**record)
         self._done.add(step)
         self.see(record)
         return record
 
     def _scores(self, step: int, *, final: bool) -> dict[str, float] | None:
-        """Metrics over all sets, and over each named set; None: a signal broke it off."""
+        """Metrics over all sets, and over each named set; None: a signal stopped the evaluation."""
         results: dict[str, list[Any]] = {}
         for name, parts in self._sets.items():
             results[name] = []
             for part, count in parts:
                 if self._signals.stop and not final:
                     return None
-                results[name] += self._measured(name, part, count)
+                results[name] += self._results(name, part, count)
         if self._job.rollouts is not None:
             rewarded = self._job.rollouts.rewarded(results, step)
             return {f"eval_{key}": value for key, value in rewarded.items()}
@@ -101,8 +100,8 @@ class Evaluations:
             metrics |= self._metrics_of(results[name], self._sets[name], f"{name}_")
         return metrics
 
-    def _measured(self, name: str, part: Any, count: int) -> list[Any]:
-        """Summed loss and right labels; of a joint loss its inputs for each row; or replies."""
+    def _results(self, name: str, part: Any, count: int) -> list[Any]:
+        """Summed loss and right labels of a part; of a joint loss its inputs by row; or replies."""
         data: Any = self._job.data.get(name)
         if self._job.rollouts is not None:
             return self._job.rollouts.evaluation_replies(data, part)
@@ -122,17 +121,17 @@ class Evaluations:
             steps = [part for part, _ in parts]
             if not self._loss.depends_on_step:
                 steps = [[micro for part in steps for micro in part]]
-            values = _of_steps(self._loss, iter(results), steps)
+            values = _joint_means(self._loss, iter(results), steps)
         else:
-            loss, right = (sum(column) for column in zip(*results, strict=True))
-            count = sum(count for _, count in parts)
-            mean = loss / count
+            loss, num_right = (sum(column) for column in zip(*results, strict=True))
+            num_labels = sum(count for _, count in parts)
+            mean = loss / num_labels
             values = {"loss": mean}
             metrics = self._job.config.loss.metrics
             if "perplexity" in metrics:
                 values["perplexity"] = math.exp(mean) if mean < _MOST_NATS else math.inf
             if "accuracy" in metrics:
-                values["accuracy"] = right / count
+                values["accuracy"] = num_right / num_labels
         return {f"eval_{prefix}{name}": value for name, value in values.items()}
 
     def _described(self, scores: Mapping[str, float]) -> str:
@@ -144,16 +143,13 @@ class Evaluations:
         return "evaluation " + "  ".join(parts)
 
 
-def _of_steps(loss: JointLoss, results: Iterator[Any], steps: list[Step]) -> dict[str, float]:
+def _joint_means(loss: JointLoss, results: Iterator[Any], steps: list[Step]) -> dict[str, float]:
     """Loss and measures of a joint loss: means over steps, weighted by their rows."""
     scores = [loss.loss_and_measures([*islice(results, len(rows))], rows) for rows in steps]
     if len(scores) == 1:
         return scores[0]
     sizes = [sum(len(micro["labels"]) for micro in rows) for rows in steps]
-    means: dict[str, float] = {}
-    for name in scores[0]:
-        means[name] = float(np.average([values[name] for values in scores], weights=sizes))
-    return means
+    return {name: float(np.average([s[name] for s in scores], weights=sizes)) for name in scores[0]}
 
 
 def _parts(micros: Step, at_once: int, shift: int) -> _Parts:
@@ -175,7 +171,7 @@ class Watch:
         self._sign = -1.0 if config.larger_is_better else 1.0
         self._rule = config.training.early_stopping
         self._values: dict[int, float] = {}  # by evaluated step; smaller is better
-        self._reference, self._waited = math.inf, 0
+        self._reference, self._waited = math.inf, 0  # the value to beat; evaluations since
         for record in logged:
             self.see(record)
 

@@ -84,7 +84,7 @@ def _convert(converter: str, folder: Path, file: Path, kind: str) -> None:
     if adapter_folder(folder) is not None:
         raise InputError("--gguf writes a whole model, and this is an adapter; add --merged")
     command = [sys.executable, converter, str(folder), "--outtype", kind, "--outfile", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if done.returncode or not file.is_file():
-        last = in_one_line((done.stderr.strip() or "no file").splitlines()[-1], 300)
-        raise InputError(f"{converter}: fails on this model: {last}; export without --gguf")
+    process = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if process.returncode or not file.is_file():
+        last_line = in_one_line((process.stderr.strip() or "no file").splitlines()[-1], 300)
+        raise InputError(f"{converter}: fails on this model: {last_line}; export without --gguf")

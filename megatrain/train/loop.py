@@ -63,7 +63,7 @@ class Checkpointing:
     _keep_next: bool = False  # the next checkpoint is never deleted
 
     def after(self, state: RunState, *, asked: bool, last: bool) -> None:
-        """Start a checkpoint if one is due or asked for; wait for the checkpoint before it."""
+        """Start a checkpoint if due or asked for, after an earlier one; `last`: no step follows."""
         every, step = self.job.config.checkpoint.every, state.step
         due = self.job.config.checkpoint.at_end if last else every is not None and step % every == 0
         retries = self._retry is not None and step >= self._retry
@@ -108,7 +108,7 @@ class Checkpointing:
             log.warning("the state before the failure is not saved: %s%s", error, older)
 
     def _save(self, state: RunState) -> Saving:
-        with suppress(OSError):  # a checkpoint's steps must not be missing in the log
+        with suppress(OSError):  # after a power failure the log must have the checkpoint's steps
             flush(self.job.folder / layout.METRICS)
         return self.job.engine.save(
             layout.checkpoint_folder(self.job.folder, state.step),
@@ -119,6 +119,7 @@ class Checkpointing:
         )
 
     def _is_marked(self, step: int) -> bool:
+        """True if the checkpoint after this step is never deleted (`checkpoint.keep_every`)."""
         every = self.job.config.checkpoint.keep_every
         return every is not None and step % every == 0
 
@@ -254,17 +255,17 @@ def train(
 
 def _open(config: Config, name: str, stack: ExitStack, ranks: Ranks, *, resume: bool) -> Job | Path:
     """Lock a run's folder and prepare its next step; returns the folder if the run has ended."""
-    wanted = config.output.folder
-    earlier = ranks.from_first(lambda: layout.run_to_resume(wanted, name) if resume else None)
-    if earlier is not None:
-        return _open_earlier(earlier, config, stack, ranks)
-    ranks.from_first(lambda: layout.new_run_folder(wanted, name))  # raises early if it is bad
+    output = config.output.folder
+    earlier_run = ranks.from_first(lambda: layout.run_to_resume(output, name) if resume else None)
+    if earlier_run is not None:
+        return _open_earlier(earlier_run, config, stack, ranks)
+    ranks.from_first(lambda: layout.new_run_folder(output, name))  # raises early if it is bad
     if resume:
         log.info("no earlier run of that name: this one begins")
     job = prepare(config, stack, ranks=ranks)
 
     def make_folder() -> Path:
-        folder = layout.make_run_folder(config.output.folder, name)
+        folder = layout.make_run_folder(output, name)
         stack.enter_context(layout.locked(folder))
         layout.require_empty(folder, of_run=True)  # another run may have used it meanwhile
         return folder
@@ -317,11 +318,11 @@ def _as_started(config: Config, ranks: Ranks) -> Config:
 
 def _run(job: Job, signals: Signals, on_record: Listener | None) -> Outcome:
     folder = job.folder
-    first = job.resumed.step if job.resumed else 0
-    log.info("%s %s", f"going on after step {first} in" if first else "writing to", folder)
-    with closing(Trackers(job.config, folder, first)) as trackers:
+    done = job.resumed.step if job.resumed else 0
+    log.info("%s %s", f"going on after step {done} in" if done else "writing to", folder)
+    with closing(Trackers(job.config, folder, done)) as trackers:
         listeners = [trackers.log, *([on_record] if on_record else [])]
-        run = _Run(job, signals, listeners, first)
+        run = _Run(job, signals, listeners, done)
         best = None
         try:
             run.take_steps()
@@ -343,31 +344,31 @@ class _Run:
     """The parts of a run, and what is done after each of its steps."""
 
     def __init__(
-        self, job: Job, signals: Signals, listeners: Sequence[Listener], first: int
+        self, job: Job, signals: Signals, listeners: Sequence[Listener], done: int
     ) -> None:
         self._job, self._config, self._folder = job, job.config, job.folder
         self._signals = signals
-        is_first = job.ranks.rank == 0
+        is_rank_0 = job.ranks.rank == 0
         device = str(job.engine.device.torch_device), not local_rank(job.ranks.host)
         devices = job.ranks.all_gather_object(device)
         job.ranks.from_first(lambda: describe_run(job, devices))
         log_file = self._folder / layout.METRICS
-        logged = job.ranks.from_first(lambda: resuming.cut_metrics(log_file, first))
-        if not is_first:
+        logged = job.ranks.from_first(lambda: resuming.cut_metrics(log_file, done))
+        if not is_rank_0:
             log_file = Path(os.devnull)
-        metrics = MetricsWriter(log_file, also=listeners if is_first else [])
-        steps_left = job.total_steps - first if is_first else 0
+        metrics = MetricsWriter(log_file, also=listeners if is_rank_0 else [])
+        steps_left = job.total_steps - done if is_rank_0 else 0
         timeline = RunTimeline(job.engine.recording, self._folder, steps_left)
         self.steps = Steps(job, metrics, timeline)
         self.watch = Watch(self._config, logged)
-        self.checkpoints = Checkpointing(job, first, self.best_kept)
+        self.checkpoints = Checkpointing(job, done, self.best_saved_step)
         self.evaluations = Evaluations(job, metrics, logged, signals)
 
     @property
     def is_last(self) -> bool:
         return self.steps.done == self._job.total_steps
 
-    def best_kept(self) -> int | None:
+    def best_saved_step(self) -> int | None:
         """The step of the best state with a checkpoint; None: there is none, or none is wanted."""
         if self._config.checkpoint.best is None:
             return None
@@ -418,8 +419,8 @@ class _Run:
         best = None
         with self.checkpoints.rescue(lambda: self.steps.state):
             self.checkpoints.settle(wait=True)
-            kept = self._job.ranks.from_first(self.best_kept)
-            step = kept if config.checkpoint.load_best else None
+            best_step = self._job.ranks.from_first(self.best_saved_step)
+            step = best_step if config.checkpoint.load_best else None
             if step is not None:
                 value = self.watch.value(step)
                 best = {"step": step, config.watched: value}

@@ -72,8 +72,8 @@ def trained_model(run: str) -> Checkpoint | str:
 class ResolvedModel:
     """The model that `model` of a run file names: a run, a checkpoint, a folder or a hub id."""
 
-    # its path is the folder of configuration and tokenizer: of an adapter, that of the base, with
-    # `tokenizer` set if the adapter's folder has one
+    # its path is the folder of configuration and tokenizer; for an adapter that of the base, and
+    # `tokenizer` is then the adapter's folder, if that has one
     section: ModelSection
     # the source for `Engine`; None: the run file writes out a configuration
     source: Checkpoint | str | None
@@ -137,11 +137,12 @@ class ResolvedModel:
         """The image processor of an adapter's folder, if it has one, else of the model's."""
         path, trusted = self.section.path, self.section.trust_remote_code
         folder = None if path is None else resolve_model(path, weights=self.weights)
-        own, of_model = (
-            ImageProcessor(each, trust_remote_code=trusted)
-            for each in (adapter_folder(self.section.tokenizer), folder)
+        adapters_processor, models_processor = (
+            ImageProcessor(place, trust_remote_code=trusted)
+            for place in (adapter_folder(self.section.tokenizer), folder)
         )
-        return own if own.identity not in ([], of_model.identity) else of_model
+        same = adapters_processor.identity in ([], models_processor.identity)
+        return models_processor if same else adapters_processor
 
     @cached_property
     def key(self) -> str:
@@ -201,7 +202,7 @@ def open_data(
     options |= {"vocab_size": model.text_config.vocab_size}
     layout_options = data.model_dump(include={"sequence_length", "packing", "overlong"})
 
-    def opened(path: Any, **mix_options: Any) -> PackedDataset | Prompts:
+    def open_rows(path: Any, **mix_options: Any) -> PackedDataset | Prompts:
         if config.loss.kind == "prompts":
             longest = data.sequence_length - (config.loss.max_completion_length or 0)
             drop, chat = data.overlong == "drop", data.kind == "chat"
@@ -216,8 +217,8 @@ def open_data(
             **(options | layout_options | mix_options),
         )
 
-    sets: dict[str, Any] = {name: opened(path) for name, path in data.eval_sets.items()}
-    training: Any = opened(data.path, weights=data.weights, repeat=data.repeat)
+    sets: dict[str, Any] = {name: open_rows(path) for name, path in data.eval_sets.items()}
+    training: Any = open_rows(data.path, weights=data.weights, repeat=data.repeat)
     if not sets and data.eval_fraction:
         training, sets[""] = training.hold_out(data.eval_fraction)
     return training, sets

@@ -91,11 +91,11 @@ def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None
     """
     for section, key, old, new in differences(before, config):
         name = f"{section}.{key}"
-        free = section in _FREE_SECTIONS or key in FREE_KEYS.get(section, ())
-        free &= name not in ("loss.name", "loss.labels", "loss.pooling")  # they decide the head
+        may_change = section in _FREE_SECTIONS or key in FREE_KEYS.get(section, ())
+        may_change &= name not in ("loss.name", "loss.labels", "loss.pooling")  # decide the head
         if name == "loss.beta" and config.loss.kind == "prompts":
-            free &= bool(old)  # a run with beta 0 has recorded no reference
-        if not free:
+            may_change &= bool(old)  # a run with beta 0 has recorded no reference
+        if not may_change:
             raise InputError(
                 f"{name}: {shown(new)} now, but {where} was made with {shown(old)}, and this "
                 "cannot change on resume; set it back, or start a new run"
@@ -127,11 +127,11 @@ def cut_metrics(path: Path, step: int) -> list[Mapping[str, Any]]:
     """
     require_plain(path)
     records: list[Mapping[str, Any]] = []
-    read = end = 0
+    num_read = num_kept = 0  # bytes
     with explained(f"{path}: cannot be continued", of=OSError), path.open("a+b") as file:
         file.seek(0)
         for line, record in lines(file):
-            read += len(line)
+            num_read += len(line)
             number = None if record is None else record.get("step")
             if isinstance(number, int) and number > step:
                 break
@@ -139,8 +139,8 @@ def cut_metrics(path: Path, step: int) -> list[Mapping[str, Any]]:
                 continue  # the last line was cut short
             if record is not None and isinstance(number, int):
                 records.append(record)
-            end = read
-        file.truncate(end)
+            num_kept = num_read
+        file.truncate(num_kept)
         os.fsync(file.fileno())
     return records
 

@@ -56,13 +56,13 @@ _SEED = 0x726F6C6C  # separates these seeds from those of steps
 
 
 class Rewards:
-    """The reward functions of a run, called one after the other; `names`: theirs in the log."""
+    """The reward functions of a run, called in turn; `names`: the functions' names in the log."""
 
     def __init__(self, settings: RolloutSection) -> None:
         """Raises InputError: a module cannot be imported, or has no such function."""
-        paths = {written: written.rpartition(":")[0] for written in settings.rewards}
+        paths = {entry: entry.rpartition(":")[0] for entry in settings.rewards}  # PATH:FUNCTION
         modules = {path: _module(path) for path in dict.fromkeys(paths.values())}
-        self.names = [written.rpartition(":")[2] for written in settings.rewards]
+        self.names = [entry.rpartition(":")[2] for entry in settings.rewards]
         if len(set(self.names)) < len(self.names):
             raise InputError("rollout.rewards: two functions have one name; rename one")
         self._functions: list[Callable[..., Any]] = []
@@ -185,7 +185,7 @@ class Rollouts:
         self._layout = Layout("chat", length, packing=False, overlong="error", pad_id=self._pad)
         self.at_once = config.rollout.batch_size or config.training.batch_size * loss.lines
         self._step: Step = []
-        self._steps_left = self._rollouts = self._without_signal = 0
+        self._steps_left = self._num_rollouts = self._num_without_signal = 0
 
     def take(self, step: int) -> tuple[Step, dict[str, Any]]:
         """The micro-batches of a step, and values for the log if they are new replies.
@@ -257,7 +257,7 @@ class Rollouts:
             micro["advantage"] = advantages[replies_R][:, None].expand(shape).contiguous()
         logged |= measured(rewards_RF, rewards, self.rewards.names) | _described(replies)
         learnt = sum(num_labelled(micro["labels"]) for micro in micros)
-        self._rollouts += 1
+        self._num_rollouts += 1
         if not learnt or not advantages.any():
             self._warn_of_nothing_learnt(step, masked=not learnt)
         groups = rewards.view(-1, self._loss.lines)
@@ -265,7 +265,7 @@ class Rollouts:
         return micros, logged
 
     def _warn_of_nothing_learnt(self, step: int, *, masked: bool) -> None:
-        self._without_signal += 1
+        self._num_without_signal += 1
         has_reference = "reference_logp" in self._loss.inputs
         learnt = "only loss.beta's divergence is learnt" if has_reference else "nothing is learnt"
         reason = f"all replies to each prompt are rewarded alike: {learnt}"
@@ -276,7 +276,7 @@ class Rollouts:
                 "is learnt"
             )
             remedy = "raise loss.max_completion_length"
-        times = f"{self._without_signal} of {self._rollouts} rollouts so far"
+        times = f"{self._num_without_signal} of {self._num_rollouts} rollouts so far"
         log.warning("step %d: %s (%s); %s", step, reason, times, remedy)
 
     def evaluation_replies(self, prompts: Prompts, rows: range) -> list[Reply]:
@@ -288,8 +288,8 @@ class Rollouts:
         logged: dict[str, Any] = {}
         all_replies = [reply for replies in sets.values() for reply in replies]
         all_RF = self._rewarded(all_replies, step + 1, logged)
-        parts = all_RF.split([len(replies) for replies in sets.values()])
-        named = [(f"{name}_", sets[name], p) for name, p in zip(sets, parts, strict=True) if name]
+        by_set = zip(sets, all_RF.split([*map(len, sets.values())]), strict=True)
+        named = [(f"{name}_", sets[name], set_RF) for name, set_RF in by_set if name]
         for prefix, replies, rewards_RF in [("", all_replies, all_RF), *named]:
             sums_R = self.rewards.weighted_sum(rewards_RF)
             values = measured(rewards_RF, sums_R, self.rewards.names)
@@ -326,7 +326,7 @@ class Rollouts:
         return [Reply(row, ids, ids[-1] in stops) for row, ids in zip(copies, replies, strict=True)]
 
     def _rewarded(self, replies: Sequence[Reply], step: int, logged: dict[str, Any]) -> Tensor:
-        """Each function's reward of each reply `[R, F]`; adds the values they log to `logged`."""
+        """Each function's reward of each reply `[R, F]`; adds what functions log to `logged`."""
         texts = self.tokenizer.batch_decode([r.ids for r in replies], skip_special_tokens=True)
         completions = [
             text if isinstance(r.row.prompt, str) else [{"role": "assistant", "content": text}]
@@ -334,7 +334,7 @@ class Rollouts:
         ]
         names = dict.fromkeys(name for reply in replies for name in reply.row.beside)
 
-        def rewarded() -> tuple[Tensor, dict[str, Any]]:
+        def call_functions() -> tuple[Tensor, dict[str, Any]]:
             values: dict[str, list[float]] = defaultdict(list)
 
             def log_metric(name: str, value: Any) -> None:
@@ -352,7 +352,7 @@ class Rollouts:
             )
             return rewards, {name: fmean(numbers) for name, numbers in values.items()}
 
-        rewards_RF, values = self.ranks.from_first(rewarded)  # functions may have side effects
+        rewards_RF, values = self.ranks.from_first(call_functions)  # they may have side effects
         logged |= values
         return rewards_RF
 

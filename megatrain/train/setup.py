@@ -123,9 +123,9 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     check_sequence_length(model.config, config.data.sequence_length)
     teacher_model = second_model.find_teacher(config, model)
     source = _structure(config, model.for_engine) if start is None else None
-    opened = source or start
-    assert opened is not None
-    ranks.agree(lambda: check_disk(config, opened, config.training.steps))
+    source_or_start = source or start
+    assert source_or_start is not None
+    ranks.agree(lambda: check_disk(config, source_or_start, config.training.steps))
 
     # The data, and the number of steps.
     training, evaluation = in_turn(ranks, lambda: resolve.open_data(config, model))
@@ -137,13 +137,13 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
         repeats = config.loss.num_iterations or 1  # steps that learn from the same replies
         total_steps = repeats * loader.steps_of(config.training.epochs or 0)
         check_schedule(config, total_steps)
-        ranks.agree(lambda: check_disk(config, opened, total_steps))
+        ranks.agree(lambda: check_disk(config, source_or_start, total_steps))
     done = ranks.agree(lambda: _go_to(loader, start, total_steps))[0]
 
     # The engines, and the parts that need them.
     needs_reference = config.loss.kind == "prompts" and bool(config.loss.beta)
-    second = initial_model() if needs_reference else teacher_model
-    references = None if second is None else second_model.same_model(second.key, start)
+    frozen_model = initial_model() if needs_reference else teacher_model
+    references = None if frozen_model is None else second_model.same_model(frozen_model.key, start)
     teacher = None
     if teacher_model is not None:
         # The teacher comes first: `auto` places the trained model in the memory that is left.
@@ -188,11 +188,11 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
 
 
 def _batches(
-    evaluation: dict[str, Any], rows: int, of_step: int, teacher: Teacher | None, ranks: Ranks
+    evaluation: dict[str, Any], rows: int, step_rows: int, teacher: Teacher | None, ranks: Ranks
 ) -> dict[str, Step | Prompts]:
     """The micro-batches of each evaluation set, with a teacher's answers; or its prompts."""
     sets: dict[str, Any] = {
-        name: data if isinstance(data, Prompts) else list(data.batches(rows, of_step))
+        name: data if isinstance(data, Prompts) else list(data.batches(rows, step_rows))
         for name, data in evaluation.items()
     }
     numbered([micro for step in sets.values() if isinstance(step, list) for micro in step])
@@ -209,12 +209,12 @@ def _check_images(
     config: Config, sets: Sequence[Any], teacher: resolve.ResolvedModel | None
 ) -> None:
     """Raise InputError if rows have images, but the teacher or shared rows cannot take them."""
-    pictured = [data for data in sets if isinstance(data, PackedDataset) and data.has_images]
-    if not pictured:
+    with_images = [data for data in sets if isinstance(data, PackedDataset) and data.has_images]
+    if not with_images:
         return
     if teacher is not None:
         processor = teacher.images
-        if processor.digest != pictured[0].image_processor.digest:
+        if processor.digest != with_images[0].image_processor.digest:
             difference = "another" if processor.identity else "no"
             raise InputError(
                 f"loss.teacher: {config.loss.teacher} has {difference} "
@@ -249,12 +249,12 @@ def _loader(config: Config, training: PackedDataset | Prompts, ranks: Ranks) -> 
 
 
 def _rows_per_micro_batch(config: Config, engine: Engine, start: Start | None) -> int:
-    """Examples in a micro-batch: as configured, else as before the resume, by the engine, usual."""
+    """Examples in a micro-batch, by the first that says: run file, resumed run, engine, habit."""
     rows_per_example = config.loss.lines
     usual = max(1, usual_micro_batch(config.data.sequence_length) // rows_per_example)
     resumed = None if start is None else start.state.data.get("rows_per_micro_batch")
-    chosen = engine.micro_batch and max(1, engine.micro_batch // rows_per_example)
-    choices = (config.training.micro_batch_size, resumed, chosen, usual)
+    by_engine = engine.micro_batch and max(1, engine.micro_batch // rows_per_example)
+    choices = (config.training.micro_batch_size, resumed, by_engine, usual)
     rows = next(rows for rows in choices if isinstance(rows, int) and rows > 0)
     return min(rows, config.training.batch_size)
 
@@ -458,7 +458,7 @@ def _checkpoints_at_once(config: Config, total_steps: int | None) -> int:
     """The number of checkpoints on the disk when the newest is written beside the kept ones."""
     settings = config.checkpoint
     steps = total_steps or 0
-    never = steps + 1
+    never = steps + 1  # a number of steps that never pass
     every = settings.every or never
     saves = steps // every
     if settings.at_end and (steps == 0 or steps % every > 0):
@@ -473,11 +473,11 @@ def _bytes_of(config: Config, source: Source) -> tuple[int, int]:
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     frozen = sum(p.numel() for p in parameters) - trained
     dtype = DTYPES[config.engine.precision]
-    with_gradient = parameter_bytes(config.optimizer.rule(), dtype)
-    per_trained = with_gradient - gradient_plane(dtype).bytes_per_parameter
+    in_memory = parameter_bytes(config.optimizer.rule(), dtype)
+    bytes_per_trained = in_memory - gradient_plane(dtype).bytes_per_parameter
     if adapted(source.model) is not None:  # the base is neither in checkpoints nor in the model
-        return int(trained * per_trained), 4 * trained
-    saved = trained * per_trained + (2 * frozen if source.base == "bf16" else 0)
+        return int(trained * bytes_per_trained), 4 * trained  # adapters are exported in fp32
+    saved = trained * bytes_per_trained + (2 * frozen if source.base == "bf16" else 0)
     return int(saved), (trained + frozen) * source.dtype.itemsize
 
 

@@ -69,7 +69,7 @@ def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:
 
     A rank without a micro-batch gets a row without labels, which adds nothing.
 
-    Args: `counted`: routers' losses count tokens without labels, too: a mask hides that row's.
+    Args: `counted`: routers' losses count tokens without labels, too: mask those of that row.
     """
     ends = list(accumulate(micro["input_ids"].numel() for micro in step))
     part, rank = [], -1  # the rank of the micro-batch before
@@ -108,9 +108,9 @@ def split_for_ranks(step: Step, ranks: Ranks) -> Step:
     micros = list(step)
     while len(micros) < ranks.size:
         rows = [len(micro["input_ids"]) for micro in micros]
-        if (most := max(rows)) == 1:
+        if (most_rows := max(rows)) == 1:
             break
-        largest, middle = rows.index(most), most - most // 2
+        largest, middle = rows.index(most_rows), most_rows - most_rows // 2
         halves = slice(middle), slice(middle, None)
         micros[largest : largest + 1] = [
             {name: values[half] for name, values in micros[largest].items()} for half in halves

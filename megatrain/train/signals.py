@@ -19,8 +19,7 @@ from megatrain.parallel.distributed import Ranks
 _NOTICE = b"\nstopping after this step and saving; once more to stop at once\n"
 _AT_ONCE = b"\nstopped at once\n"
 _SHOW_CURSOR = b"\x1b[?25h"  # a live display has hidden it
-
-# timeout(1) sends its signal to the command and to its whole group, so it comes twice.
+# timeout(1) sends its signal to the command and to the command's group: the signal comes twice.
 _ECHO_SECONDS = 0.5
 
 

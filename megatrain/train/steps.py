@@ -53,18 +53,18 @@ class RunTimeline:
         """Take step `number` of the run; if it is the recorded one, write `timeline.json`."""
         # The updates of the step before run in the recorded step, so both steps are recorded.
         self.breakdown = None
-        records = self._steps_left in (1, 2)
-        if records:
+        is_recorded = self._steps_left in (1, 2)
+        if is_recorded:
             self._recorder.start()
         try:
             result = step()
         except BaseException:
-            if records:  # if the run skips this step, record the next two
+            if is_recorded:  # if the run skips this step, record the next two
                 self._recorder.cancel()
                 self._steps_left = 2
             raise
         self._steps_left -= 1
-        if records and not self._steps_left:
+        if is_recorded and not self._steps_left:
             spans = self._recorder.end()
             trace = chrome_trace(spans) | {"otherData": {"step": number}}
             try:
@@ -115,7 +115,7 @@ class Steps:
         started = time.perf_counter()
         try:
             rows, tokens, logged = self._rows(step)
-            result = self._measured(step, rows)
+            result = self._take_rechecked(step, rows)
         except StepRefused as error:
             try:
                 self._refusals.skip(error)
@@ -127,7 +127,7 @@ class Steps:
         except MegatrainError as error:
             raise self._failure(step, error) from error
         else:
-            self._refusals.passed(result.grad_norm)
+            self._refusals.note_norm(result.grad_norm)
             seconds = time.perf_counter() - started
             outcome = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
             outcome |= self._rates(tokens, seconds) | result.measures | result.experts | logged
@@ -143,7 +143,7 @@ class Steps:
         self._metrics.write(**record)
         return record
 
-    def _measured(self, step: int, micro_batches: Step) -> Any:
+    def _take_rechecked(self, step: int, micro_batches: Step) -> Any:
         """Take the step; if its loss is not finite or its norm jumps, compute it once more."""
 
         def take(limit: float, expected: tuple[float, float] | None = None) -> Any:
@@ -154,7 +154,7 @@ class Steps:
         if not self._recheck:
             return take(self._refusals.norm_limit)
         try:
-            return take(self._refusals.believed)
+            return take(self._refusals.recheck_limit)
         except StepRefused as error:
             if error.measured is None:
                 raise
@@ -232,14 +232,14 @@ class BadSteps:
         return math.inf if self._settings.spike is None else self._above(self._settings.spike)
 
     @property
-    def believed(self) -> float:
-        """A gradient norm above this is computed once more before it is believed."""
+    def recheck_limit(self) -> float:
+        """A step with a gradient norm above this is computed once more."""
         return min(self.norm_limit, self._above(_JUMP))
 
     def _above(self, times: float) -> float:
         return times * statistics.median(self._norms) if len(self._norms) >= _ENOUGH else math.inf
 
-    def passed(self, grad_norm: float) -> None:
+    def note_norm(self, grad_norm: float) -> None:
         self._norms.append(grad_norm)
         self._skipped = 0
 
@@ -265,8 +265,8 @@ class BadSteps:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set norms and counts to those of `state_dict`. Raises InputError: they are malformed."""
         norms, skipped = state.get("norms"), state.get("skipped")
-        numbers = isinstance(norms, list) and all(isinstance(norm, float) for norm in norms)
-        if not numbers or type(skipped) is not int:
+        are_floats = isinstance(norms, list) and all(isinstance(norm, float) for norm in norms)
+        if not are_floats or type(skipped) is not int:
             raise InputError("the saved memory of bad steps is damaged; choose another checkpoint")
         self._norms = deque(norms or (), maxlen=_REMEMBERED)
         self._skipped = skipped

@@ -74,14 +74,15 @@ class Trackers:
                 name = f"eval/{key[5:]}" if is_evaluated else f"train/{_SHOWN_AS.get(key, key)}"
                 numbers[name] = value
         for name, tracker in [*self._running.items()] if numbers else ():
-            self._do(name, partial(tracker.log, numbers, step=record["step"]))
+            self._try(name, partial(tracker.log, numbers, step=record["step"]))
 
     def close(self) -> None:
         for name, tracker in [*self._running.items()]:
-            self._do(name, tracker.finish)
+            self._try(name, tracker.finish)
         self._running.clear()
 
-    def _do(self, name: str, work: Callable[[], Any]) -> None:
+    def _try(self, name: str, work: Callable[[], Any]) -> None:
+        """Call a tracker; if it fails, warn and drop it."""
         try:
             work()
         except Exception as error:  # whatever the library raises
