@@ -64,15 +64,15 @@ def settle(
     for name, value in {**sizes, "micro_batch": micro_batch}.items():
         if value is not None and (type(value) is not int or value < 1):
             raise InputError(f"{name} is {value!r}; it must be an integer of at least 1, or None")
-    ranks, model, trained = opened.ranks, opened.model, opened.model.optimizer is not None
+    ranks, model, is_trained = opened.ranks, opened.model, opened.model.optimizer is not None
     ranks.agree(lambda: opened.disk_bytes)
     longest = most_tokens(opened.source.model.config) or SEQUENCE_LENGTH
     workload = Workload(
-        tokens_per_step or TOKENS,
-        sequence_length or min(SEQUENCE_LENGTH, tokens_per_step or TOKENS, longest),
-        micro_batch,
-        opened.max_grad_norm is not None,
-        opened.precision,
+        tokens_per_step=tokens_per_step or TOKENS,
+        sequence_length=sequence_length or min(SEQUENCE_LENGTH, tokens_per_step or TOKENS, longest),
+        micro_batch=micro_batch,
+        clip=opened.max_grad_norm is not None,
+        precision=opened.precision,
         loss=loss,
         generation=generation,
         media=None if media is None else MediaRow(media),
@@ -95,12 +95,12 @@ def settle(
             "placement.compile is true, but this device has no torch.compile (a GPU needs gcc and "
             "triton); set it to false"
         )
-    if trained and opened.disk is not None and not settled.placement.on_disk:
+    if is_trained and opened.disk is not None and not settled.placement.on_disk:
         _log.info(
             "disk: nothing rests in %s; placement.disk_moments: how many tiles keep moments there",
             opened.disk,
         )
-    if trained and opened.dtype in opened.device.can.slow_dtypes:
+    if is_trained and opened.dtype in opened.device.can.slow_dtypes:
         _log.warning(
             "this CPU has no bf16 instructions, so products are many times slower; take fp32"
         )
@@ -122,15 +122,15 @@ def _chosen(opened: EngineSetup, workload: Workload) -> Settled:
         # pass of sampling is a token longer, and would compile every kind of layer again.
         tiles = [layout for layout in opened.model.layouts if layout.kind.in_every_step]
         num_bytes = sum(layout.numel for layout in tiles) * opened.dtype.itemsize
-        rests_there = num_bytes <= _RESIDENT * available_bytes(opened.device)
-        names = tuple(layout.name for layout in tiles) if rests_there else ()
+        is_resident = num_bytes <= _RESIDENT * available_bytes(opened.device)
+        names = tuple(layout.name for layout in tiles) if is_resident else ()
         return Settled(Placement(slots=3, head_tokens=8192, resident=names), workload.micro_batch)
     best = _fastest(opened, workload)
     if best is None:
         streamed = Placement(slots=3, head_tokens=8192, compile=opened.device.can.compiles)
         return Settled(streamed, workload.micro_batch)
-    largest, has_media = best.micro_batch * best.sequence_length, workload.media is not None
-    planned = Planned(best.tokens_per_step, largest, has_media)
+    micro_tokens, has_media = best.micro_batch * best.sequence_length, workload.media is not None
+    planned = Planned(best.tokens_per_step, micro_tokens, has_media)
     return Settled(best.placement, best.micro_batch, planned)
 
 
@@ -167,6 +167,7 @@ def _fastest(opened: EngineSetup, workload: Workload) -> Forecast | None:
 
 
 def _reasons(best: Forecast) -> list[str]:
+    """Lines for the log: the chosen placement, and its expected seconds and memory."""
     placement, machine = best.placement, best.machine
     choices = {name: v for name, v in vars(placement).items() if v != getattr(Placement(), name)}
     resident = {"resident tiles": len(choices.pop("resident", ()))}
@@ -214,9 +215,9 @@ def check_fits(
                 "layer_inputs: host, resident: [])"
             )
     planes = needs.host + needs.device if device.can.shares_host_memory else needs.host
-    grows = max(0, _GPU_PROCESS_BYTES - process_bytes()) if has_memory else 0
-    if sum(planes.values()) + grows > host_available_bytes(host_memory):
-        planes["the process itself"] += process_bytes() + grows
+    growth_bytes = max(0, _GPU_PROCESS_BYTES - process_bytes()) if has_memory else 0
+    if sum(planes.values()) + growth_bytes > host_available_bytes(host_memory):
+        planes["the process itself"] += process_bytes() + growth_bytes
         raise DoesNotFit(_host_refusal(planes, host_memory, has_memory))
 
 

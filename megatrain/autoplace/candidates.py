@@ -132,7 +132,7 @@ class FirstTiles(Once):
             resident = set(self.names(count))
             others = [tile for tile in self._layouts if tile.name not in resident]
             counts = {kind: getattr(self._placement, f"disk_{kind}") for kind in DISK_KINDS}
-            return sum(disk_bytes(others, self._workload, *choice) for choice in counts.items())
+            return sum(disk_bytes(others, self._workload, kind, n) for kind, n in counts.items())
 
         return self.once(count, added_up)
 

@@ -312,11 +312,11 @@ class Search:
         largest_device = max(self._budget.device, most_memory())
 
         def rank(peaks: Peaks) -> tuple[bool, bool, int]:
-            """Lower is better: a device that is sold, then one memory alone, then few bytes."""
+            """Lower is better: a GPU on sale has the memory; one memory lacks; few bytes lack."""
             lacks = self._lacks(peaks)
             lacks_both = device_suffices and lacks.device > 0 and lacks.host > 0
-            few = _DEVICE_WORTH * lacks.device + lacks.host
-            return peaks.device > largest_device, lacks_both, few
+            weighted_bytes = _DEVICE_WORTH * lacks.device + lacks.host
+            return peaks.device > largest_device, lacks_both, weighted_bytes
 
         bounds = {c: rank(self._with_tiles(c.placement, rows, 0).peaks) for c in sparing}
         best: tuple[_Candidate, Peaks] | None = None

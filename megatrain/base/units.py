@@ -6,7 +6,7 @@ from typing import Any
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
 IN_FLIGHT_BYTES = GIB
-"""The most weights that are on their way from files to their planes at once."""
+"""The most bytes of weights that are on their way from files to their planes at once."""
 
 _SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
            "ki": KIB, "mi": MIB, "gi": GIB, "ti": TIB}  # fmt: skip

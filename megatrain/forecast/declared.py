@@ -55,7 +55,7 @@ class _Visit:
         self.produced_bytes = sum(self.produced.values())
         layout = layer.tile.layout.local
         self.gradient_bytes = layout.trainable_numel * itemsize
-        # Gradients are added to fp32 sums; those in bf16 by one kernel for each parameter.
+        # Gradients are added to fp32 sums (8: read and written), in bf16 by a kernel a parameter.
         kernels = len(layout.trainable) if itemsize < 4 else min(len(layout.trainable), 1)
         self.summing = Work(touched_bytes=layout.trainable_numel * (itemsize + 8), kernels=kernels)
 
@@ -184,8 +184,8 @@ class Declared:
         packing = Work(touched_bytes=crossing, kernels=count * len(layer.inputs))
         return added(forward.times(count), packing)
 
-    def _results(self, sizes: Mapping[Ref, int], count: int) -> Values:
-        return {ref: self.ledger.hold(Place.ACTIVATIONS, n * count) for ref, n in sizes.items()}
+    def _results(self, num_bytes: Mapping[Ref, int], count: int) -> Values:
+        return {ref: self.ledger.hold(Place.ACTIVATIONS, n * count) for ref, n in num_bytes.items()}
 
     def _backward(
         self, layer: Layer, turn: Turn, returned: Sequence[Any], dh: Values, accumulator: Any
@@ -216,7 +216,7 @@ class Declared:
         ledger.add_bytes(Place.WORKING_SET, visit.gradient_bytes)
         ledger.note_peak(sum(visit.input_grads.values()))
         if count > 1 and graph is not None and graph.nbytes:  # only the last graph is left
-            graph = None
+            graph = None  # frees all graphs of the group, before the last one counts alone
             graph = ledger.hold(Place.WORKING_SET, forward.kept_bytes)
         # The inputs of a micro-batch are gone when the gradients of the next one are made.
         inputs = [turn.values[ref] for ref in visit.input_grads if ref in layer.new_inputs]
@@ -230,7 +230,7 @@ class Declared:
         ledger.add_bytes(Place.ACTIVATIONS, freed)
         ledger.add_bytes(Place.WORKING_SET, -visit.gradient_bytes)
         done = added(done, added(backward, visit.summing).times(count))
-        for ref in input_grads.keys() & passed_on.keys():  # both gradients are added
+        for ref in input_grads.keys() & passed_on.keys():  # read both gradients, write their sum
             input_grads[ref] = ledger.hold(Place.WORKING_SET, input_grads[ref].nbytes)
             done = added(done, Work(touched_bytes=3 * input_grads[ref].nbytes, kernels=1))
         return done, passed_on | input_grads
@@ -287,20 +287,20 @@ class Declared:
     def _gradients(
         self, head: Head, slot: Any, count: float, sums: Any, micro: MicroBatch, values: Values
     ) -> tuple[Work, tuple[Tensor, Values]]:
-        rows, count_micro = micro.inputs["input_ids"].shape[0], grouped(micro)
+        rows, num_micro = micro.inputs["input_ids"].shape[0], grouped(micro)
         loss = torch.empty((), device="meta")
         work = self.measured.head(rows, self._head_tokens, micro.loss)
-        done = self._of_group(work, count_micro)
-        sizes = {
+        done = self._of_group(work, num_micro)
+        group_bytes = {
             ref: value.nbytes
             for ref, value in values.items()
             if self.measured.shape(ref, rows).dtype.is_floating_point
         }
         # Micro-batches of a group follow each other: the activations of one are freed before the
         # gradients of the next are made.
-        freed = sum(sizes.values()) * (count_micro - 1) // count_micro
+        freed = sum(group_bytes.values()) * (num_micro - 1) // num_micro
         self.ledger.add_bytes(Place.ACTIVATIONS, -freed)
-        gradients = self._results(sizes, 1)
+        gradients = self._results(group_bytes, 1)
         self.ledger.add_bytes(Place.ACTIVATIONS, freed)
         return done, (loss, gradients)
 

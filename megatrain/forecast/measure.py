@@ -278,10 +278,9 @@ class Measurer:
         self.parameters = dict(spec.capture.model.named_parameters())
         self._calls: dict[int, list[Call]] = {}  # of the layers, by rows
         self._parts = Once()  # `_MeasuredTiles` of parts
-        parts = nn.ModuleList([spec.capture.model, *(kind.module for kind in self.program.kinds)])
-        self._fakes = partial(
-            fakes, buffers=[*filter(None, map(compat.buffers_of, parts.modules()))]
-        )
+        units = nn.ModuleList([spec.capture.model, *(kind.module for kind in self.program.kinds)])
+        buffers = [*filter(None, map(compat.buffers_of, units.modules()))]
+        self._fakes = partial(fakes, buffers=buffers)
         self._num_owners = owners
         self._owners = ExpertOwners(Ranks(0, owners)) if owners > 1 else None
 
@@ -295,19 +294,19 @@ class Measurer:
             prologue = self._weights(self.spec.prologue, all_trained=True)
             trained = [w for w in encoders.values() if w.requires_grad and rows == 1]
             frozen = {name for name, weight in encoders.items() if not weight.requires_grad}
-            parts = FrozenParts(self.program.capture.model, frozen) if trained and frozen else None
-            encode = partial(self.program.encode, encoders, micro, parts)
+            kept = FrozenParts(self.program.capture.model, frozen) if trained and frozen else None
+            encode = partial(self.program.encode, encoders, micro, kept)
             arguments = encoders, prologue, micro.inputs, micro.media, micro.rows.tables
-            if parts is not None:  # a first forward with gradients finds the parts to keep
+            if kept is not None:  # a first forward with gradients finds the parts to keep
                 with torch.enable_grad():
                     encode()
             with torch.no_grad():
                 encoding, features_N = counted(encode, arguments, real=True)
             kept_bytes = sum(row.nbytes for _, row in micro.kept)
-            again = Work()
+            recompute = Work()
             if trained:
                 both = partial(_forward_and_backward, encode, trained)
-                again, _ = counted(both, (*arguments, micro.kept), real=True)
+                recompute, _ = counted(both, (*arguments, micro.kept), real=True)
             self.program.follow_media(micro)
             leaf_N = torch.empty_like(features_N).requires_grad_()
             enter = partial(self.program.prologue, prologue, micro, leaf_N)
@@ -318,7 +317,7 @@ class Measurer:
             leaving, _ = counted(leave, (arguments, leaf_N), real=True)
         self._calls[rows] = micro.calls
         return MediaWork(
-            encoding, again, entering, leaving, kept_bytes,
+            encoding, recompute, entering, leaving, kept_bytes,
             feature_bytes=features_N.nbytes, prologue=Prologue.of(micro.calls, values),
         )  # fmt: skip
 

@@ -166,9 +166,9 @@ class CostModel:
             return Cost(crossing + touched / (self._machine.device_gbps * 1e9))
         if kind is Kind.UPDATE:
             sizes = [buffer.data.numel() for buffer in writes]
-            # Beside matrices with directions (Muon's), AdamW updates the rest, by a kernel.
-            directing = self._rule is not None and self._rule.directing
-            numel = max(sizes, default=0) - (min(sizes, default=0) if directing else 0)
+            # The smallest buffer is a moment of AdamW, which updates all but Muon's matrices.
+            has_other_moments = self._rule is not None and self._rule.directing
+            numel = max(sizes, default=0) - (min(sizes, default=0) if has_other_moments else 0)
             launching = self.launching_updates(numel)
             moved = update_bytes(reads, writes)
             return Cost(max(launching, moved / (self._machine.device_gbps * 1e9)), launching)
@@ -208,7 +208,7 @@ class CostModel:
         return self.reading_in_place(read, written=written)
 
     def reading_in_place(self, num_bytes: int, tokens: int = 1, written: int = 0) -> float:
-        """Seconds in which products of `tokens` tokens read weights in host memory, or write it."""
+        """Seconds to read weights in host memory, for products of `tokens`, and to write there."""
         machine = self._machine
         gbps = machine.device_gbps if machine.one_memory else machine.to_device_gbps
         return (num_bytes * max(1, tokens // _TILE_TOKENS) + written) / (gbps * 1e9)

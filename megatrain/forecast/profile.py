@@ -132,7 +132,7 @@ class Profile(Once):
         return self.once(("batch", rows, micro_batch, cap, passes), make)
 
     def with_all_rows(self, batch: Batch, rows: int, ranks: int) -> Batch:
-        """A rank's batch with the embedding rows of all ranks' tokens, of which it owns a block."""
+        """A rank's batch with the embedding rows of all ranks; the rank owns a block of these."""
         unique_U = self.distinct(rows)
         block = -(-len(unique_U) // ranks)
         padding = unique_U[-1].expand(block * ranks - len(unique_U))
@@ -221,27 +221,27 @@ class Profile(Once):
         def run(tokens: int, chunk: int = chunk) -> Work:
             return self._head(rows, tokens, chunk, loss)
 
-        chunks, largest = -(-tokens // chunk), 8192
-        if chunks == 1 and rows > 1:
+        num_chunks, largest = -(-tokens // chunk), 8192  # the largest chunk of any candidate
+        if num_chunks == 1 and rows > 1:
             works = [
                 on_line(run(size, largest), run(2 * size, largest), tokens - size, size)
                 for size in (32, 512, largest // 2)
             ]
             return works[-1]._replace(peak_bytes=max(work.peak_bytes for work in works))
-        if chunks <= 2:
+        if num_chunks <= 2:
             return run(tokens)
         half = chunk // 2
-        lacking = chunks * chunk - tokens  # in the last chunk
-        of_two, of_three = run(2 * chunk), run(3 * chunk)
-        of_part = run(2 * chunk + half) if lacking else of_three
-        numbers = zip(of_two, of_three, of_part, strict=True)
+        lacking = num_chunks * chunk - tokens  # in the last chunk
+        two_chunks, three_chunks = run(2 * chunk), run(3 * chunk)
+        two_and_half = run(2 * chunk + half) if lacking else three_chunks
+        fields = zip(two_chunks, three_chunks, two_and_half, strict=True)
         # A token that the last chunk lacks counts as those that half of the third chunk lacked.
         work = Work(
             *(
                 of_two
-                + (chunks - 2) * (of_three - of_two)
+                + (num_chunks - 2) * (of_three - of_two)
                 - (of_three - of_two_and_half) * lacking // (chunk - half)
-                for of_two, of_three, of_two_and_half in numbers
+                for of_two, of_three, of_two_and_half in fields
             )
         )
         if tokens // chunk <= _CHUNKS_RUN:
@@ -285,8 +285,8 @@ class Profile(Once):
             if ref in self.spec.routed:  # routers' sums over tokens
                 return of_rows._replace(sizes=(1, *of_rows.sizes[1:]))
             pairs = [*pairwise(of_rows.sizes)]  # other dimensions may come first (Gemma 3n)
-            at = pairs.index((rows, self.tokens)) if (rows, self.tokens) in pairs else 0
-            return of_rows._replace(sizes=of_rows.sizes[:at] + sizes + of_rows.sizes[at + 2 :])
+            dim = pairs.index((rows, self.tokens)) if (rows, self.tokens) in pairs else 0
+            return of_rows._replace(sizes=of_rows.sizes[:dim] + sizes + of_rows.sizes[dim + 2 :])
 
         def measure() -> Work:
             refs = dict.fromkeys((*self.spec.epilogue_inputs, *self.spec.routed))

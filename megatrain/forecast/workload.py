@@ -71,7 +71,7 @@ class MediaRow:
         return self.tensors["input_ids"].shape[1]
 
     def of(self, rows: int, tokens: int) -> dict[str, Tensor]:
-        """Tensors of `rows` such rows, padded to `tokens` by 0. Raises InputError: longer ones."""
+        """`rows` such rows, padded with 0 to `tokens`. Raises InputError: a row has more tokens."""
         length = self.length
         if length > tokens:
             raise InputError(

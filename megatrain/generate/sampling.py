@@ -16,16 +16,15 @@ from megatrain.base.seeds import derived_seed
 from megatrain.errors import InputError, RunFailed
 from megatrain.parallel.distributed import Ranks
 
-# Below this temperature the likeliest token is taken.
-_COLD = 1e-3
-_USUAL: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "top_k": 0}
+_LEAST_TEMPERATURE = 1e-3  # below it the likeliest token is taken
+_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "top_k": 0}
 # Settings of a model's folder for searches and decoders that are not supported here.
 _NOT_FOLLOWED = (
     "constraints", "diversity_penalty", "dola_layers", "force_words_ids", "guidance_scale",
     "low_memory", "num_beam_groups", "num_beams", "num_return_sequences", "penalty_alpha",
     "prefill_chunk_size", "prompt_lookup_num_tokens", "token_healing", "use_mtp",
 )  # fmt: skip
-_MOST = {"temperature": 1e9, "top_p": 1, "top_k": 1 << 31, "repetition_penalty": 1e9}
+_LIMITS = {"temperature": 1e9, "top_p": 1, "top_k": 1 << 31, "repetition_penalty": 1e9}
 _NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, [], {})
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Raises InputError: a setting is out of range, or not a number (NaN)."""
-        for name, limit in _MOST.items():
+        for name, limit in _LIMITS.items():
             if (value := getattr(self, name)) is not None and not 0 <= value <= limit:
                 raise InputError(f"{name} is {value!r}; it must be from 0 to {limit:g}")
 
@@ -65,13 +64,14 @@ class Sampling:
             _warn_of_ignored(", ".join(ignored))
         for name in ignored:
             setattr(settings, name, None)
-        fallback = {} if of_model.do_sample else _USUAL
-        for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
+        defaults = {} if of_model.do_sample else _DEFAULTS
+        for name in _LIMITS:
             value = getattr(self, name)
             if value is None:
-                value = fallback.get(name, getattr(of_model, name))
+                value = defaults.get(name, getattr(of_model, name))
             setattr(settings, name, value)
-        settings.do_sample = settings.temperature is None or settings.temperature >= _COLD
+        temperature = settings.temperature
+        settings.do_sample = temperature is None or temperature >= _LEAST_TEMPERATURE
         if not settings.do_sample:
             settings.temperature = settings.top_p = settings.top_k = None
         settings.max_new_tokens, settings.max_length, settings.use_cache = room, None, cached

@@ -262,7 +262,7 @@ def check_cache(device: Device, model: PreTrainedModel, rows: int, tokens: int) 
 def _layers_of(model: PreTrainedModel) -> _Layers | None:
     """The sizes of each layer's cache, tried once for a model; None: the model needs to do without.
 
-    A cache of states alone has no number of tokens, for which masks of some families ask.
+    Some families' masks ask a cache for its number of tokens, which a cache of states alone lacks.
     """
     if model not in _caches:
         try:

@@ -105,11 +105,11 @@ def bus_measurements(device: Device, num_bytes: int) -> list[Measurement]:
         copy = partial(device.copy, stream, to, source)
         return on_device.data.nbytes / device_seconds(device, stream, copy) / 1e9
 
-    copies_in = partial(rate, COPY_IN, on_device, on_host)
-    copies_out = partial(rate, COPY_OUT, on_host, on_device)
+    rate_in = partial(rate, COPY_IN, on_device, on_host)
+    rate_out = partial(rate, COPY_OUT, on_host, on_device)
     measured = [
-        attempt(f"to_device_{kind}_gbps", f"host to device, {kind}", "GB/s", copies_in),
-        attempt(f"from_device_{kind}_gbps", f"device to host, {kind}", "GB/s", copies_out),
+        attempt(f"to_device_{kind}_gbps", f"host to device, {kind}", "GB/s", rate_in),
+        attempt(f"from_device_{kind}_gbps", f"device to host, {kind}", "GB/s", rate_out),
     ]
     device.free(on_host)
     return measured

@@ -242,11 +242,11 @@ def _mildest(
 
     def fits_with_most_of(cheaper: Sequence[str], workload: Workload) -> bool:
         for change in cheaper:
-            workload = [workload, *_levels(change, workload)][-1]
+            workload = [workload, *_levels(change, workload)][-1]  # the last level, if any
         return could_fit(workload)
 
-    # The dearest changes are left out if the others suffice: other lengths of rows take
-    # measurements.
+    # The dearest changes are left out if the others suffice; other lengths of rows would also have
+    # to be measured.
     while changes and fits_with_most_of(changes[:-1], asked):
         changes = changes[:-1]
     if not changes or not fits_with_most_of(changes, asked):

@@ -24,7 +24,7 @@ logging.addLevelName(PASSING, "PASSING")
 
 _ERASE = "\r\x1b[2K"
 _MARK = re.compile(r"- |\d+\. |\S.{0,10}?  +| +")  # of a list, or a label: before a line's text
-_SECONDS = 0.2  # between two log lines of a `Share`
+_SHARE_SECONDS = 0.2  # between two log lines of a `Share`
 _shown: list[str] = []  # the line of `passing` that is on the terminal, if any
 
 
@@ -51,8 +51,8 @@ _MEASURED = {
 
 def measured(record: Mapping[str, Any], prefix: str = "") -> list[str]:
     """The measurements of a step or an evaluation (`prefix` eval_) as short texts."""
-    values = {form: record.get(f"{prefix}{name}") for name, form in _MEASURED.items()}
-    return [form.format(value) for form, value in values.items() if value is not None]
+    values = {text: record.get(f"{prefix}{name}") for name, text in _MEASURED.items()}
+    return [text.format(value) for text, value in values.items() if value is not None]
 
 
 def describe_step(record: Mapping[str, Any]) -> str:
@@ -178,13 +178,13 @@ class Share:
 
     def __init__(self, log: logging.Logger, what: str, whole: int) -> None:
         self._log, self._what, self._whole = log, what, whole
-        self._done, self._logged, self._lock = 0, 0.0, Lock()
+        self._done, self._logged_at, self._lock = 0, 0.0, Lock()
 
     def add(self, part: int) -> None:
         """Count `part` of the whole as done."""
         with self._lock:
             self._done += part
             time_now = time.monotonic()
-            if time_now - self._logged >= _SECONDS:
-                self._logged = time_now
+            if time_now - self._logged_at >= _SHARE_SECONDS:
+                self._logged_at = time_now
                 self._log.log(PASSING, "%s: %.0f %%", self._what, 100 * self._done / self._whole)

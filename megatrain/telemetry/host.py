@@ -112,11 +112,11 @@ def host_available_bytes(limit_bytes: int | None = None) -> int:
 
     Args: `limit_bytes`: a limit for this process and its children together; None: no limit.
     """
-    allowed = host_limit_bytes()
-    allowed = (allowed if limit_bytes is None else min(allowed, limit_bytes)) - process_bytes()
-    if HOST_MEMORY in os.environ:
-        return max(0, allowed)
-    return max(0, min(int(psutil.virtual_memory().available), allowed))
+    limit = host_limit_bytes()
+    allowed = (limit if limit_bytes is None else min(limit, limit_bytes)) - process_bytes()
+    if HOST_MEMORY not in os.environ:
+        allowed = min(int(psutil.virtual_memory().available), allowed)
+    return max(0, allowed)
 
 
 _PACKAGES = ("megatrain", "torch", "transformers", "datasets", "tokenizers", "safetensors", "numpy")

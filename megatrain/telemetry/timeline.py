@@ -62,7 +62,7 @@ def breakdown(spans: Sequence[Span], main: str) -> Breakdown:
     """The parts of the time of these spans; idle times are those of the stream `main`."""
     if not spans:
         return Breakdown(0.0)
-    first, last = min(s.start for s in spans), max(s.end for s in spans)
+    first, last = min(span.start for span in spans), max(span.end for span in spans)
     busy: defaultdict[str, float] = defaultdict(float)
     moved: defaultdict[str, int] = defaultdict(int)
     work: defaultdict[tuple[str, str], float] = defaultdict(float)
