@@ -444,9 +444,8 @@ class _Probe:
             tables = [table for table, _ in self.uses.lookups]
             used = self.uses.read.union(map(id, tables), (i for i, _ in self.uses.constants))
         fixed = sorted(name for name in without_gradient if id(weights[name]) in used)
-        unreached = [
-            n for n in gathered if n not in epilogue and id(rows.tables[n]) not in in_prologue
-        ]
+        unreached = [n for n in gathered if id(rows.tables[n]) not in in_prologue]
+        unreached = [n for n in unreached if n not in epilogue]
         lookups = [rows.tables[name] for name in gathered if name not in unreached]
         if self._read_after(rows, output, [*lookups, *(weights[name] for name in prologue)]):
             problem = "what follows the layers reads by .detach() what precedes them"

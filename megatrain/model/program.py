@@ -489,7 +489,7 @@ def _text_alone(why: str) -> InputError:
 def _own_buffers(
     layer: Layer, types: Mapping[str, torch.dtype], moved: Container[str]
 ) -> dict[str, Tensor]:
-    """The layer's buffers that differ from its template's or that steps move; compute dtypes."""
+    """Buffers, in compute dtypes, that differ from the layer's template or that steps move."""
     template_buffers = dict(layer.kind.module.named_buffers())
     buffers: dict[str, Tensor] = {}
     for name, buffer in layer.module.named_buffers():

@@ -157,7 +157,7 @@ class Packed(Stored):
     def _tensors(self) -> list[Tensor]:
         """The tensors of the parts. Raises InputError: a scale is not a finite number."""
         tensors = [part.read() for part in self.parts]
-        scales = tensors[0]
+        scales = tensors[0]  # in uint8: exponents of two, of which 255 stands for NaN
         is_usable = scales != 255 if scales.dtype == torch.uint8 else scales.float().isfinite()
         if not is_usable.all():
             raise _refused(self.parts[0], "holds a scale that is NaN or infinite")

@@ -213,8 +213,7 @@ class RowTrial:
             (plain, placed, "positions are given as 0, 1, 2, ...: it counts them in another way"),
             (of_row, of_shares, if_cut),
         ):
-            change = change_of(losses_BT, other_BT)
-            if not change <= TOLERANCE:  # also if it is NaN
+            if not (change := change_of(losses_BT, other_BT)) <= TOLERANCE:  # also if it is NaN
                 raise _refused(f"its losses change by {change:.1e} of their spread if {why}")
         if not all(_are_equal(calls[2], alone, rank) for rank, alone in enumerate(calls[4:])):
             raise _refused(
