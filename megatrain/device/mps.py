@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatrain.compat.torch import host_alias
-from megatrain.device.base import HOST_STREAMS, Abilities, Buffer, Buffers, Work
+from megatrain.device.base import HOST_STREAMS, Buffer, Buffers, Work
 from megatrain.device.cpu import CpuDevice, allocating
 
 _gpu: Any = torch.get_device_module("mps")
@@ -21,7 +21,7 @@ class MpsDevice(CpuDevice):
 
     kind = "mps"
     torch_device = torch.device("mps")
-    can = Abilities(True, reads_in_place=True, compiles=False, generators=(torch_device,))
+    can = replace(CpuDevice.can, compiles=False, slow_dtypes=(), generators=(torch_device,))
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}  # of the GPU, by the alias's address

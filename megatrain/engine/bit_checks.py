@@ -64,13 +64,14 @@ class _Part:
 
 
 def _parts(tile: Tile) -> Iterator[_Part]:
+    """Yield the trained part and the frozen part of each plane, unless they are empty."""
     for plane, buffer in tile.planes.items():
         size = len(buffer.data)
-        cut = min(size, plane.place(0, tile.own_numel).stop)
-        if cut:
-            yield _Part(tile, plane, buffer, 0, cut, trained=True)
-        if cut < size:
-            yield _Part(tile, plane, buffer, cut, size, trained=False)
+        trained_stop = min(size, plane.place(0, tile.own_numel).stop)
+        if trained_stop:
+            yield _Part(tile, plane, buffer, 0, trained_stop, trained=True)
+        if trained_stop < size:
+            yield _Part(tile, plane, buffer, trained_stop, size, trained=False)
 
 
 def _updated_parts(tile: Tile) -> list[_Part]:

@@ -33,8 +33,8 @@ class _Table(TableRows):
     Attributes:
         tied: True if the head streams the table as well.
         rows_each: rows that each rank keeps (the last ranks may have fewer).
-        staging: pinned host memory for rows on their way; `free`: event after which it may be
-            written again.
+        staging: pinned host memory for rows on their way; `free`: event after which `staging` may
+            be written again.
     """
 
     def __init__(self, tile: Tile, entry: Entry, *, tied: bool) -> None:

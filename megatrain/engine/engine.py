@@ -68,7 +68,7 @@ _BUILT = ("_parts", "_store", "_saver", "_program", "_policies", "_intake", "_ch
 class PlacedEngine:
     """Trains a causal language model, or runs it, in a placement that is settled.
 
-    Its attributes are those of `megatrain.Engine`, but for `micro_batch`.
+    The attributes are those of `megatrain.Engine`, except for `micro_batch`.
     """
 
     loss: Loss = CROSS_ENTROPY
@@ -326,7 +326,7 @@ class PlacedEngine:
             with changed([self], _running=True):
                 yield
         except KeyboardInterrupt as error:
-            # It may have interrupted a context's `__exit__`: the rest runs when its frame is freed.
+            # If this came within a context's `__exit__`, the rest runs when the frame is freed.
             traceback.clear_frames(error.__traceback__)
             raise
 

@@ -156,7 +156,7 @@ class _HostRanges:
 
     buffers: list[Buffer] = field(default_factory=list)
     current: int = 0  # number of the buffer that is being filled
-    offset: int = 0  # bytes of it that are in use
+    offset: int = 0  # bytes of that buffer that are in use
 
 
 class HostOffload:

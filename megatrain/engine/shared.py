@@ -23,7 +23,7 @@ class Shared:
     """The values that the parts of a step share.
 
     Attributes:
-        visited: the tiles that sweeps visit; of other tiles steps look rows up, or use nothing.
+        visited: the tiles that sweeps visit; not those of embedding tables or unused parameters.
         threads: CPU threads for each piece of work on a host stream.
     """
 

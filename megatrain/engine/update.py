@@ -188,8 +188,7 @@ class _Run(NamedTuple):
     start: int
     stop: int
     states: Sequence[Plane]
-    # the number of updates, this one included; None: the elements are not updated
-    version: int | None
+    version: int | None  # the number of updates, this one included; None: no update
     scale: float  # the clipping factor; 1 where the gradient is a direction, already clipped
     # `start + moved` is the first element's number in the layout of one rank, which seeds rounding
     moved: int = 0
@@ -219,8 +218,8 @@ class StepResult:
 class Update:
     """Starts each tile's update as early as possible.
 
-    Without clipping an update starts when its gradient has landed. With clipping all start after
-    the backward, when the norm is known; they run in visiting order under the next forward.
+    Without clipping an update starts when its gradient has landed. With clipping all updates start
+    after the backward, when the norm is known, and run in visiting order under the next forward.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ Weighed = tuple[list[Tensor], list[Tensor], dict[str, Tensor]]
 def targets_of(labels_BT: Tensor, shift: int = 1, fill: float = IGNORED) -> Tensor:
     """The target of each position `[B, T]`: the label `shift` positions later; `fill` at the end.
 
-    Other values of labels are shifted likewise.
+    Weights and other values of labels, also `[B, T]`, are shifted in the same way.
     """
     targets_BT = torch.full_like(labels_BT, fill)
     targets_BT[:, : labels_BT.shape[1] - shift] = labels_BT[:, shift:]

@@ -178,10 +178,10 @@ class GRPO(JointLoss):
             return measured | {"cispo_clip_ratio": mean}
         if not labels.replies:
             return measured
-        low = ((ratio < 1 - self.epsilon) & (advantage < 0)).double()
-        high = ((ratio > 1 + self.high) & (advantage > 0)).double()
-        low_R, high_R = labels.means(low), labels.means(high)
-        shares = (low_R, high_R) if is_by_reply else (low, high)
+        is_low = ((ratio < 1 - self.epsilon) & (advantage < 0)).double()
+        is_high = ((ratio > 1 + self.high) & (advantage > 0)).double()
+        low_R, high_R = labels.means(is_low), labels.means(is_high)
+        shares = (low_R, high_R) if is_by_reply else (is_low, is_high)
         low_mean, high_mean = (share.mean() for share in shares)
         ratios = {"low_mean": low_mean, "high_mean": high_mean, "region_mean": low_mean + high_mean}
         ratios |= {"low_min": low_R.min(), "high_max": high_R.max()}

@@ -170,16 +170,18 @@ class DPO(PairLoss):
         if self.loss_type in ("ipo", "sigmoid_norm"):
             lengths = chosen.length, rejected.length
             gains = [gain / length for gain, length in zip(gains, lengths, strict=True)]
-        difference, flipped = gains[0] - gains[1], self.label_smoothing
+        difference, flipped_share = gains[0] - gains[1], self.label_smoothing
         if self.loss_type == "ipo":
             return (difference - 1 / (2 * self.beta)).square()
         margin = self.beta * difference
         if self.loss_type == "hinge":
             return F.relu(1 - margin)
         if self.loss_type == "robust":
-            losses = (1 - flipped) * F.logsigmoid(margin) - flipped * F.logsigmoid(-margin)
-            return -losses / (1 - 2 * flipped)
-        return -(1 - flipped) * F.logsigmoid(margin) - flipped * F.logsigmoid(-margin)
+            losses = (1 - flipped_share) * F.logsigmoid(margin) - flipped_share * F.logsigmoid(
+                -margin
+            )
+            return -losses / (1 - 2 * flipped_share)
+        return -(1 - flipped_share) * F.logsigmoid(margin) - flipped_share * F.logsigmoid(-margin)
 
 
 @dataclass(frozen=True)

@@ -48,15 +48,15 @@ class Muon(Rule):
         clip: `rest`: tiles with matrices of layers are not clipped, and their updates do not wait
             for the norm. `all`: as in plain training all gradients are clipped; they are kept, and
             return to the device once the norm is known.
-        adamw_lr: learning rate of all parameters that are no such matrices; None: `lr`.
+        adamw_lr: learning rate of all parameters but the matrices of layers; None: `lr`.
         betas, eps: those of AdamW.
         no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
         adjust_lr_fn: `original` makes steps sqrt(max(1, rows / columns)) times as large;
             `match_rms_adamw` 0.2 sqrt(max(rows, columns)) times, so that AdamW's rates suit.
         ns_coefficients, ns_steps, ns_eps: settings of the Newton-Schulz iteration.
-        ns_precision: of its products; `bf16`: that of torch.optim.Muon; `fp16` rounds less, and is
-            faster if one side of a matrix is at least twice the other; `fp32`, for devices without
-            bf16, needs layers in fp32.
+        ns_precision: of the iteration's products; `bf16`: that of torch.optim.Muon; `fp16` rounds
+            less, and is faster if one side of a matrix is at least twice the other; `fp32`, for
+            devices without bf16, needs layers in fp32.
     """
 
     name = "muon"

@@ -98,9 +98,9 @@ class Rule(ABC):
     Attributes:
         choices: settings that all groups share, with the allowed values of each.
         needs_matrices: True if `update` takes ranges of one parameter, with its `shape` in `group`
-            and only the states that it has; False: ranges of several parameters.
-        launches: torch operations of its update on a GPU, for each UPDATE_BLOCK of elements, for
-            forecasts; 0 if it has a kernel of its own there.
+            and only its states; False: ranges of several parameters, with all states.
+        launches: for forecasts, the torch operations of an update on a GPU for each UPDATE_BLOCK of
+            elements; 0 if the rule has a GPU kernel of its own.
     """
 
     name: ClassVar[str]

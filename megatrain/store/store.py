@@ -105,7 +105,7 @@ class Tile:
     rests: Rests = Rests()
     version: int = 0  # the number of updates applied or started
     updated: Any = None  # event of the newest update; None when there is nothing to wait for
-    written: Any = None  # event after which planes that rest on a disk have that update
+    written: Any = None  # event after which planes on a disk have the newest update, too
     readers: tuple[Reader, ...] = ()  # saves that the next update has to wait for
     idle: Collection[str] = ()  # trained parameters without a gradient: this step skips them
     skipped: Counter[str] = field(default_factory=Counter)  # by parameter, the skipped updates
@@ -422,16 +422,14 @@ class DiskStaging:
             places = {plane: plane.place(start, stop) for plane in tile.planes}
             parts = {p: b.piece(places[p].start, places[p].stop) for p, b in tile.planes.items()}
             lane = next(self._next_lane)
-            present = [
-                plane for plane in planes if len(parts[plane].data)
-            ]  # the others are shorter
-            buffers = self._lane_buffers(lane, {plane: parts[plane] for plane in present})
+            not_empty = [plane for plane in planes if len(parts[plane].data)]
+            buffers = self._lane_buffers(lane, {plane: parts[plane] for plane in not_empty})
             device.wait(DISK_IN, lane.free, "disk lane free")
-            self._move(DISK_IN, [(buffers[plane], parts[plane]) for plane in present])
+            self._move(DISK_IN, [(buffers[plane], parts[plane]) for plane in not_empty])
             device.wait(UPDATE, device.record(DISK_IN), "disk planes arrived")
             yield start, stop, replace(tile, planes=parts | buffers)
             device.wait(DISK_OUT, device.record(UPDATE), "disk planes updated")
-            self._move(DISK_OUT, [(parts[plane], buffers[plane]) for plane in present])
+            self._move(DISK_OUT, [(parts[plane], buffers[plane]) for plane in not_empty])
             lane.free = tile.written = device.record(DISK_OUT)
 
     def _move(self, stream: str, pairs: Sequence[tuple[Buffer, Buffer]]) -> None:

@@ -39,10 +39,10 @@ class WeightFormat:
     """A format of stored values.
 
     Attributes:
-        sections: from a parameter's shape to the bytes that all rows (of the first dimension)
-            share, then to the bytes of each kind that come row after row.
-        parts: from a shape and its sections to codes and scales; the first dimension of the scales
-            cuts the values evenly.
+        sections: from a parameter's shape to numbers of bytes: first of the bytes that all rows (of
+            the first dimension) share, then of each array that is stored row after row.
+        parts: from a shape and the arrays of its sections to codes and scales; the first dimension
+            of the scales cuts the values evenly.
         values: the table of values that codes stand for; empty if codes are numbers.
         takes: True if a parameter of this shape can be packed.
     """

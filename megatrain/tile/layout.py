@@ -143,7 +143,7 @@ class TileLayout:
 
     Attributes:
         name: such as `layer 3`, `embedding` or `head`, for messages, traces and files.
-        kind: the unit whose parameters the tile, or the tile that this is cut from, holds.
+        kind: the unit whose parameters the tile holds.
         entries: the parameters in storage order; trainable: those that have a gradient.
         numel: length of the weights plane, in elements.
         trainable_numel: length of the gradient and state planes; a prefix of `numel`.
