@@ -44,13 +44,18 @@ _NO_LOGITS = "there are no logits for pairs; their metrics are logged"
 _NOT_BEST = "the engine does not measure it; take eval_loss"
 _LIMITS = ("device_memory", "host_memory")
 _WHOLE = "load_best_model_at_end takes the whole state"
+_OF_THE_TRAINER = ("model", "loss", "optimizer", "seed", "router_aux_loss_coef")
+_ENGINE_OPTIONS = signature(Engine).parameters.keys()
 _FOLLOWS = "it follows from the Trainer's arguments"
+_UNKNOWN = "megatrain.Engine has no such option"
+_PEFT_MODEL = "give a PeftModel, or TRL's trainers peft_config"
 _NOT_THE_BASE = (
     "DPOTrainer's reference is the model without this adapter, which begins as another model; give "
     "it as ref_model, or train get_peft_model(model, config)"
 )
 _ROUTERS = ("output_router_logits", "router_aux_loss_coef")
 _ENGINE, _SCHEDULER = "megatrain", "scheduler.pt"
+_RESUMED = (_ENGINE, _SCHEDULER, "trainer_state.json")
 
 _Trainer: Any = object  # stands for the trainer's class
 
@@ -140,14 +145,13 @@ class StreamedTrainer(_Trainer):
                     Engine(reference or model, **common | limits)
                 )
                 self._check_rows(self._objective.reference.vocab_size)
-            common |= self._step_sizes(model) | self.engine_options
+            common |= self._planned_steps() | self.engine_options
             weight = getattr(self, "router_aux_loss_coef", 0.0)
             if self._is_trl and (weight or len(self._routers) == len(_ROUTERS)):
                 # TRL's trainers have their own setting for the routers' loss.
                 set_router_losses(without_wrapper(model), {"router_aux_loss_coef": weight})
             engine = Engine(
                 model,
-                loss=self._objective.loss,
                 optimizer=AdamW(
                     lr=self.args.learning_rate,
                     betas=(self.args.adam_beta1, self.args.adam_beta2),
@@ -162,15 +166,16 @@ class StreamedTrainer(_Trainer):
             engine.require_held()
             opened.pop_all()
 
-    def _step_sizes(self, model: Any) -> dict[str, int]:
-        """The sizes of a step, for which `auto` plans; none without a `max_length` (TRL's)."""
+    def _planned_steps(self) -> dict[str, Any]:
+        """The steps for which `auto` plans: their loss, and with TRL's `max_length` their sizes."""
         length = getattr(self.args, "max_length", None)
         if length is None:
-            return {}
-        length = min(length, most_tokens(model.config) or length)
+            return {"loss": self._objective.loss}
+        length = min(length, most_tokens(self.model.config) or length)
         rows = getattr(self._objective.loss, "lines", 1) * self.args.per_device_train_batch_size
         tokens = length * rows * self.args.gradient_accumulation_steps
-        return {"sequence_length": length, "micro_batch": rows, "tokens_per_step": tokens}
+        sizes = {"sequence_length": length, "micro_batch": rows, "tokens_per_step": tokens}
+        return {"loss": self._objective.loss} | sizes
 
     def _check_rows(self, rows: int) -> None:
         """Raises InputError: the reference's embedding table lacks tokens of the data."""
@@ -197,8 +202,8 @@ class StreamedTrainer(_Trainer):
         args = self.args
         optimizers = self.optimizer is not None or self.lr_scheduler is not None
         accelerate, precision = self.accelerator.mixed_precision, "bf16" if args.bf16 else "no"
-        reserved = {"loss", "optimizer", "seed", "router_aux_loss_coef", *_engine_settings(args)}
-        reserved &= self.engine_options.keys()
+        reserved = {*_OF_THE_TRAINER, *_engine_settings(args)} & self.engine_options.keys()
+        unknown = self.engine_options.keys() - _ENGINE_OPTIONS
         if args.bf16 and self.engine_options.get("precision") == "fp8":
             reserved.discard("precision")
         unmeasured = (args.metric_for_best_model or "").endswith(_NOT_MEASURED)
@@ -211,6 +216,8 @@ class StreamedTrainer(_Trainer):
             (unmeasured and self.compute_metrics is None, "args.metric_for_best_model", _NOT_BEST),
             (args.save_only_model and args.load_best_model_at_end, "args.save_only_model", _WHOLE),
             *((True, f"engine_options[{n!r}]", _FOLLOWS) for n in sorted(reserved)),
+            *((True, f"engine_options[{n!r}]", _UNKNOWN) for n in sorted(unknown)),
+            ("adapter" in self.engine_options, "engine_options['adapter']", _PEFT_MODEL),
             (args.world_size > 1, "several processes", "use Engine(group=...)"),
             (args.n_gpu > 1, f"{args.n_gpu} GPUs", "show the process one: CUDA_VISIBLE_DEVICES=0"),
             (accelerate != precision, f"mixed precision {accelerate!r}", "set args.bf16"),
@@ -378,15 +385,18 @@ class StreamedTrainer(_Trainer):
         torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        present, folder = self._model_facts(), Path(resume_from_checkpoint) / _ENGINE
-        if not folder.is_dir():
-            refuse(
-                f"{resume_from_checkpoint}, which has no folder {_ENGINE}",
-                "take a checkpoint that a StreamedTrainer has saved without save_only_model",
-            )
-        self._restore(folder)
-        for name, saved in self._model_facts().items():
-            if present.get(name, saved) != saved:
+        present, checkpoint = self._model_facts(), Path(resume_from_checkpoint)
+        for name in _RESUMED:
+            if not (checkpoint / name).exists():
+                refuse(
+                    f"{resume_from_checkpoint}, which has no {name}",
+                    "take a checkpoint that a StreamedTrainer has saved whole, without "
+                    "save_only_model",
+                )
+        self._restore(checkpoint / _ENGINE)
+        saved = self._model_facts()
+        for name in saved | present:
+            if present.get(name) != saved.get(name):
                 refuse(
                     f"{resume_from_checkpoint}, whose model has another {name}",
                     "make the trainer with the model, adapter and frozen parameters of the "
@@ -395,10 +405,12 @@ class StreamedTrainer(_Trainer):
 
     def _model_facts(self) -> dict[str, Any]:
         """Everything but the weights that decides what the model computes and learns, by name."""
-        optimizer, adapter = self.engine.optimizer, adapted(self.engine._opened.source.model)
+        optimizer, source = self.engine.optimizer, self.engine._opened.source
         assert optimizer is not None
+        adapter = adapted(source.model)
         keys = {} if adapter is None else adapter.as_json()["configs"][adapter.name]
         return {
+            "base": source.base,
             "number of parameters": self.engine.num_parameters,
             "set of trained or decayed parameters": optimizer.group_of(),
             **{key: keys[key] for key in keys.keys() & KEYS - {"init_lora_weights"}},
@@ -411,7 +423,8 @@ class StreamedTrainer(_Trainer):
         options = {name: v for name, v in self.engine_options.items() if name in accepted}
         former = self.engine.optimizer
         self.engine.close()
-        self._use_engine(Engine.load(folder, **_engine_settings(self.args) | options))
+        options = _engine_settings(self.args) | self._planned_steps() | options
+        self._use_engine(Engine.load(folder, **options))
         assert self.engine.optimizer is not None and former is not None
         self._groups = self.engine.optimizer.state_dict()
         # A schedule that the user made before sets rates in the former list: it stays in use.

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from megatrain.errors import InputError
+from tests.families.tiny import tiny_model
 from tests.inside import program_of
 from tests.parity.cases import frozen
 from tests.sweeps import few, quick, swept
@@ -158,6 +159,10 @@ def test_a_trainer_in_bf16_may_multiply_in_float8_and_goes_on_so(tmp_path):
     [
         (streamed(precision="bf16"), {}, {},
          r"engine_options\['precision'\]: it follows from the Trainer's"),
+        (streamed(host_memry="1GiB"), {}, {},
+         r"engine_options\['host_memry'\]: megatrain.Engine has no such option"),
+        (streamed(model=None), {}, {}, r"engine_options\['model'\]: it follows from"),
+        (streamed(adapter={"r": 4}), {}, {}, r"engine_options\['adapter'\]: give a PeftModel"),
         (Streamed, {"optim": "adafactor"}, {}, "args.optim: it must be adamw_torch"),
         (Streamed, {"save_only_model": True, "load_best_model_at_end": True, "save_steps": 2}, {},
          "args.save_only_model"),
@@ -193,11 +198,16 @@ def test_a_new_head_is_drawn_by_the_seed(tmp_path):
     assert torch.equal(masters["score.weight"], made[0].model.score.weight)
 
 
-def test_a_checkpoint_of_weights_alone_is_refused_before_the_engine_is_closed(tmp_path):
-    few = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "save_only_model": True}
-    made = trainer(Streamed, tmp_path, **few)
+@pytest.mark.parametrize("lost", [None, *few(["scheduler.pt", "trainer_state.json"])])
+def test_a_checkpoint_without_all_parts_is_refused_before_the_engine_is_closed(tmp_path, lost):
+    """None: it has the weights alone."""
+    steps = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "save_only_model": not lost}
+    made = trainer(Streamed, tmp_path, **steps)
     made.train()
-    with pytest.raises(InputError, match="has no folder megatrain: .*without save_only_model"):
+    if lost:
+        (tmp_path / "checkpoint-1" / lost).unlink()
+    told = f"has no {lost or 'megatrain'}: .*without save_only_model"
+    with pytest.raises(InputError, match=told):
         made.train(resume_from_checkpoint=True)
     made.train()
 
@@ -216,6 +226,20 @@ def test_a_checkpoint_of_another_model_is_not_gone_on_with(tmp_path):
     ):
         made = trainer(kind, tmp_path, model=model(), **steps | {"max_steps": 2})
         with pytest.raises(InputError, match=f"checkpoint-1, whose model has another {other}"):
+            made.train(resume_from_checkpoint=True)
+
+
+def test_options_of_the_engine_that_a_checkpoint_has_otherwise_are_refused(tmp_path):
+    """Its engine takes the place of the trainer's, and would go on without them."""
+    steps = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "bf16": True}
+    lora = LoraConfig(target_modules=["q_proj"])
+    for name, value, model in (
+        ("router_z_loss_coef", 0.1, partial(tiny_model, "mixtral")),
+        ("base", "nf4", lambda: get_peft_model(small(), lora)),
+    ):
+        trainer(Streamed, tmp_path, model=model(), **steps).train()
+        made = trainer(streamed(**{name: value}), tmp_path, model=model(), **steps)
+        with pytest.raises(InputError, match=f"whose model has another .*{name}"):
             made.train(resume_from_checkpoint=True)
 
 

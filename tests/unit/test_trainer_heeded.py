@@ -28,6 +28,7 @@ from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer, heeded
 from megatrain.integrations import trainer as trainer_module
 from megatrain.integrations.objectives import Scores, Waiting
+from megatrain.loss import DPO
 from tests.families.tiny import tiny_model
 from tests.refusals import table
 from tests.sweeps import few, quick
@@ -160,11 +161,15 @@ def test_engines_are_told_of_steps_and_limits(tmp_path, monkeypatch):
     limited = type(
         "Limited", (mixed(trl.DPOTrainer),), {"engine_options": {"host_memory": 1 << 40}}
     )
-    text_trainer(limited, tmp_path, max_length=9)
+    saves = {"max_length": 9, "max_steps": 1, "save_strategy": "steps", "eval_strategy": "no"}
+    made = text_trainer(limited, tmp_path, **saves)
     reference, trained = (call.kwargs for call in opened.call_args_list)
     steps = {"sequence_length": 9, "micro_batch": 2 * 2, "tokens_per_step": 9 * 2 * 2 * 2}
     assert reference["host_memory"] == trained["host_memory"] == 1 << 40
-    assert steps.items() <= trained.items()
+    made.train()
+    made.train(resume_from_checkpoint=True)
+    for told in (trained, opened.load.call_args.kwargs):
+        assert steps.items() <= told.items() and isinstance(told["loss"], DPO)
 
 
 @cache
