@@ -126,7 +126,7 @@ def joined_sums(tile: str, by_rank: Sequence[list[PieceSum]]) -> tuple[tuple[int
 
 
 def settle(path: Path) -> tuple[int, tuple[tuple[int, str], ...]]:
-    """Flush a file that others have written to the disk; return its size and pieces."""
+    """Flush a file to the disk that other code has written; return its size and pieces."""
     pieces = []
     with path.open("rb") as file:
         while data := file.read(PIECE_BYTES):

@@ -293,7 +293,7 @@ class Saver:
             self.last.join()
 
     def _jobs(self, *, trained: bool) -> list[snapshot.TileFile]:
-        """The tiles' files, those first that leave the device or a disk, or are updated first."""
+        """The files of all or of `trained` tiles; those that leave a device or disk come first."""
         jobs = []
         for tile in sorted(self._tiles, key=lambda tile: tile.index, reverse=self._reverse):
             if tile.layout.trainable_numel or not trained:

@@ -172,7 +172,7 @@ def _read_file(file: DataSource, wanted: Wanted) -> Rows:
             yield from read_arrow(file, wanted)
         else:
             with open_file(file) as stream:
-                head: bytes = stream.peek(64)  # type: ignore[attr-defined]  # `open_file`'s have it
+                head: bytes = stream.peek(64)  # type: ignore[attr-defined]  # all streams here have it
                 is_list = head.removeprefix(_BOM).lstrip().startswith(b"[")
                 read: Callable[..., Rows] = _read_jsonl
                 if file.format == "csv":
@@ -192,11 +192,11 @@ def _decode(
             f"{file.name}: not text: NUL at byte offset {offset + nul} (UTF-16 or binary?): "
             "convert it to UTF-8 or leave it out"
         )
-    pending = len(decoder.getstate()[0])
+    num_pending = len(decoder.getstate()[0])  # bytes of a character that began in the last block
     try:
         return decoder.decode(block, final)
     except UnicodeDecodeError as error:
-        raise _not_utf8(file.name, offset - pending, error) from error
+        raise _not_utf8(file.name, offset - num_pending, error) from error
 
 
 def _not_utf8(where: str, offset: int, error: UnicodeDecodeError) -> InputError:

@@ -191,7 +191,7 @@ def first_token(
 ) -> int:
     """The number of the first token with a part of text[begin:]; the number of tokens if none has.
 
-    An added token that begins before and includes only white space of text[begin:] does not count.
+    An added token that begins earlier does not count if it has only white space of text[begin:].
 
     Args: `offsets`: `[n, 2]`: begin and end of each token in the text.
     """

@@ -75,7 +75,7 @@ def by_name(
     parameters = signature(made_by).parameters
     if any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters.values()):
         return arguments, options
-    names = [*parameters][1:]
+    names = [*parameters][1:]  # the first is the model
     return (), dict(zip(names, arguments, strict=False)) | options
 
 

@@ -470,7 +470,7 @@ class EngineSetup:
 def open_structure(
     source: Source, optimizer: Rule | None, ranks: Ranks, precision: Precision, *, saveable: bool
 ) -> Model:
-    """The model's structure and tiles. Raises InputError: it cannot be saved."""
+    """The model's structure and tiles. Raises InputError: the model cannot be saved."""
     if source.saved is None and not source.structures:  # `structure` changes the model's forwards
         computed_dtype = torch.float32 if source.copied_model is None else source.dtype
         with_code = source.folder is not None

@@ -241,7 +241,7 @@ def fingerprint(carried: Mapping[str, Stored], algorithm: str = ALGORITHM) -> st
 def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
     """The place of the base, for an adapter that is trained on a checkpoint or resumed from it.
 
-    None: no file has the base's values, as another adapter changed them, or they are unpacked.
+    None: no file has the base's values, as another adapter changed them, or packing rounded them.
     """
     settings = checkpoint.settings
     if base := settings.left_out:

@@ -36,8 +36,8 @@ class Trackers:
     A tracker that fails later causes a warning, and gets no more records; the run goes on.
     """
 
-    def __init__(self, config: Config, run: Path, first: int) -> None:
-        """Start the trackers; `first`: steps that the run has done already."""
+    def __init__(self, config: Config, run: Path, done: int) -> None:
+        """Start the trackers; `done`: the number of steps that the run has taken already."""
         self._running: dict[str, Any] = {}
         folder = run / TRACKING
         if not config.tracking.trackers:
@@ -50,12 +50,12 @@ class Trackers:
         ids = read_json(folder / _IDS) if (folder / _IDS).is_file() else {}
         for name in config.tracking.trackers:
             try:
-                options = _options(name, config, run, first, ids.get(name) if first else None)
+                options = _options(name, config, run, done, ids.get(name) if done else None)
                 tracker = tracking.LOGGER_TYPE_TO_CLASS[name](**options)
                 tracker.start()
                 self._running[name] = tracker
                 ids[name] = _ID_OF[name](tracker.tracker) if name in _ID_OF else None
-                if not first:
+                if not done:
                     tracker.store_init_configuration(_flat(config))
             except Exception as error:  # whatever the library raises
                 self.close()
@@ -90,20 +90,20 @@ class Trackers:
             log.warning("%s: %s; it gets no more, the run goes on", name, in_one_line(error, 200))
 
 
-def _options(name: str, config: Config, run: Path, first: int, run_id: Any) -> dict[str, Any]:
+def _options(name: str, config: Config, run: Path, done: int, run_id: Any) -> dict[str, Any]:
     """Arguments of accelerate's tracker `name`; `run_id`: a resumed run's id in the tracker."""
     settings, folder = config.tracking, run / TRACKING
     title = settings.run_name or run.resolve().name
     options: dict[str, Any] = {"run_name": settings.project, "name": title}
     if name == "tensorboard":
         options = {"run_name": "tensorboard", "logging_dir": str(folder)}
-        if first:  # hides records of later steps that an earlier process has logged
-            options["purge_step"] = first + 1
+        if done:  # hides records of later steps that an earlier process has logged
+            options["purge_step"] = done + 1
     elif name == "trackio":
         for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
             if variable in os.environ and not settings.online:
                 raise InputError(f"{variable} sends metrics away; unset it, or set tracking.online")
-        options["resume"] = "allow" if first else "never"
+        options["resume"] = "allow" if done else "never"
     elif name == "wandb":
         options |= {"dir": str(folder), "id": run_id, "resume": "allow"}
         options |= {} if settings.online else {"mode": "offline"}
