@@ -137,6 +137,11 @@ class FirstTiles(Once):
         return self.once(count, added_up)
 
     @property
+    def host_bytes(self) -> int:
+        """Host bytes of all tiles' planes while none is resident, without those on a disk."""
+        return self._host_bytes[-1] - self.disk_bytes(0)
+
+    @property
     def sums_bytes(self) -> int:
         """Bytes by which fp32 sums of all tiles exceed those of the largest (a table has none)."""
         tiles = [tile for tile in self.tiles if tile.kind is not TileKind.EMBEDDING]

@@ -18,6 +18,7 @@ from megatrain.autoplace.candidates import MOST_SLOTS, Budget, Spending
 from megatrain.base.units import size
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import UNSUMMED, ForecastCache
+from megatrain.forecast.notes import Once
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.prices import CostModel
 from megatrain.forecast.simulate import STEADY, Forecast
@@ -200,7 +201,7 @@ class _Candidate(NamedTuple):
     placement: Placement
 
 
-class Search:
+class Search(Once):
     """Finds the placement of a workload on a machine, whose memory sizes are the budgets."""
 
     def __init__(
@@ -213,6 +214,7 @@ class Search:
         thorough: bool = True,
     ) -> None:
         """Args: `spilled`: choices of what rests on a disk; None: nothing."""
+        super().__init__()
         self._forecasts, self._machine, self._workload = forecasts, machine, workload
         self._thorough = thorough
         self._spilled: dict[str, Any] = dict(spilled or {})
@@ -247,6 +249,8 @@ class Search:
 
     def could_fit(self) -> bool:
         """True if a candidate likely fits, with the largest micro-batches or the smallest."""
+        if not self._holds(0, self._tiles.host_bytes):
+            return False
         most_rows, fewest_rows = self._sizes[0], self._sizes[-1]
         # Without a disk, the search forecasts the fastest candidate anyway.
         fastest = [] if self._spilled else self._families(most_rows)[0][:1]
@@ -258,6 +262,8 @@ class Search:
 
     def lacks_host(self) -> bool:
         """True if every candidate's memory that lives as long as an engine exceeds the host's."""
+        if not self._holds(0, self._tiles.host_bytes):
+            return True
         sparing = chain.from_iterable(self._sparing_families(self._sizes[-1]))
         return all(self._lacks(self._with_tiles(candidate).peaks).host for candidate in sparing)
 
@@ -345,13 +351,16 @@ class Search:
         sparing = []
         for layer_inputs in ("host", "device"):
             alike = [placement for placement in family if placement.layer_inputs == layer_inputs]
-            by_bytes = sorted(alike, key=lambda candidate: self._least_bytes(candidate).device)
+            by_bytes = sorted(alike, key=lambda candidate: self._without_disk(candidate).device)
             sparing += alike[-1:] + by_bytes[:1]
         return [*dict.fromkeys(sparing)]
 
     def _may_fit(self, family: list[Placement], rows: int) -> bool:
         """True if one of a family's most sparing candidates fits."""
         for placement in self._most_sparing(family):
+            device, host = self._without_disk(placement)
+            if not self._holds(device, host - self._tiles.disk_bytes(0)):
+                continue  # spares the counting of what each choice of planes on the disk needs
             lacks = any(self._lacks(self._with_tiles(placement).peaks)) or any(
                 self._lacks(self._with_tiles(placement, rows, steps=0).peaks)
             )
@@ -366,6 +375,13 @@ class Search:
 
     def _least_bytes(self, placement: Placement, rows: int | None = None) -> Peaks:
         """Bytes that a candidate needs before any step; with `rows`, those of a layer as well."""
+        return self.once((placement, rows), lambda: self._counted_bytes(placement, rows))
+
+    def _without_disk(self, placement: Placement) -> Peaks:
+        """`_least_bytes` if no planes are on a disk, which all choices of such planes share."""
+        return self._least_bytes(replace(placement, **_NO_DISK))
+
+    def _counted_bytes(self, placement: Placement, rows: int | None) -> Peaks:
         needs = self._forecasts.needs(self._workload, placement)
         device = self._machine.device_context_bytes + mapping_bytes(sum(needs.host.values()))
         if rows is not None and placement.chunk_tokens is None:
