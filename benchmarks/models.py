@@ -35,9 +35,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.configurations import CONFIGS, configuration
 from benchmarks.options import case_of, num_compilations, parse, peak_process_bytes, write
-from benchmarks.ranks import join_ranks
 from benchmarks.rivals.common import next_token_loss
-from benchmarks.step import SHOWN_LINES
+from benchmarks.step import SHOWN_LINES, join_ranks
 from megatrain import AdamW, Engine, Placement
 from megatrain.base.json_yaml import parse_yaml
 from megatrain.cli.models import lora_adapter

@@ -21,9 +21,9 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config
 from transformers.models.qwen2 import Qwen2ForCausalLM
 
 from benchmarks.options import peak_process_bytes
-from benchmarks.step import StepCase, build_engine, random_step, statistics_of
+from benchmarks.step import StepCase, build_engine, join_ranks, random_step, statistics_of
 from megatrain import AdamW, Engine, Placement, api
-from megatrain.parallel.distributed import ALONE, Ranks, connected, local_rank
+from megatrain.parallel.distributed import ALONE, Ranks, connected
 from megatrain.telemetry.host import environment
 
 TINY: dict[str, Any] = {
@@ -53,6 +53,7 @@ def main() -> None:
         vars(api)["open_ranks"] = opened
     result: dict[str, Any] = {"ranks": dist.get_world_size()}
     result["parity"] = {name: parity(group, each) for name, each in PLACEMENTS.items()}
+    result["parity"]["shared rows"] = parity(group, Placement(slots=3, compile=True), shared=True)
     if dist.get_rank() == 0:
         print(json.dumps(result["parity"], indent=1), flush=True)
     case = StepCase(
@@ -82,19 +83,10 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def join_ranks() -> int:
-    """Join the ranks that torchrun launched, with a GPU each; returns this one's on its host."""
-    mine = local_rank(True) or 0
-    if torch.cuda.is_available():
-        torch.cuda.set_device(mine)
-    dist.init_process_group("gloo")
-    return mine
-
-
-def parity(group: Any, placement: Placement) -> dict[str, float]:
+def parity(group: Any, placement: Placement, shared: bool = False) -> dict[str, float]:
     """The largest difference between ranks and one GPU that has all micro-batches, in fp32.
 
-    Of a dense model, or of a mixture of experts if ranks own experts.
+    Of a dense model, or of a mixture of experts if ranks own experts. `shared`: ranks share rows.
     """
     generator = torch.Generator().manual_seed(0)
     ids = [[torch.randint(512, each, generator=generator) for each in ROWS] for _ in range(3)]
@@ -102,10 +94,12 @@ def parity(group: Any, placement: Placement) -> dict[str, float]:
     rank, size = dist.get_rank(), dist.get_world_size()
     edges = [len(ROWS) * each // size for each in range(size + 1)]
 
-    def train(shared: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    def train(group: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
         torch.manual_seed(0)
-        how: dict[str, Any] = {"optimizer": AdamW(lr=1e-3), "precision": "fp32", "group": shared}
-        part = slice(*edges[rank : rank + 2]) if shared else slice(None)
+        how: dict[str, Any] = {"optimizer": AdamW(lr=1e-3), "precision": "fp32", "group": group}
+        if group and shared:
+            how["sequence_parallel"] = size
+        part = slice(*edges[rank : rank + 2]) if group and not shared else slice(None)
         if placement.own_experts:
             model: Any = MixtralForCausalLM(MixtralConfig(**TINY, num_local_experts=8))
         else:
@@ -115,11 +109,11 @@ def parity(group: Any, placement: Placement) -> dict[str, float]:
             return said, dict(engine.named_masters())
 
     one, masters = train(None)
-    all_of_them, shared = train(group)
+    all_of_them, of_ranks = train(group)
     pairs = zip(one, all_of_them, strict=True)
     differences = [(abs(a.loss - b.loss), abs(a.grad_norm - b.grad_norm)) for a, b in pairs]
     loss, norm = map(max, zip(*differences, strict=True))
-    weights = (float((value - shared[name]).abs().max()) for name, value in masters.items())
+    weights = (float((value - of_ranks[name]).abs().max()) for name, value in masters.items())
     return {"loss": loss, "norm": norm, "weights": max(weights)}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.distributed as dist
 import typer
 from torch import Tensor
 
@@ -38,6 +39,7 @@ from megatrain.errors import InputError
 from megatrain.forecast.workload import Workload
 from megatrain.machine import present_machine
 from megatrain.optim import RULES, Muon, Rule
+from megatrain.parallel.distributed import local_rank
 from megatrain.placement import Placement, Precision, Verify, old_name
 from megatrain.source.source import Alike, Base
 from megatrain.telemetry.gpu import by_driver_name, find_gpu
@@ -81,6 +83,7 @@ class StepCase:
     base: Base = "bf16"
     optimizer: str = "adamw"
     verify: Verify = "save"
+    sequence_parallel: int = 1
 
     @property
     def workload(self) -> Workload:
@@ -107,7 +110,8 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
     the second one's trace (Trace Event Format).
     """
     started = time.perf_counter()
-    with build_engine(case) as engine:
+    group = dist.group.WORLD if case.sequence_parallel > 1 else None
+    with build_engine(case, group) as engine:
         case = replace(case, micro_batch=case.micro_batch or engine.micro_batch or ROWS)
         build_seconds = time.perf_counter() - started
         result = measure_on(engine, case)
@@ -127,6 +131,15 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
         return result | steps | memory_of(engine)
 
 
+def join_ranks() -> int:
+    """Join the ranks that torchrun launched, with a GPU each; returns this one's on its host."""
+    mine = local_rank(True) or 0
+    if torch.cuda.is_available():
+        torch.cuda.set_device(mine)
+    dist.init_process_group("gloo")
+    return mine
+
+
 def rule_named(name: str) -> Rule:
     """The optimizer of a case, with its default settings."""
     return Muon(ns_precision="fp16") if name == "muon-fp16" else RULES[name]()
@@ -144,6 +157,7 @@ def build_engine(case: StepCase, group: Any = None) -> Engine:
         base=case.base,
         group=group,
         verify=case.verify,
+        sequence_parallel=case.sequence_parallel,
     )
 
 
@@ -272,6 +286,9 @@ def step(
         int, typer.Option(min=0, help="Take so many steps before the measured ones.")
     ] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Measure so many steps.")] = 5,
+    sequence_parallel: Annotated[
+        int, typer.Option(min=1, help="Share rows among all of so many ranks of torchrun.")
+    ] = 1,
     verify: Annotated[
         Literal["off", "save", "step"], typer.Option(help="Compare checksums at this time.")
     ] = "save",
@@ -293,7 +310,11 @@ def step(
                 "placement": parse_placement(placement or []),
             }
         )
+        if sequence_parallel > 1:
+            join_ranks()
         result = measure_step(case, timeline)
+        if sequence_parallel > 1 and dist.get_rank() > 0:
+            return
         print(*result["breakdown"]["lines"][:SHOWN_LINES], _summary(result), sep="\n")
         if count := result["recompilations_after_warmup"]:
             print(
