@@ -56,7 +56,7 @@ class Saving:
         # from the call to the end of the save; None while it runs
         self.seconds: float | None = None
         self._has_final_name = False
-        self.snapshot = snapshot.Snapshot(saver.spare)
+        self.snapshot = snapshot.Snapshot(saver.staging)
         self._contents, self._jobs = contents, jobs
         self._started = time.perf_counter()
         # No daemon thread: a program that ends without `close` still completes its checkpoint.
@@ -259,7 +259,7 @@ class Saver:
     ) -> None:
         self.device, self._tiles, self.ranks = device, tiles, ranks
         self._reverse = reverse  # True if the last tile is updated first
-        self.spare = snapshot.StagingBlocks(device, spare_bytes, host_limit)
+        self.staging = snapshot.StagingBlocks(device, spare_bytes, host_limit)
         self.last: Saving | None = None
 
     def begin(self, folder: Path, contents: Contents, *, background: bool) -> Saving:
@@ -273,7 +273,7 @@ class Saver:
         some_leave = any(job.leaving for job in jobs)
 
         def prepare() -> str:
-            self.spare.prepare(pieces, leaving=some_leave, background=background)
+            self.staging.prepare(pieces, leaving=some_leave, background=background)
             return str(folder)
 
         require_same([{"folder to save to": path} for path in self.ranks.agree(prepare)])

@@ -128,8 +128,7 @@ def _model_and_run(options: Options) -> "tuple[NamedModel, Config | None]":
     if (path is None) == (name is None):
         raise InputError("give either a run file or --model")
     if path is None:
-        length = options["sequence_length"] or SEQUENCE_LENGTH
-        config = named_config(name, max_positions=length)
+        config = named_config(name, max_positions=options["sequence_length"] or SEQUENCE_LENGTH)
         if not rank and base != "bf16":
             raise InputError(f"--base {base} is of frozen layers; add --lora-r 16")
         title = f"{name} with LoRA of rank {rank}" if rank else name

@@ -291,7 +291,7 @@ def is_copy(module: nn.Module) -> bool:
 
 
 def inner(module: Any) -> nn.Module:
-    """The base's module inside a wrapper."""
+    """The base model's module inside a wrapper of PEFT; of `modules_to_save`, not the copy."""
     return module.original_module if is_copy(module) else module.get_base_layer()
 
 

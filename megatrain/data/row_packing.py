@@ -106,8 +106,7 @@ def fill_rows(segments: Segments, row_length: int) -> PackedRows:
     """Rows that are all full but the last: segments are cut where a row ends."""
     pieces = segments.cut(np.arange(0, segments.lengths.sum(), row_length, dtype=np.int64))
     starts = np.cumsum(pieces.lengths) - pieces.lengths
-    first = np.flatnonzero(starts % row_length == 0)
-    return PackedRows(pieces, np.append(first, len(pieces)))
+    return PackedRows(pieces, np.append(np.flatnonzero(starts % row_length == 0), len(pieces)))
 
 
 def fit_rows(segments: Segments, row_length: int) -> PackedRows:

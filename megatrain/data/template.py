@@ -107,7 +107,7 @@ class Template:
         """True if a message's field `name` changes the text. Raises InputError, as `render`."""
         messages = list(talk.messages)
         messages[turn] = {key: v for key, v in messages[turn].items() if key != name}
-        return self.render(talk, where).text != self._tried(talk, self._formed(talk, messages))
+        return self.render(talk, where).text != self._text_of(talk, self._formed(talk, messages))
 
     def render(self, talk: Conversation, where: str, **options: bool) -> Rendered:
         """A conversation's text. Raises InputError: the template refuses it, or makes too much."""
@@ -147,12 +147,12 @@ class Template:
         return self._reasoning[key]
 
     def _writes(self, name: str, talk: Conversation, *, calls: bool) -> bool:
-        """True if the template writes a reply's field `name`, beside calls or beside content."""
+        """True if the template writes field `name` of a reply with calls, or else with content."""
         reply = {**(_CALLS if calls else _SAID), name: "some thought"}
         # Some templates drop the reasoning of a conversation's only reply.
         trial = [_ASKED, reply] if calls else [_ASKED, _SAID, _ASKED, reply]
         form = self._form(talk._replace(messages=trial))
-        return "some thought" in self._tried(talk, map(form.apply, trial))
+        return "some thought" in self._text_of(talk, map(form.apply, trial))
 
     def header(self, talk: Conversation, token: re.Pattern[str]) -> tuple[int, bool]:
         """The number of tokens that begin a question; True if only these end replies (GLM's)."""
@@ -160,8 +160,8 @@ class Template:
         if key not in self._headers:
             trial = [_ASKED, {"role": "assistant", "content": _VALUE}, _ASKED]
             form = self._form(talk._replace(messages=trial))
-            text = self._tried(talk, map(form.apply, trial))
-            text_to_reply = self._tried(talk, map(form.apply, trial[:2]))
+            text = self._text_of(talk, map(form.apply, trial))
+            text_to_reply = self._text_of(talk, map(form.apply, trial[:2]))
             opening = token.findall(text.partition(_ASKED["content"])[0])
             between = token.findall(text.rpartition(_VALUE)[2].partition(_ASKED["content"])[0])
             pairs = zip(reversed(opening), reversed(between), strict=False)
@@ -178,7 +178,7 @@ class Template:
             return message
         return {**{n: v for n, v in message.items() if n != present}, written: message[present]}
 
-    def _tried(self, talk: Conversation, messages: Iterable[Message]) -> str:
+    def _text_of(self, talk: Conversation, messages: Iterable[Message]) -> str:
         """The text of invented messages; empty if the template refuses them."""
         try:
             return self._rendered(talk._replace(messages=[*messages])).text
@@ -199,7 +199,7 @@ class Template:
 
     def _fits(self, form: MessageForm, trial: list[Message], talk: Conversation) -> bool:
         """True if the text of messages in this form has all their content, rightly written."""
-        text = self._tried(talk, map(form.apply, trial))
+        text = self._text_of(talk, map(form.apply, trial))
         garbled = f'\\"{_KEY}' in text or f"'{_KEY}'" in text
         return "some words" in text and _VALUE in text and not garbled
 

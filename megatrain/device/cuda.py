@@ -266,8 +266,7 @@ class CudaDevice(Device):
                 f"device_memory is {gib(self._limit or 0)}, of which the driver takes "
                 f"{gib(self._context_bytes)} for the process and to map pinned memory; allow more"
             )
-        share = min(1.0, allowed / total)
-        torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), self.torch_device)
 
     @property
     def _context_bytes(self) -> int:

@@ -66,7 +66,7 @@ class Amd(Driver):
 
 
 def _line(file: Path) -> str:
-    """The line of a file of the kernel's; empty: there is no such file."""
+    """The text of a one-line file under /sys; empty if the file cannot be read."""
     try:
         return file.read_text(encoding="ascii").strip()
     except OSError:

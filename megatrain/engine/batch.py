@@ -20,7 +20,7 @@ from megatrain.model.capture import Rows
 from megatrain.model.media import as_computed
 from megatrain.model.micro_batch import Batch, MicroBatch, TrialRun
 from megatrain.model.program import ModelProgram
-from megatrain.model.sequence_share import WHOLE, Judged, RowTrial, SequenceShare
+from megatrain.model.sequence_share import WHOLE, LossInputs, RowTrial, SequenceShare
 from megatrain.model.sizes import most_positions, most_tokens
 from megatrain.parallel.distributed import ProcessGroups, Ranks, require_same
 from megatrain.source.source import EngineSetup
@@ -140,8 +140,8 @@ class Intake:
         # Some forwards embed token 0 where features then overwrite the embedding.
         constants = [*spec.constants, 0] if has_media else spec.constants
         unique = torch.unique(torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)]))
-        judged, num = share.judged(inputs), len(micro_batches)
-        return _Part(judged, unique, num, len(ids), checksum, has_media)
+        losses, num = share.loss_inputs(inputs), len(micro_batches)
+        return _Part(losses, unique, num, len(ids), checksum, has_media)
 
     def _moved(
         self, micro: Mapping[str, Tensor], unique_U: Tensor, on_device_U: Tensor
@@ -338,7 +338,7 @@ def _check_value(where: str, micro: Mapping[str, Tensor], key: str, loss: Loss |
         raise InputError(f"{where}: {key} holds a number that is not finite")
 
 
-def _give_loss(batch: Batch, loss: Loss, inputs: Iterable[Judged]) -> None:
+def _give_loss(batch: Batch, loss: Loss, inputs: Iterable[LossInputs]) -> None:
     """Put a loss's targets and inputs into the batch and its micro-batches.
 
     Args: `inputs`: of this rank's micro-batches; with a joint loss of all ranks' micro-batches.
@@ -361,7 +361,7 @@ def _give_loss(batch: Batch, loss: Loss, inputs: Iterable[Judged]) -> None:
 class _Part(NamedTuple):
     """One rank's part of a step: targets and inputs of the loss, distinct ids, and counts."""
 
-    loss_inputs: list[Judged]
+    loss_inputs: list[LossInputs]
     unique: Tensor
     num: int  # micro-batches
     num_tokens: int
@@ -369,7 +369,7 @@ class _Part(NamedTuple):
     has_media: bool
 
 
-def _loss_inputs(micro: Mapping[str, Tensor], loss: Loss, shift: int) -> Judged:
+def _loss_inputs(micro: Mapping[str, Tensor], loss: Loss, shift: int) -> LossInputs:
     ids = loss.choices[:1]  # all other inputs are numbers
     inputs = [(name, micro[name]) for name in (*loss.inputs, *loss.choices)]
     extras = [targets_of(t if name in ids else t.float(), shift, 0) for name, t in inputs]

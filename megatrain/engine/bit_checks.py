@@ -285,8 +285,7 @@ class BitChecks:
             for computed in visit_sums.cpu().split(len(expected)):
                 if not torch.equal(computed, expected) and tile.version == version:
                     self._compare_now(_parts(tile))  # raises first if the source has changed
-                text = f"{tile.name}: the copy of weights on the device"
-                _compare(text, expected, computed)
+                _compare(f"{tile.name}: the copy of weights on the device", expected, computed)
 
     def update_sums(self, tile: Tile, host_gradient: Buffer) -> UpdateSums | None:
         """Return zero checksums for a tile's update to add to; None if this run takes none."""
@@ -356,7 +355,7 @@ class BitChecks:
             self._device.synchronize(tile.updated, "planes compared")
 
     def put_comparisons(self) -> None:
-        """Put comparisons of host and disk planes on UPDATE; a save of a tile waits for its own."""
+        """Queue comparisons of host and disk planes on UPDATE; a save of a tile waits for them."""
         for tile in self._tiles if self._sums_any else ():
             if parts := [part for part in _parts(tile) if part.tier is not Tier.DEVICE]:
                 self._device.wait(UPDATE, tile.written, "disk version to check")

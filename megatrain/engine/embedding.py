@@ -267,9 +267,10 @@ class Embedding:
         return host_grad
 
     def _add_up(self, table: _Table, batch: Batch) -> None:
-        """Measure the sums and round them into `rows`; first add a tied table's dense gradient.
+        """Round the gradients of a step's rows into `rows`; add their squared norm to the step's.
 
-        The sink has measured that gradient: the norm grows by `|sums + dense|^2 - |dense|^2`.
+        `rows` hold a tied table's gradient by the head (`dense`). The sink has already added its
+        squared norm, so the rest is added here: `|sums + dense|^2 - |dense|^2`.
         """
         rows = table.own_rows(table.rows, batch).data
         sums = table.own_rows(table.sums, batch).data

@@ -525,9 +525,9 @@ class PlacedEngine:
         return self._steps
 
     def memory(self) -> dict[str, int]:
-        """Bytes in use: host planes, rows, gradients, layer inputs; disk; device and its peak."""
+        """Bytes in use: of host memory by purpose, of the disk, of the device and its peak."""
         sizes = host_bytes(self._store, self._parts)
-        sizes["host_checkpoint_bytes"] = self._saver.spare.num_bytes
+        sizes["host_checkpoint_bytes"] = self._saver.staging.num_bytes
         totals = {"host_bytes": sum(sizes.values()), "disk_bytes": self._store.disk.num_bytes}
         return {**sizes, **totals, **self.device.memory()}
 

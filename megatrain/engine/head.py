@@ -182,8 +182,7 @@ class Head(StreamedModule):
 
         @torch.no_grad()
         def share(micro: MicroBatch, values: Activations) -> Tensor:
-            summed = self._summed(micro.loss)
-            parts = self._of_chunks(slot, micro, values, self._tokens, summed)
+            parts = self._of_chunks(slot, micro, values, self._tokens, self._summed(micro.loss))
             zero = torch.zeros((), dtype=torch.float32, device=self.program.device)
             return sum(parts, zero) / batch.normaliser
 

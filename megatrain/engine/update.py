@@ -234,10 +234,10 @@ class Update:
         self.max_grad_norm, self.disk = max_grad_norm, disk
         self._collectives, self._checks = shared.collectives, shared.checks
         self.norm_limit = math.inf  # a step whose norm is above it is refused
-        self.expected: tuple[float, float] | None = None  # loss and norm of the same step before
-        self._pending: list[tuple[Tile, Lane]] = []  # with their host gradients
+        self.expected: tuple[float, float] | None = None  # this step's loss and norm, if run before
+        self._pending: list[tuple[Tile, Lane]] = []  # waiting tiles with their host gradients
         self._started: list[Tile] = []  # tiles whose update has started in the current step
-        self._torn = False
+        self._torn = False  # True: an earlier step was aborted after some updates had begun
         self._losses: list[Tensor] = []  # shares of the step's loss
         self._loss_checked: Any = None  # event
         self._refused = False  # True: the loss is not finite, skip updates; set on the host stream

@@ -197,8 +197,7 @@ class Declared:
             forward, backward, graph = waiting
             # A graph that has returned from the host stays in its lanes.
             least_peak = backward.made_bytes if graph is None else 0
-            crossing = _CROSSING * sum(memory.nbytes for memory in returned)
-            done = Work(touched_bytes=crossing)
+            done = Work(touched_bytes=_CROSSING * sum(memory.nbytes for memory in returned))
         else:
             forward, backward, least_peak = visit.work.recompute, visit.work.backward, 0
             if waiting is not None:

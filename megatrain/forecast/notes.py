@@ -101,14 +101,14 @@ class Outline:
             for name, sizes, trained in self.parameters
         }
         model = _module_with(parameters)
-        children_of(model).update(
+        children_of(model).update(  # optimizers ask for the names of LayerNorms
             {name: nn.LayerNorm(0, elementwise_affine=False) for name in self.norms}
         )
         model.config = config
         capture = SimpleNamespace(model=model, is_media=of_media)
         kinds: list[LayerTemplate] = []
         for example, routes in zip(self.examples, self.routed, strict=True):
-            outputs = [shape and shape.empty() for shape in example]
+            outputs = [None if shape is None else shape.empty() for shape in example]
             kinds.append(LayerTemplate(nn.Module(), example=outputs, routes=routes))
         layers: list[Layer] = []
         for name, kind, inputs, names in self.layers:

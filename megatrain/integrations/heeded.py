@@ -31,7 +31,7 @@ CLASSES = {"Trainer", "_BaseTrainer", "SFTTrainer", "DPOTrainer", "RewardTrainer
 _SHORT = bool | int | float | str | None  # types of settings whose values an error shows
 _REPLACED = "the engine takes its place and never calls it; leave it out"
 _UNKNOWN = "this version of MegaTrain does not know it; leave it out"
-_ALIGNED = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")  # a Trainer changes these
+_SET_BY_TRAINER = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def refuse(name: str, reason: str) -> NoReturn:
@@ -125,9 +125,10 @@ def decisive(trainer: Any) -> dict[str, Any]:
     args = {f"args.{name}": getattr(trainer.args, name, None) for name in sorted(argument_names)}
     fixed = sorted(NAMES["attributes"]["fixed"])
     attributes = {name: values[name] for name in fixed if name in values}
+    # methods that this trainer alone has, set on the object
     methods = {name: values[name] for name in decisive_methods(type(trainer)) if name in values}
     config = trainer.model.config.get_text_config(decoder=True).to_dict()
-    model = {f"model.config.{n}": value for n, value in config.items() if n not in _ALIGNED}
+    model = {f"model.config.{n}": value for n, value in config.items() if n not in _SET_BY_TRAINER}
     all_settings = args | attributes | methods | model | {"engine_options": trainer.engine_options}
     accumulation = "accelerator.gradient_accumulation_steps"
     all_settings[accumulation] = trainer.accelerator.gradient_accumulation_steps

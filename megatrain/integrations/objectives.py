@@ -182,7 +182,7 @@ class Preferences(_Pairs):
                 f"DPOTrainer's {types[0]} has none; set it to 0, take loss_type='robust', or a run "
                 "file: loss.label_smoothing",
             )
-        smoothing = args.label_smoothing if types[0] not in ("ipo", "hinge") else 0.0
+        smoothing = 0.0 if types[0] in ("ipo", "hinge") else args.label_smoothing  # as in TRL
         self.loss = TrlDPO(args.beta, smoothing, types[0])
         self.reference: Engine | None = None
 

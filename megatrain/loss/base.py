@@ -66,7 +66,7 @@ class Loss(ABC):
     """A loss of a step; subclasses are frozen dataclasses, equal if they compute the same.
 
     Attributes:
-        limits: by name of a setting, the check that it must pass, in words of `_RULES`.
+        limits: by name of a setting, its range in words: a key of `_RULES`, such as "above 0".
         inputs: names of further tensors `[B, T]` of each micro-batch: a number for each label.
         choices: names of further tensors `[B, T, K]` of each micro-batch: first the ids (int64) of
             tokens whose logits the loss reads, then numbers for each of these tokens.

@@ -220,8 +220,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
 
 def document_starts(position_ids: Tensor) -> Tensor:
     """True for tokens `[B, T]` that begin a document: whose position is not the next one."""
-    continues = position_ids.diff(dim=-1) == 1
-    return F.pad(~continues, (1, 0), value=True)
+    return F.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
 
 
 def row_edges(rows: int, tokens: int, device: torch.device) -> Tensor:

@@ -199,10 +199,12 @@ class _ReadsTokens(TorchFunctionMode):
         result, kwargs = func(*args, **(kwargs or {})), kwargs or {}
         name = getattr(func, "__name__", str(func))
         inputs = {memory_of(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        first = next((self._computed[x][1] for x in inputs if x in self._computed), "")
+        computed = (self._computed[memory] for memory in inputs if memory in self._computed)
+        first = next((function for _, function in computed), "")
         is_unweighted = kwargs.get("weight") is None and len(args) == 2
         is_loss = func in (F.cross_entropy, F.nll_loss) and is_unweighted
-        is_mask = type(args and args[-1]) is int and (name.strip("_"), args[-1]) in _MASKS
+        last = args[-1] if args else None
+        is_mask = type(last) is int and (name.strip("_"), last) in _MASKS
         if not first and (is_loss or is_mask or inputs.isdisjoint(self._moved)):
             return result
         in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))

@@ -189,16 +189,18 @@ class _Probe:
                 )
 
     def _signature(self, layer: nn.Module) -> Any:
+        """A key that is equal for layers that differ in weights alone (and maybe in numbers)."""
         reader = Reader(layer, left_out=INDEX_ATTRIBUTES)
         signature = reader.of(layer)
-        for weight in reader.strays:
+        if reader.strays:
+            weight = reader.strays[0]
             names = {id(p): name for name, p in self.model.named_parameters()}
-            text = names.get(id(weight), f"a weight {list(weight.shape)}")
+            name = names.get(id(weight), f"a weight {list(weight.shape)}")
             raise Unsupported(
-                f"{self.paths[id(layer)]} holds {text}, but not as one of its parameters (in a "
+                f"{self.paths[id(layer)]} holds {name}, but not as one of its parameters (in a "
                 "list, a function, another module's method); such weights are not supported"
             )
-        if reader.reads_dictionaries:  # a layer's number cannot be hidden in `__dict__`
+        if reader.reads_dictionaries:  # code that reads `__dict__` may see the layer's number
             self.numbered.add(id(layer))
         return signature
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
-_OWN = "megatrain_routers"  # a configuration's attribute for settings that transformers lacks
+_EXTRAS = "megatrain_routers"  # attribute of a configuration: settings that transformers lacks
 NOT_ASKED: Mapping[str, float | None] = {}
 BIASES = ("e_score_correction_bias", "expert_bias")
 
@@ -154,28 +154,29 @@ def set_router_losses(model: "PreTrainedModel", settings: Mapping[str, float | N
     """
     from megatrain.compat.transformers import recorded_routers
 
-    text = model.config.get_text_config(decoder=True)
+    text_config = model.config.get_text_config(decoder=True)
     for name, value in settings.items():
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
             raise InputError(f"{name} is {value!r}; it must be a number from 0 on")
-        is_balance = name == "router_aux_loss_coef"
-        parts = [p for p in (text, model.config) if hasattr(p, "output_router_logits")]
-        holders = [(p, n) for p in (model, text, model.config) for n in _WEIGHTS if hasattr(p, n)]
-        has_loss = bool(parts and holders) if is_balance else bool(recorded_routers(model))
+        is_balance = name == "router_aux_loss_coef"  # the only one of the losses in transformers
+        configs = [c for c in (text_config, model.config) if hasattr(c, "output_router_logits")]
+        owners = (model, text_config, model.config)
+        weights = [(owner, n) for owner in owners for n in _WEIGHTS if hasattr(owner, n)]
+        has_loss = bool(configs and weights) if is_balance else bool(recorded_routers(model))
         if not has_loss and (value or is_balance):
             raise InputError(
                 f"{name} is {value}, but {type(model).__name__} has no "
                 f"{'loss of ' if is_balance else ''}routers; leave it out"
             )
         if not is_balance:
-            setattr(text, _OWN, {**getattr(text, _OWN, {}), name: value})
+            setattr(text_config, _EXTRAS, {**getattr(text_config, _EXTRAS, {}), name: value})
             continue
-        for part in parts:
-            part.output_router_logits = value > 0
-        for holder, attribute in holders:
-            setattr(holder, attribute, value)
+        for config in configs:
+            config.output_router_logits = value > 0
+        for owner, attribute in weights:
+            setattr(owner, attribute, value)
 
 
 def router_loss(model: "PreTrainedModel") -> RouterLoss:
@@ -186,7 +187,7 @@ def router_loss(model: "PreTrainedModel") -> RouterLoss:
     parts = (model, text, model.config)
     weights = [getattr(part, name) for part in parts for name in _WEIGHTS if hasattr(part, name)]
     is_on = any(getattr(part, "output_router_logits", None) for part in (text, model.config))
-    settings = getattr(text, _OWN, {})
+    settings = getattr(text, _EXTRAS, {})
     z_weight = float(settings.get("router_z_loss_coef", 0))
     bias_rate = float(settings.get("router_bias_update", 0))
     if not is_on or (weights and not weights[0]):

@@ -38,7 +38,7 @@ from megatrain.parallel.distributed import ALONE, ProcessGroups, Ranks, exchange
 
 _TOKENS = 8  # of a share that is tried
 _ACCEPTED = ("input_ids", "labels", "position_ids", "attention_mask")
-Judged = tuple[Tensor, list[Tensor]]  # a micro-batch's targets, and the loss's other inputs
+LossInputs = tuple[Tensor, list[Tensor]]  # a micro-batch's targets, and the loss's other inputs
 
 
 def _refused(why: str) -> InputError:
@@ -65,7 +65,7 @@ class SequenceShare:
     def check(
         self,
         micro_batches: Sequence[Micro],
-        losses: Sequence[Judged],
+        losses: Sequence[LossInputs],
         loss: Loss | None,
         max_tokens: int | None,
     ) -> int:
@@ -126,9 +126,9 @@ class SequenceShare:
         mask = micro.get("attention_mask", torch.ones_like(micro["input_ids"]))
         return {"input_ids": ids, "position_ids": places, "attention_mask": self._cut(mask, 0)}
 
-    def judged(self, losses: Sequence[Judged]) -> list[Judged]:
-        """The share of targets, and of the loss's other inputs."""
-        return [(self._cut(t, IGNORED), [self._cut(x, 0) for x in extras]) for t, extras in losses]
+    def loss_inputs(self, inputs: Sequence[LossInputs]) -> list[LossInputs]:
+        """The share of the targets, and of the loss's other inputs."""
+        return [(self._cut(t, IGNORED), [self._cut(x, 0) for x in extras]) for t, extras in inputs]
 
     def _cut(self, values: Tensor, fill: int) -> Tensor:
         if self._size == 1:

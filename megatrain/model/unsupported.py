@@ -296,10 +296,10 @@ def try_kind(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwa
         kind.random = draws(run, zeros)
         changes = watch.changes()
         kind.states = [(change.module, change.name) for change in changes]
-        if changes and _reads(changes, partial(kind.call, weights, args, kwargs)):
+        if changes and _are_read(changes, partial(kind.call, weights, args, kwargs)):
             # Experts, which are three-dimensional and may be large, stay zeros.
             ones = {n: torch.ones(z.shape) if z.dim() <= 2 else z for n, z in zeros.items()}
-            if _reads(changes, partial(kind.call, ones | buffers, args, kwargs)):
+            if _are_read(changes, partial(kind.call, ones | buffers, args, kwargs)):
                 raise changes[0].refusal()
     for name, tensor in (zeros | buffers).items():
         if weights[name] is not tensor or _written(tensor) != versions[name]:
@@ -317,7 +317,7 @@ def _written(tensor: Tensor) -> tuple[int, int]:
     return compat.memory_of(tensor), compat.version_of(tensor)
 
 
-def _reads(changes: Iterable[Change], run: Callable[[], Iterable[Any]]) -> bool:
+def _are_read(changes: Iterable[Change], run: Callable[[], Iterable[Any]]) -> bool:
     """True if NaN in place of changed attributes shows in the outputs of `run`."""
     for change in changes:
         value = getattr(change.module, change.name, None)
@@ -329,17 +329,18 @@ def _reads(changes: Iterable[Change], run: Callable[[], Iterable[Any]]) -> bool:
     return any(bool(t.isnan().any()) for t in tensors if t.is_floating_point())
 
 
-def refuse_state(watch: Watch, again: Callable[[], Iterable[Any]]) -> None:
-    """Raises Unsupported: a forward has changed more than buffers that each run writes first.
+def refuse_state(watch: Watch, run: Callable[[], Iterable[Any]]) -> None:
+    """Raises Unsupported: a forward has changed state of modules that its next run may depend on.
 
-    Args: `again`: runs the forward and returns all its outputs.
+    A run may change buffers that no checkpoint holds, if each run writes them before it reads them.
+    Args: `run`: runs the forward again and returns all its outputs.
     """
     changes = watch.changes()
     for change in changes:
         is_buffer = change.name in compat.buffers_of(change.module)
         if not is_buffer or change.name in change.module.state_dict():
             raise change.refusal()
-    if changes and _reads(changes, again):
+    if changes and _are_read(changes, run):
         raise changes[0].refusal()
 
 

@@ -187,9 +187,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
             )
 
     def took_step(self) -> None:
-        """Count a step of the engine by calling `step`, which torch's schedulers watch."""
-        if self._driven_step is None:  # else this runs within a trainer's call of `step`
-            with changed([self], _driven_step=lambda: None):
+        """Count a step of the engine, also for torch's schedulers, which count calls of `step`."""
+        if self._driven_step is None:  # else a trainer has called `step`, and that call counts
+            with changed([self], _driven_step=lambda: None):  # lets `step` do nothing, not refuse
                 self.step()
         self.num_steps += 1
 

@@ -106,8 +106,7 @@ class Evaluations:
         if self._job.rollouts is not None:
             return self._job.rollouts.evaluation_replies(data, part)
         if isinstance(self._loss, JointLoss):
-            reads = self._loss.reads
-            return logprobs(self._engine, self._loss.bare(part), data, reads=reads)
+            return logprobs(self._engine, self._loss.bare(part), data, reads=self._loss.reads)
         rows = part_of(part, self._engine.batch_ranks)
         if data is not None:
             rows = [data.with_images(micro) for micro in rows]
