@@ -23,8 +23,7 @@ def flush(path: Path) -> None:
 
 def user_cache(name: str) -> Path:
     """A cache folder of this user: files that are removed there are made again."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "megatrain" / name
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatrain" / name
 
 
 _HEAD_BYTES, _PAGE_BYTES, _PAGES = 1 << 20, 4096, 64  # the parts of a file that are hashed

@@ -43,8 +43,7 @@ class _Strict:
 
 def lies_inside(name: str) -> bool:
     """True if a file of this name lies inside the checkpoint's folder on every system."""
-    parts = name.split("/")
-    return name.isprintable() and "\\" not in name and not {"", ".", ".."} & {*parts}
+    return name.isprintable() and "\\" not in name and not {"", ".", ".."} & {*name.split("/")}
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,7 @@ def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
     """Plan the file `name` of a tile, with all parameters or only the `trained` ones."""
     planes, layout = planes_of(tile), tile.layout
     stop = layout.trainable_numel if trained else layout.numel
+    # Elements to save of each plane, which may have one for several values, or end before `stop`.
     lengths = {n: min(p.numel(layout), p.place(0, stop).stop) for n, p in planes.items()}
     on_meta = {n: torch.empty(lengths[n], dtype=p.dtype, device="meta") for n, p in planes.items()}
     metadata = {"tile": tile.name, "version": str(tile.version)}

@@ -156,8 +156,7 @@ def _workload_of(run: "Config", gpus: int) -> Workload:
         )
     if run.loss.teacher is None:
         return workload
-    trusted = run.model.trust_remote_code
-    section = ModelSection(path=run.loss.teacher, trust_remote_code=trusted)
+    section = ModelSection(path=run.loss.teacher, trust_remote_code=run.model.trust_remote_code)
     return replace(workload, second=Second("teacher", model_of_run("the teacher", section).spec()))
 
 

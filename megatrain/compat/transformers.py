@@ -64,8 +64,7 @@ def uncollected(module: nn.Module) -> list[nn.Module]:
 
 def encodes(model: nn.Module) -> bool:
     """True if a model takes images or sounds (some have no method of `encoder_calls`)."""
-    multimodal = type(model).__name__ in MULTIMODAL_CLASSES.values()
-    return multimodal or bool(encoder_calls(model))
+    return type(model).__name__ in MULTIMODAL_CLASSES.values() or bool(encoder_calls(model))
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:

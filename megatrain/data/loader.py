@@ -81,6 +81,7 @@ class StepLoader:
 
     def steps_of(self, epochs: float) -> int:
         """The number of steps that take `epochs` epochs; the last one may begin another epoch."""
+        # Rounded first, as a product such as 0.1 * 30 may be a little above a whole number.
         return max(1, math.ceil(round(epochs * self._num_rows / self._rows_per_step, 6)))
 
     def state_dict(self) -> dict[str, Any]:

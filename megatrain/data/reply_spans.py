@@ -392,7 +392,7 @@ def _function(tool: Any) -> Mapping[str, Any]:
 
 
 def words_of_calls(message: Message) -> list[str]:
-    """The names, and words of arguments, of a message's calls: a text with the calls has them."""
+    """The functions' names, and the words of their arguments, in a message's tool calls."""
     functions = [call["function"] for call in message.get("tool_calls", ())]
     values = [value for function in functions for value in function["arguments"].values()]
     words = [word for value in values if isinstance(value, str) for word in _WORD.findall(value)]

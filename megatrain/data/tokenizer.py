@@ -141,7 +141,7 @@ def _refuse_aborting(path: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return  # the library reports a missing or malformed file
     if largest > _LARGEST_ID:
-        raise InputError(f"{path}: token id {largest} is larger than any: replace the file")
+        raise InputError(f"{path}: token id {largest} is too large: replace the file")
     if lacking is not None:
         raise InputError(f"{path}: a merge with {lacking!r:.40} lacks {prefix!r:.40}: replace it")
 

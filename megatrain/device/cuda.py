@@ -306,6 +306,7 @@ def _close(
     attention: AbstractContextManager,
     device: torch.device,
 ) -> None:
+    """End a device's threads, leave its `sdpa_kernel` (`attention`), and unpin its memory."""
     for worker in workers.values():
         worker.close()
     torch.cuda.synchronize(device)

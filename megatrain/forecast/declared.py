@@ -258,8 +258,7 @@ class Declared:
         arguments = self.ledger.hold(Place.ARGUMENTS, count * argument_bytes)
         micro.calls = [Call([arguments], None)] * len(measured.spec.layers)
         sizes = {ref: shape.num_bytes for ref, shape in results}
-        moved = count * sum(sizes.values())
-        work = Work(touched_bytes=2 * moved, kernels=count, calls=count)
+        work = Work(touched_bytes=2 * count * sum(sizes.values()), kernels=count, calls=count)
         if micro.media:
             work = self._of_group(measured.media_work(rows).entering, count)
         return work, self._results(sizes, count)

@@ -239,7 +239,7 @@ class Ledger:
         """A stand-in for a tensor of `num_bytes`, which counts as `counted` bytes; None: as all."""
         counted = num_bytes if counted is None else counted
         self.add_bytes(place, counted)
-        self.note_peak(0)
+        self.note_peak(0)  # nothing beside the bytes that are already counted
         return Held(self, place, num_bytes, counted)
 
     def count(self, tensor: Tensor, place: str, num_bytes: int | None = None) -> Tensor:

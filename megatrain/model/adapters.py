@@ -200,8 +200,7 @@ def _refuse_unmatched_patterns(model: PreTrainedModel, config: Any) -> None:
     paths = set()
     for path, module in peft.wrappers(model):
         if not peft.is_copy(module):
-            parameter = peft.parameter_of(module)
-            paths.add(".".join(filter(None, (peft.base_path(path), parameter))))
+            paths.add(".".join(filter(None, (peft.base_path(path), peft.parameter_of(module)))))
     for key in ("rank_pattern", "alpha_pattern", "target_parameters"):
         for pattern in getattr(config, key, None) or ():
             if not any(re.fullmatch(rf"(.*\.)?({pattern})", path) for path in paths):

@@ -229,7 +229,7 @@ def row_edges(rows: int, tokens: int, device: torch.device) -> Tensor:
 
 
 def document_mask(edges: Tensor, rows: int, tokens: int, window: int | None) -> Tensor:
-    """A mask `[B, 1, T, T]`: True if a token attends to another; `edges`: of documents."""
+    """True if a token attends to another, `[B, 1, T, T]`; `edges`: as `document_edges` returns."""
     places = torch.arange(rows * tokens, device=edges.device, dtype=edges.dtype)
     document_BT = torch.searchsorted(edges, places, right=True).view(rows, 1, tokens)
     place_T = places[:tokens]

@@ -405,8 +405,7 @@ def with_media(micro: Micro, placeholders: Tensor) -> Comparison:
     for chosen_BT in (ids_BT, torch.where(changed_BT, pool[next_BT], ids_BT)):
         labelled_BT = torch.where(labels_BT == IGNORED, IGNORED, chosen_BT)
         rows.append({**micro, "input_ids": chosen_BT, "labels": labelled_BT})
-    lengths = document_edges(places_BT).diff().tolist()
-    return Comparison(lengths, changed_BT.flatten(), rows)
+    return Comparison(document_edges(places_BT).diff().tolist(), changed_BT.flatten(), rows)
 
 
 def at_least_two(pool: Tensor) -> Tensor:

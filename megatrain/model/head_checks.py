@@ -251,8 +251,7 @@ def _on_random_states(
             beginning.copy_(torch.randn(len(beginning), generator=generator) * scale)
     width = last_hidden(spec.trunk).shape[2:]
     hidden = torch.randn((*_SHAPE, *width), generator=generator, requires_grad=True)
-    ids_BT = torch.zeros(_SHAPE, dtype=torch.long)
-    inputs = capture.inputs({"input_ids": ids_BT, **more})
+    inputs = capture.inputs({"input_ids": torch.zeros(_SHAPE, dtype=torch.long), **more})
     output = with_hidden(spec.trunk, hidden)
     if routed:
         output["router_logits"], inputs["output_router_logits"] = routed, True

@@ -407,13 +407,14 @@ class _Probe:
         return [f"{layer.name}.{name}" for name in names if id(zeros[name]) not in reached]
 
     def _template(self, module: nn.Module, path: str, *, numbered: bool = True) -> LayerTemplate:
-        template = self.capture.template(module)
-        unsupported.refuse_grad_modes(template, path)
-        without_atomic_sums(template)
-        template = template if numbered else without_index(template)
+        """A new template of a layer. Args: `numbered`: False: to read its number is an error."""
+        copied = self.capture.template(module)
+        unsupported.refuse_grad_modes(copied, path)
+        without_atomic_sums(copied)
+        copied = copied if numbered else without_index(copied)
         if self.router_loss is not None:
-            tap(template, path, self.model, self.router_loss)
-        return LayerTemplate(template)
+            tap(copied, path, self.model, self.router_loss)
+        return LayerTemplate(copied)
 
     def _finish(self, rows: Rows, constants: list[int], output: Any) -> ModelSpec:
         """The structure, from the trunk's output and a run of the head on it."""

@@ -385,6 +385,7 @@ class Plan:
 
     @property
     def missing_host_bytes(self) -> int:
+        """Host memory that the machine lacks; 0 for one with a single memory."""
         lacking = self.forecast.machine.host_memory_bytes - self.machine.host_memory_bytes
         return 0 if self.fits or self.machine.one_memory else lacking
 

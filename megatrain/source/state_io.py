@@ -231,8 +231,8 @@ class Origin:
 
 
 def fingerprint(carried: Mapping[str, Stored], algorithm: str = ALGORITHM) -> str:
-    """One checksum of carried tensors."""
-    origin = Origin("", algorithm=algorithm)
+    """One checksum of carried tensors (`carried_tensors`), without a record of their origin."""
+    origin = Origin(path="", algorithm=algorithm)
     for name, tensor in carried.items():
         origin.add(name, tensor.read())
     return origin.fingerprint(carried)

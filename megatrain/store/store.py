@@ -296,7 +296,7 @@ DISK_KINDS = ("moments", "remainder", "weights")  # kinds of planes; `auto` move
 
 
 def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
-    """The tiers of each tile's planes."""
+    """The tiers of each tile's planes. Raises InputError: a resident tile does not exist."""
     resident = set(placement.resident)
     unknown = resident - {layout.name for layout in layouts}
     if unknown:
@@ -312,12 +312,13 @@ def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
     heads = [t.name for t in others if t.kind is TileKind.HEAD][: placement.keep_weights]
     staying = {*heads, *_spread(layers, placement.keep_weights - len(heads))}
     unvisited = TileKind.EMBEDDING, TileKind.UNUSED
+    # Without slots the device reads weights in host memory, where all of them must be.
     shared = {t.name for t in others if not placement.slots and t.ranks == 1}
     shared -= disk_names["weights"]
     staying -= shared
 
     def tiers_of(layout: TileLayout) -> Rests:
-        if layout.name in resident:  # several ranks gather its weights once an update
+        if layout.name in resident:  # weights gathered from several ranks stay until the update
             return replace(_RESIDENT, stays=layout.ranks > 1 and layout.kind not in unvisited)
         tiers = {kind: Tier.DISK for kind, names in disk_names.items() if layout.name in names}
         return Rests(**tiers, stays=layout.name in staying, shared=layout.name in shared)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 # Seconds; a longer gap is idle time, a shorter one the launch of the next work.
 SHORTEST_GAP_SECONDS = 50e-6
 
-_KEY = re.compile(r"\S*\(.*\)")  # the part of a name with the layer and the micro-batch
+_PLACE = re.compile(r"\S*\(.*\)")  # the part of a name with the layer and the micro-batch
 
 
 class Span(NamedTuple):
@@ -69,8 +69,9 @@ def breakdown(spans: Sequence[Span], main: str) -> Breakdown:
     for span in spans:
         busy[span.stream] += span.seconds
         moved[span.stream] += span.num_bytes
-        words = (word for word in _KEY.sub("", span.name).split() if any(map(str.isalpha, word)))
-        work[span.stream, " ".join(words)] += span.seconds
+        words = _PLACE.sub("", span.name).split()
+        kind = " ".join(word for word in words if any(map(str.isalpha, word)))  # without numbers
+        work[span.stream, kind] += span.seconds
     idle: defaultdict[str, float] = defaultdict(float)
     now = first
     for span in sorted((s for s in spans if s.stream == main), key=lambda s: s.start):

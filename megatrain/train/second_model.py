@@ -99,12 +99,12 @@ def same_model(key: str, start: Start | None) -> References:
 def prepare_replies(
     config: Config, engine: Engine, data: dict[str, Any], rows: int, start: Start | None
 ) -> References | None:
-    """Set data sets' `pad`; of those of replies also the loss and, for DPO, the reference's sums.
+    """Give data sets the padding token, and those of replies the loss and DPO's reference sums.
 
     Raises InputError: a resumed run's answers are for other data or another model.
     """
     loss = config.loss.loss()
-    for dataset in data.values() if config.loss.head else ():
+    for dataset in data.values() if config.loss.head else ():  # heads that score or label rows
         pad = engine.config.get_text_config(decoder=True).pad_token_id
         dataset.pad = -1 if pad is None else pad  # no token is -1
     sets = {name: dataset for name, dataset in data.items() if isinstance(dataset, ReplyDataset)}
@@ -131,8 +131,8 @@ def prepare_replies(
             if recorded_key is None or _without_path(recorded_key) != _without_path(key):
                 raise InputError(
                     f"{start.run / REFERENCES}: the reference's log-probabilities are not of this "
-                    f"data ({name}) and model; set them back, or begin a new run with model.path: "
-                    "this one"
+                    f"data ({name}) and model; set both back, or begin a new run with this run as "
+                    "its model.path"
                 )
     for name, replies in sets.items():
         replies.reference = recorded.sums[name]

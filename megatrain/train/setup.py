@@ -195,6 +195,7 @@ def _batches(
         name: data if isinstance(data, Prompts) else list(data.batches(rows, step_rows))
         for name, data in evaluation.items()
     }
+    # Changes the micro-batches in place: each pair gets another number.
     numbered([micro for step in sets.values() if isinstance(step, list) for micro in step])
     if teacher is None:
         return sets
