@@ -118,9 +118,9 @@ def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
 class StagingBlocks:
     """Spare host memory for pieces that change before they are written, or leave device or disk.
 
-    Its blocks, of a piece's size, are allocated when first needed and kept from save to save. Only
-    pieces that leave the device or a disk may take the `reserved` blocks: their writers could
-    deadlock if pieces that are written later held all blocks.
+    Its blocks, of a piece's size, are allocated when first needed and kept from save to save.
+    `reserved` blocks are for pieces that leave the device or a disk. These are written in order:
+    a writer would wait forever for a block if pieces that are written later held all of them.
     """
 
     def __init__(self, device: Device, most_bytes: int | None, host_limit: int | None) -> None:

@@ -69,7 +69,7 @@ class StepLoader:
         else:
             while len(self._ahead) < self._workers:
                 self._ahead.append(self._pool.submit(self._make, self._steps + len(self._ahead)))
-            step = self._ahead[0].result()
+            step = self._ahead[0].result()  # if interrupted, the next call waits for this step
             self._ahead.popleft()
         self._steps += 1
         return step

@@ -295,13 +295,13 @@ class Embedding:
         ids_U = table.local_ids(batch)
         gradients = table.own_rows(table.rows, batch)
         if table.tile.rests.local:
-            gradient = in_place(device, table.tile, host_grad.buffer)
+            tile_gradient = in_place(device, table.tile, host_grad.buffer)
 
             def put() -> None:
                 rows_UD = gradients.data.view(-1, table.width)
-                table.rows_of(gradient).index_copy_(0, ids_U.to(rows_UD.device), rows_UD)
+                table.rows_of(tile_gradient).index_copy_(0, ids_U.to(rows_UD.device), rows_UD)
 
-            device.run(COMPUTE, name, put, [table.rows], [gradient])
+            device.run(COMPUTE, name, put, [table.rows], [tile_gradient])
             host_grad.ready = device.record(COMPUTE)
             return
         plane = table.rows_of(host_grad.buffer)

@@ -21,12 +21,12 @@ _log = logging.getLogger(__name__)
 
 
 class ExpertLoads:
-    """The loads of the last steps, and the biases that steps move."""
+    """Measures the experts' loads after each step, and moves the routers' biases."""
 
     def __init__(self, device: Device, spec: ModelSpec, buffers: dict[str, Tensor]) -> None:
         """Args: `buffers`: by name, the model's buffers as saves and exports write them."""
         self._device, self._spec, self._buffers = device, spec, buffers
-        self._window: list[Tensor] = []
+        self._window: list[Tensor] = []  # loads `[L, E]` of fewer than WINDOW steps; 1: even
 
     def after_step(self, pass_loads: Sequence[Tensor]) -> dict[str, float]:
         """After a step, move the biases by its passes' loads `[L, E]`; return measures of loads."""

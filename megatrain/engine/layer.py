@@ -44,7 +44,7 @@ class Layer(StreamedModule):
 
     Attributes:
         policy: which tensors of the forward are saved for the backward, and where.
-        new_inputs: the inputs that no unit before this layer reads.
+        new_inputs: the previous unit's outputs that this or a later layer reads.
         live_out: the activations that later units still read.
         waiting: by micro-batch, the graph or attention results that wait for the backward.
     """
@@ -60,8 +60,8 @@ class Layer(StreamedModule):
         self.visit, self.policy, self.offload = visit, policy, offload
         self.inputs = spec.layers[visit].inputs
         self.outputs = spec.outputs[visit]
-        entering = spec.outputs[visit - 1] if visit else spec.prologue_outputs
-        self.new_inputs = [ref for ref in entering if ref in spec.read]
+        previous_outputs = spec.outputs[visit - 1] if visit else spec.prologue_outputs
+        self.new_inputs = [ref for ref in previous_outputs if ref in spec.read]
         self.live_out = spec.live_after[visit]
         self.waiting: dict[int, Any] = {}
 

@@ -112,9 +112,9 @@ def lengths_suffice(arguments: Mapping[str, Any]) -> bool:
 
 
 def attend_by_kernel(spec: ModelSpec, precision: Precision) -> None:
-    """Set our attention in a model for a GPU, if its layers have sinks, caps or windows.
+    """Let a model on a GPU attend by BY_SINKS or BY_WINDOWS, if layers have sinks, caps or windows.
 
-    torch's kernel computes in bf16: in fp32 only layers with caps change.
+    In fp32, which torch's flash kernel lacks, only layers with soft caps change.
     """
     model = spec.capture.model
     in_bf16 = precision != "fp32"

@@ -388,16 +388,17 @@ def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
 
 
 def with_media(micro: Micro, placeholders: Tensor) -> Comparison:
-    """The documents, and the same with half of the learnt tokens changed in every second one.
+    """The documents, and a copy with the learnt tokens at even positions changed.
 
+    Only those of every second document are changed, unless these have none.
     Args: `placeholders`: ids of tokens that stand for media: they are not changed.
     """
     ids_BT = micro["input_ids"]
     places_BT = micro["position_ids"]
     labels_BT = micro["labels"].masked_fill(document_starts(places_BT), IGNORED)
-    number_BT = document_starts(places_BT).flatten().cumsum(0).view_as(places_BT)
+    document_BT = document_starts(places_BT).flatten().cumsum(0).view_as(places_BT)  # from 1
     learnt_BT = (labels_BT != IGNORED) & ~torch.isin(ids_BT, placeholders)
-    second_BT = learnt_BT & (number_BT % 2 == 0)
+    second_BT = learnt_BT & (document_BT % 2 == 0)
     changed_BT = (second_BT if second_BT.any() else learnt_BT) & (places_BT % 2 == 0)
     pool = at_least_two(torch.unique(ids_BT[learnt_BT]))
     next_BT = (torch.searchsorted(pool, ids_BT) + 1) % len(pool)

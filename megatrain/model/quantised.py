@@ -243,7 +243,7 @@ def with_packed_weights(folder: Path, stored: Mapping[str, Stored]) -> dict[str,
 
 
 def _usual_name(name: str, stored: Mapping[str, Stored]) -> str:
-    """A tensor's name; that of float8's scales as usual, as DeepSeek V4 and others rename them."""
+    """The usual name of a tensor: DeepSeek V4 and others rename the scales of float8 weights."""
     module, _, last = name.rpartition(".")
     weight = stored.get(f"{module}.weight")
     is_scale = weight and weight.dtype.itemsize == 1 and last in ("scale", "qscale_weight")
@@ -562,7 +562,7 @@ def _weight(
 ) -> Packed:
     """A weight of stored `parts`: scales, codes (messages name their file), then any others."""
     _, codes, *_ = parts
-    num_bytes = prod(shape) * dtype.itemsize + sum(part.num_bytes for part in parts)  # at once
+    num_bytes = prod(shape) * dtype.itemsize + sum(part.num_bytes for part in parts)  # to unpack it
     return Packed(
         name, codes.file, dtype, shape, start=0, num_bytes=num_bytes,
         parts=parts, unpack=unpack, packing=packing, pack=pack,

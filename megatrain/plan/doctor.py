@@ -450,15 +450,15 @@ def _gpu_faults(facts: Facts, gpu: Gpu, rates: Rates) -> Iterator[tuple[str, str
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of `megatrain doctor`; `kept` is the file of the `machines`, one by precision."""
+    """The result of `megatrain doctor`, with the names of its JSON output."""
 
     facts: Facts
     measurements: list[Measurement]
-    machines: dict[str, Machine]
+    machines: dict[str, Machine]  # by precision
     findings: list[Diagnostic]
     seconds: float
-    kept: str | None
-    not_kept: str | None
+    kept: str | None  # the file in which `machines` are kept for plans
+    not_kept: str | None  # why they are not kept
 
 
 def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diagnosis:
@@ -477,7 +477,8 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
     except (MegatrainError, RuntimeError, OSError) as error:
         problem = f"the GPU cannot be used ({in_one_line(error, 200)})"
         remedy = "look at nvidia-smi for a process that holds it alone, and at the driver's state"
-        device, device_faults = open_device("cpu"), [Diagnostic(True, problem, remedy)]
+        device = open_device("cpu")
+        device_faults = [Diagnostic(wrong=True, what=problem, remedy=remedy)]
     facts = collect(device_name, folder)
     log.info("measuring the update on the host and the disk")
     measured = host_measurements(Path(facts.folder))
@@ -503,7 +504,7 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
         measured.append(attempt("context_bytes", label, "B", context_bytes))
     rates = {measurement.name: measurement.value for measurement in measured}
     machines: dict[str, Machine] = {}
-    kept: str | None = None
+    kept: str | None = None  # the file
     not_kept: str | None = "without a GPU there is nothing to keep"
     if has_gpu and facts.gpu is not None:
         memory = device.memory()["device_total_bytes"]

@@ -512,8 +512,7 @@ def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> lis
             if layout.trainable_numel and rests.tier(plane) is Tier.DISK
         )
         if layout.numel:
-            key = name, rests, tuple(planes.items()), written
-            groups.setdefault(key, []).append(index)
+            groups.setdefault((name, rests, tuple(planes.items()), written), []).append(index)
     tiles = []
     for (_, rests, planes, written), indices in groups.items():
         first, last, count = layouts[indices[0]], layouts[indices[-1]], len(indices)

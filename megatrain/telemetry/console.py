@@ -144,7 +144,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def end_passing() -> None:
-    """Erase the line of `passing`, before anything else is written to the terminal."""
+    """Erase the line that `passing` has shown, if any, before other text is written."""
     if _shown:
         _shown.clear()
         with suppress(OSError, ValueError, AttributeError):

@@ -252,8 +252,7 @@ def _pack_blocks(values: Tensor) -> Tensor:
 
 def _blocks_parts(shape: Sequence[int], _: Tensor, scales: Tensor, codes: Tensor) -> Any:
     grid = scales.view(torch.float32).view(-1, -(-shape[-2] // SIDE), shape[-1] // SIDE)
-    row_scales = grid.repeat_interleave(SIDE, 1)[:, : shape[-2]]
-    return codes, row_scales.reshape(-1, grid.shape[-1])
+    return codes, grid.repeat_interleave(SIDE, 1)[:, : shape[-2]].reshape(-1, grid.shape[-1])
 
 
 def _pack_mxfp4(values: Tensor) -> Tensor:

@@ -227,7 +227,7 @@ def train(
     The folder appears when the first step can start; docs/training.md describes its files. `name`
     is part of its name if `output.folder` is not set. With `resume` the run in `output.folder`, or
     the newest one of this name, goes on from its newest whole checkpoint, if there is one.
-    `signals`: the caller's, if it handles them already. `on_record`: as `run` takes it.
+    `signals`: the caller's, if it handles them already. `on_record`: called with each record.
 
     Raises InputError, or Stopped by a signal: nothing was written; DoesNotFit, RunFailed: the state
     of a run that had begun is saved.
@@ -243,7 +243,7 @@ def train(
         with signals.interruptible():
             check_trackers(config)
             job = _open(config, name, stack, ranks, resume=resume)
-        if isinstance(job, Path):
+        if isinstance(job, Path):  # the folder of a run that has ended
             ending = layout.ending(job)
             return Outcome(job, ending.done or 0, early=ending.early)
         try:

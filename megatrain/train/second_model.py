@@ -101,7 +101,7 @@ def prepare_replies(
 ) -> References | None:
     """Give data sets the padding token, and those of replies the loss and DPO's reference sums.
 
-    Raises InputError: a resumed run's answers are for other data or another model.
+    Raises InputError: a resumed run's reference sums are of other data or another model.
     """
     loss = config.loss.loss()
     for dataset in data.values() if config.loss.head else ():  # heads that score or label rows
@@ -127,7 +127,7 @@ def prepare_replies(
     else:
         recorded = References.read(start.run)
         for name, key in keys.items():
-            recorded_key = recorded.keys.get(name)
+            recorded_key = recorded.keys.get(name)  # compared without paths, as folders may move
             if recorded_key is None or _without_path(recorded_key) != _without_path(key):
                 raise InputError(
                     f"{start.run / REFERENCES}: the reference's log-probabilities are not of this "
