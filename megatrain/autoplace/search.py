@@ -507,11 +507,11 @@ class Search(Once):
         return spending
 
 
-def _best_spent(best: Forecast | None, spending: list[Spending], tried: int) -> Forecast | None:
-    """The fastest of `best` and `tried` promising ways; while there is no best, all are tried."""
+def _best_spent(best: Forecast | None, spending: list[Spending], count: int) -> Forecast | None:
+    """The fastest of `best` and the `count` likeliest ways; while none fits, more are tried."""
     pairs = [(way, source) for source in spending for way in source.all()]
     for number, (way, source) in enumerate(sorted(pairs, key=lambda pair: pair[0].likely)):
-        if best is None or (number < tried and way.promises(best)):
+        if best is None or (number < count and way.promises(best)):
             spent = source.spent(way)
             if spent is not None and (best is None or spent.seconds < best.seconds):
                 best = spent

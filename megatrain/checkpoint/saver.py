@@ -144,7 +144,7 @@ class Saving:
 
     def _publish(self, partial: Path, written: Sequence[Written]) -> None:
         """Write the manifest of all ranks' files, and rename the folder to its final name."""
-        records = dict(written[0][1])
+        records = dict(written[0][1])  # files beside the tiles, which the first rank has written
         for job in self._jobs:
             name = job.record.file
             pieces = files.joined_sums(job.tile.name, [sums[name] for sums, _ in written])

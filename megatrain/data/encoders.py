@@ -327,6 +327,7 @@ class Encoder:
         replies = ReplySpans(self._template, self._added_tokens, talk, where)
         if not talk.images:
             self._refuse_tokens(replies.text, where)
+        # `moved` tells where a place of `replies.text` is in `text`.
         text, media_end, moved = self._images.place(replies.text, talk.images, where)
         unchecked, offsets = placed_tokens(self._tokenizer, text, where)
         ids = token_ids(unchecked, self._vocab_size, where)
@@ -339,7 +340,7 @@ class Encoder:
         document = Document(ids, marked, images=talk.images, images_end=images_end)
         is_marked = self._template.is_marked(talk)
         if is_marked and talk.learnt == [m["role"] == "assistant" for m in talk.messages]:
-            return document
+            return document  # the template's own marks say all that is learnt
         for turn in np.flatnonzero(talk.learnt).tolist():
             begin, end = map(moved, replies.span(turn))
             first = first_token(text, offsets, ids, self._added_ids, begin)

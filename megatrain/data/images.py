@@ -403,7 +403,7 @@ class ImageProcessor:
     def _replacement(
         self, kind: str, size: tuple[int, ...], film: str = "", together: int = 1
     ) -> str:
-        """The text of all tokens that stand for a medium of this shape."""
+        """The text of all tokens that stand for a medium (`Medium.shape`)."""
         count = together if kind == "image" else 1
         blank = {kind: [[_blank(kind, size, film)] * count]}
         problem = f"the model's processor takes no {kind} of {' x '.join(map(str, size))}"

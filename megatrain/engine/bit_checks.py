@@ -79,7 +79,7 @@ def _updated_parts(tile: Tile) -> list[_Part]:
 
 
 def _zero_sums(numel: int, buffer: Buffer) -> Tensor:
-    """A checksum of zeros for a plane's first `numel` values, on the plane's device."""
+    """Two sums, still zero, for each block of a plane's first `numel` values, on its device."""
     device = "cpu" if isinstance(buffer, disk.DiskBuffer) else buffer.data.device
     count = -(-numel * buffer.data.itemsize // SUMMED_BYTES)
     return torch.zeros(count, 2, dtype=torch.int64, device=device)

@@ -52,8 +52,7 @@ class _Table(TableRows):
                 f"several ranks cannot share the rows of {entry.name!r}, which is not first in its "
                 "tile; put it into the optimizer's first group with weight decay"
             )
-        part_numel = stop_of_part[entry.offset] - entry.offset
-        self.rows_each = part_numel // ranks // self.width
+        self.rows_each = (stop_of_part[entry.offset] - entry.offset) // ranks // self.width
 
     def rows_of(self, plane: Buffer) -> Tensor:
         """The table's rows in this rank's part of a plane, `[rows, D]`."""

@@ -102,8 +102,8 @@ class Layer(StreamedModule):
                 self.offload.send(self.visit, (self.visit, index), leaving.memory, later_bytes)
                 leaving.memory = []  # the device's copies can be freed
         if offloads:
-            keys = [[(self.visit, index)] for index in range(len(batch.micro))]
-            self.offload.expect(*keys)
+            takes = [[(self.visit, index)] for index in range(len(batch.micro))]  # one key each
+            self.offload.expect(*takes)
         return out
 
     def forward(self, turn: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:

@@ -123,7 +123,8 @@ def continued(
         tokenizer: for `of_model.stop_strings`.
         media: the tensors of prompts with images, by number; then `batch_size` is 1.
     """
-    limit, ranks = _room(source, ids, sampling.max_new_tokens), source.ranks if apart else ALONE
+    limit = _longest_row(source, ids, sampling.max_new_tokens)
+    ranks = source.ranks if apart else ALONE
     new_tokens: dict[int, list[int]] = {}  # by row
     longest = max(map(len, ids), default=0) + sampling.max_new_tokens
     at_once, device = -(-min(batch_size, len(ids)) // ranks.size), source.device.torch_device
@@ -219,7 +220,7 @@ def stop_ids(source: Engine, tokenizer: PreTrainedTokenizerBase, *, chat: bool) 
     return {end for end in ends if end is not None}
 
 
-def _room(source: Engine, ids: Ids, count: int) -> int:
+def _longest_row(source: Engine, ids: Ids, new_tokens: int) -> int:
     """The longest possible row. Raises InputError: a prompt fills the model's context."""
     limit = most_tokens(source.config)
     if limit is None or not ids:
@@ -228,11 +229,9 @@ def _room(source: Engine, ids: Ids, count: int) -> int:
     problem = f"prompt {number}: {longest} tokens leave"
     if longest >= limit:
         raise InputError(f"{problem} no room in a context of {limit}; shorten it")
-    if longest + count > limit:
-        spare = limit - longest
-        log.warning(
-            "%s room for %d new ones in a context of %d, not %d", problem, spare, limit, count
-        )
+    if longest + new_tokens > limit:
+        message = "%s room for %d new ones in a context of %d, not %d"
+        log.warning(message, problem, limit - longest, limit, new_tokens)
     return limit
 
 

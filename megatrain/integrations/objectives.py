@@ -226,7 +226,7 @@ class Scores(_Pairs):
         rows = _numbered(step, labels)
         for micro, inputs in zip(rows, step, strict=True):
             if "margin" in inputs:
-                margins = inputs["margin"].repeat(2)[:, None]
+                margins = inputs["margin"].repeat(2)[:, None]  # chosen rows, then rejected ones
                 micro["margin"] = margins.expand(micro["labels"].shape).float()
         return rows
 

@@ -91,8 +91,8 @@ class StreamedTrainer(_Trainer):
         classes = {kind.__name__ for kind in type(self).__mro__}
         is_dpo, is_reward = "DPOTrainer" in classes, "RewardTrainer" in classes
         model = trainer_model.open_model(model, args, options, scores=is_reward)
-        attributes, text = {*vars(model)}, model.config.get_text_config()
-        pad = text.pad_token_id
+        own_attributes, text = {*vars(model)}, model.config.get_text_config()
+        pad_of_model = text.pad_token_id
         self._routers = {name: getattr(text, name) for name in _ROUTERS if hasattr(text, name)}
         reference, was_peft = options.pop("ref_model", None), is_peft_model(model)
         if is_dpo and args is None:
@@ -109,14 +109,15 @@ class StreamedTrainer(_Trainer):
         # Undo TRL's patches: a forward with the head's loss in chunks (the engine's own), tags of a
         # model card, gradient checkpointing, and a padding token that would change the model.
         inner = without_wrapper(trainers_model)
-        for name, patched in product(_PATCHES - attributes, (trainers_model, inner)):
+        for name, patched in product(_PATCHES - own_attributes, (trainers_model, inner)):
             vars(patched).pop(name, None)
         text = trainers_model.config.get_text_config()
         kind = objectives.Preferences if is_dpo else objectives.Objective
+        trl_pad = text.pad_token_id
         self._objective: objectives.Objective = (
-            objectives.Scores(self.args, text.pad_token_id, pad) if is_reward else kind(self.args)
+            objectives.Scores(self.args, trl_pad, pad_of_model) if is_reward else kind(self.args)
         )
-        text.pad_token_id = pad
+        text.pad_token_id = pad_of_model
         self._refuse()
         if getattr(self.args, "disable_dropout", False):
             trainer_model.without_dropout(trainers_model)

@@ -229,6 +229,6 @@ def _by_head(x_RCKGD: Tensor) -> Tensor:
 
 
 def _by_token(x_NCD: Tensor, like_RCKGD: Tensor) -> Tensor:
-    """`[R, C, K, G, D]` of `[R K, C G, D]`."""
-    rows, num, heads, groups, width = like_RCKGD.shape
-    return x_NCD.view(rows, heads, num, groups, width).transpose(1, 2)
+    """The inverse of `_by_head`: `[R, C, K, G, D]` from `[N = R K, C G, D]`."""
+    rows, queries, heads, groups, width = like_RCKGD.shape
+    return x_NCD.view(rows, heads, queries, groups, width).transpose(1, 2)

@@ -60,7 +60,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
                 f"and transformers {transformers.__version__} would mix both; rename the folder, "
                 "install a newer one, or open it in another process"
             )
-    with explained(f"cannot read the model configuration in {folder}", remedy):  # of many types
+    with explained(f"cannot read the model configuration in {folder}", remedy):
         return read_config(folder, trust_remote_code=trust_remote_code)
 
 

@@ -94,7 +94,7 @@ class Reached(Exception):
     """Raised with a result, by a recorder or after the trunk, to end a run; not an error."""
 
 
-def stop(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
+def stop_at_layers(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
     """A handler of `Capture.forward` that ends a run at its first layer, with True."""
     raise Reached(True)
 

@@ -30,7 +30,7 @@ from megatrain.model.capture import (
     Uses,
     identity,
     last_hidden,
-    stop,
+    stop_at_layers,
 )
 from megatrain.model.float8 import convert, frozen_operands, require_float8, use_frozen_linear
 from megatrain.model.layer_template import move_buffers
@@ -169,10 +169,10 @@ class ModelProgram:
             uses.touched.update(map(id, pytree.tree_leaves((args, kwargs))))
             return forward(*args, **kwargs)
 
-        with keeping as inner, replaced([(self.capture.runner, "forward")], run_layers):
-            recorder = Recorder(uses.touched, uses.read, inner)
+        with keeping as frozen_recorder, replaced([(self.capture.runner, "forward")], run_layers):
+            recorder = Recorder(uses.touched, uses.read, frozen_recorder)
             with replaced(self._encoder_calls, recorder.call):
-                self._run(stop, weights, batch, {**batch.inputs, **batch.media}, uses)
+                self._run(stop_at_layers, weights, batch, {**batch.inputs, **batch.media}, uses)
         self._require_apart(recorder.inside, {*self._outer} - {*self.spec.media})
         batch.encoded, features = recorder.finish()
         if recorder.changed:

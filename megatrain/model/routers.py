@@ -120,10 +120,10 @@ class Tap:
         return output
 
     def take(self, counted_N: Tensor | None) -> Tensor | None:
-        """`RouterLoss.sums` of the last forward; None: the router does not return its choices."""
+        """`RouterLoss.sums` of the last forward; None: it has made no choices that are known."""
         outputs, self._outputs = [x.flatten(0, -2) for x in self._outputs], []
         if not outputs or (len(outputs) < 2 and not self._loss.weight):
-            return None  # without outputs the router was not called: PEFT has called a copy
+            return None  # PEFT has called a copy of the router, or the router returns no choices
         return self._loss.sums(outputs[0], counted_N, *outputs[1:])
 
 

@@ -24,7 +24,7 @@ from megatrain.compat import torch as compat
 from megatrain.compat.torch import pytree
 from megatrain.compat.transformers import attention_of, configs
 from megatrain.errors import Unsupported
-from megatrain.model.capture import Capture, stop
+from megatrain.model.capture import Capture, stop_at_layers
 from megatrain.model.fingerprint import Reader, value_of
 from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.sizes import most_positions
@@ -262,14 +262,14 @@ def _run_to_the_layers(
     short = {"input_ids": PROBE_IDS.remainder(4 if weight == 0 else 3)}
     longest, tokens = most_positions(capture.model.config) or 0, PROBE_SHAPE[1]
     with torch.no_grad():
-        reached = capture.forward(stop, weights, capture.inputs(short)) is True
+        reached = capture.forward(stop_at_layers, weights, capture.inputs(short)) is True
         if has_later := longest > tokens and capture.takes("position_ids"):
             last = {"position_ids": torch.arange(longest - tokens, longest).expand(PROBE_SHAPE)}
             with suppress(Exception):  # not every model takes positions that begin anywhere
-                capture.forward(stop, weights, capture.inputs(short | last))
+                capture.forward(stop_at_layers, weights, capture.inputs(short | last))
         changes = watch.changes()
         if changes and has_later:
-            capture.forward(stop, weights, capture.inputs(short))
+            capture.forward(stop_at_layers, weights, capture.inputs(short))
             changes = watch.changes()
     return reached, changes
 

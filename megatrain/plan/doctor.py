@@ -233,8 +233,7 @@ def host_measurements(folder: Path) -> list[Measurement]:
     """The rates of the optimizer's update, in a tenth of the free memory, and of a disk."""
     threads = host.update_threads()
     label = f"AdamW on the host, {threads} thread{'s' if threads > 1 else ''}"
-    num_bytes = min(4 * GIB, host.host_available_bytes() // 10)
-    update = partial(update_gparams, threads, num_bytes)
+    update = partial(update_gparams, threads, min(4 * GIB, host.host_available_bytes() // 10))
     return [attempt("update_gparams", label, "Gparam/s", update), *disk_measurements(folder)]
 
 

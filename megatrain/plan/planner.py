@@ -479,8 +479,7 @@ def several_gpus(
     An unknown link between GPUs (`link_gbps` None) counts as half of a GPU's bus. `device_bytes`
     are of one GPU, `host_bytes` of all processes.
     """
-    machine_of_rank = machine.shared(gpus, machine.link_gbps)
-    forecast = plans.fitting(machine_of_rank, workload.shared(gpus))
+    forecast = plans.fitting(machine.shared(gpus, machine.link_gbps), workload.shared(gpus))
     if forecast is None:
         return None
     return {

@@ -321,8 +321,7 @@ def _run(job: Job, signals: Signals, on_record: Listener | None) -> Outcome:
     done = job.resumed.step if job.resumed else 0
     log.info("%s %s", f"going on after step {done} in" if done else "writing to", folder)
     with closing(Trackers(job.config, folder, done)) as trackers:
-        listeners = [trackers.log, *([on_record] if on_record else [])]
-        run = _Run(job, signals, listeners, done)
+        run = _Run(job, signals, [trackers.log, *([on_record] if on_record else [])], done)
         best = None
         try:
             run.take_steps()

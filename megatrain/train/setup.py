@@ -353,6 +353,7 @@ def _saved_engine(config: Config, start: Start, common: dict[str, Any], stack: E
     placement = config.engine.placement_value()
     workload = Workload.of_run(config)
     saved_rows = start.state.data.get("rows_per_micro_batch")
+    # A run that leaves the micro-batches to MegaTrain goes on with those of the checkpoint.
     if workload.micro_batch is None and isinstance(saved_rows, int) and saved_rows > 0:
         workload = replace(workload, micro_batch=saved_rows * config.loss.lines)
     saved_section = start.state.config.get("engine")
