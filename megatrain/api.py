@@ -90,7 +90,7 @@ class Engine(PlacedEngine):
 
     Raises:
         InputError: the model, or an argument, cannot be used.
-        DoesNotFit: not enough host, device or disk memory; the message has what would do.
+        DoesNotFit: not enough host, device or disk memory; the message says what would fit.
 
     Attributes:
         config: the model's transformers configuration.

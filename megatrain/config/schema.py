@@ -280,7 +280,7 @@ class Config(Section):
 
     def _loss_problems(self) -> Iterator[str]:
         data, name, kind = self.data, f"loss.name {self.loss.name}", self.loss.kind
-        shared = "engine.sequence_parallel" if self.engine.sequence_parallel > 1 else None
+        shares_rows = self.engine.sequence_parallel > 1
         if kind not in (None, "prompts") and data.kind != "auto":
             yield f"{name} cannot have data.kind; leave it out"
         if kind is not None and data.weights:
@@ -291,10 +291,10 @@ class Config(Section):
         if kind == "anchors" and self.training.batch_size == 1 and not self.loss.negatives:
             remedy = "raise training.batch_size"
             yield f"{name} cannot have one row a step without loss.negatives: {remedy}"
-        if shared and data.packing:
-            yield f"{shared} cannot have data.packing (set it to false) yet"
-        if shared and (kind is not None or self.loss.name == "distill"):
-            yield f"{shared} cannot have {name} yet"
+        if shares_rows and data.packing:
+            yield "engine.sequence_parallel cannot have data.packing (set it to false) yet"
+        if shares_rows and (kind is not None or self.loss.name == "distill"):
+            yield f"engine.sequence_parallel cannot have {name} yet"
 
     def _rollout_problems(self) -> Iterator[str]:
         loss, rollout, length = self.loss, self.rollout, self.data.sequence_length

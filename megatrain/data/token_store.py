@@ -92,9 +92,9 @@ class TokenStore:
         size = _TOKEN.itemsize
         first = int(self._record(document)["begin"])
         raw = self._tokens.read((first + begin) * size, (end - begin) * size)
-        tokens = np.frombuffer(raw, _TOKEN).astype(np.int64)
-        only_read = tokens < 0
-        return Tokens(np.where(only_read, ~tokens, tokens), np.where(only_read, -100, tokens))
+        stored = np.frombuffer(raw, _TOKEN).astype(np.int64)
+        only_read = stored < 0  # tokens without a label are stored as `~token`
+        return Tokens(np.where(only_read, ~stored, stored), np.where(only_read, -100, stored))
 
     def length(self, document: int) -> int:
         record = self._record(document)

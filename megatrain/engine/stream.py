@@ -174,7 +174,7 @@ class Stream:
         left_out: Sequence[Entry] = (),
         rows: Mapping[str, Sequence[int]] | None = None,
     ) -> Buffer:
-        """The weights in the compute type, unpacked as by `TileLayout.unpack` if they need it."""
+        """The weights in the compute dtype; `left_out`, and what `rows` leave out, stay packed."""
         layout = tile.layout.local
         if not layout.needs_unpacking:
             return weights

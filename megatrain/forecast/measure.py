@@ -134,8 +134,7 @@ class _AllTiles(torch.autograd.Function):
         out_BTE = x_BTD.new_empty((*x_BTD.shape[:-1], out.sizes[-1]), dtype=out.dtype)
         copied = Work(touched_bytes=2 * out.num_bytes, kernels=1)
         # A tile's result is alive until the next tile has computed its own.
-        peak = work.forward.peak_bytes + out.num_bytes
-        _count(added(work.forward, copied), count, peak)
+        _count(added(work.forward, copied), count, work.forward.peak_bytes + out.num_bytes)
         return out_BTE
 
     @staticmethod

@@ -105,6 +105,7 @@ def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) 
     while done < len(bytes_uint8):
         block, first = divmod(at + done, SUMMED_BYTES)
         unread = len(bytes_uint8) - done
+        # Next comes a part of one block, or all the whole blocks that are left.
         count = 1 if first or unread < SUMMED_BYTES else unread // SUMMED_BYTES
         part = bytes_uint8[done : done + count * SUMMED_BYTES - first]
         done += len(part)

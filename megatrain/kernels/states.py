@@ -84,7 +84,7 @@ def adamw_scalars(moments: torch.dtype, step: int, group: Mapping[str, Any]) -> 
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     root_correction2 = math.sqrt(1 - beta2**step)
     step_size, eps = lr / (1 - beta1**step), group["eps"]
-    if moments != torch.float32:  # as the docstring of Scalars says
+    if moments != torch.float32:  # the same update without a division by `root_correction2`
         step_size, eps = step_size * root_correction2, eps * root_correction2
         root_correction2 = 1.0
     return Scalars(

@@ -147,8 +147,8 @@ class Uses:
     derived: dict[int, Tensor] = field(default_factory=dict)
     reads_values: bool = False
 
-    def note(self, func: Any, arguments: Iterable[Any], result: Any, *, of_rows: bool) -> None:
-        """Note an operation; `of_rows`: it looks up rows."""
+    def note(self, func: Any, arguments: Iterable[Any], result: Any, *, is_lookup: bool) -> None:
+        """Note an operation; `is_lookup`: it copies rows of a table and computes nothing."""
         ids = {
             id(leaf)
             for x in arguments
@@ -156,7 +156,7 @@ class Uses:
         }
         self.touched |= ids
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        if tensors and not of_rows:
+        if tensors and not is_lookup:
             self.read |= ids
         if not ids.isdisjoint(self.derived):
             self.derived.update((id(tensor), tensor) for tensor in tensors)
@@ -187,8 +187,8 @@ class Lookups(TorchFunctionMode):
         else:
             result = func(*args, **kwargs)
         if self.uses is not None:
-            of_rows = func is F.embedding or row is not None
-            self.uses.note(func, (*args, *kwargs.values()), result, of_rows=of_rows)
+            is_lookup = func is F.embedding or row is not None
+            self.uses.note(func, (*args, *kwargs.values()), result, is_lookup=is_lookup)
         return result
 
     def _embedding(
@@ -206,7 +206,7 @@ class Lookups(TorchFunctionMode):
         padding = None if padding_idx is None else self.rows.position(int(padding_idx))
         result = F.embedding(self.rows.positions(ids), self.rows.tables[name], padding)
         if self.uses is not None:
-            self.uses.note(F.embedding, [self.rows.tables[name]], result, of_rows=True)
+            self.uses.note(F.embedding, [self.rows.tables[name]], result, is_lookup=True)
         return result
 
     def _row(self, weight: Tensor, row: int, index: Any) -> Tensor:

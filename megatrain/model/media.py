@@ -65,9 +65,9 @@ class Encoded:
                 stop = start + prod(leaf.shape)
                 leaves[index] = features_N[start:stop].view(leaf.shape).to(leaf.dtype)
                 start = stop
-        result, extra = pytree.tree_unflatten(leaves, self.spec)
-        if extra:
-            vars(result).update(extra)
+        result, attributes = pytree.tree_unflatten(leaves, self.spec)
+        if attributes:  # those that are no items of the result (`_extra_attributes`)
+            vars(result).update(attributes)
         return result
 
 

@@ -512,9 +512,9 @@ def _fits(shape: Sequence[int], scales: Stored, block: Block) -> bool:
 def _scaled(
     block: Block, dtype: torch.dtype, scales: Tensor, codes: Tensor, *zeros: Tensor
 ) -> Tensor:
-    """The values of codes `[..., O, I]` that share scales in blocks, computed in fp32."""
+    """The values, computed in fp32, of codes `[..., O, I]`; blocks share scales (and `zeros`)."""
     rows, columns = codes.shape[-2:]
-    block_rows, block_columns = block[0] or rows, block[1] or columns
+    block_rows, block_columns = block[0] or rows, block[1] or columns  # 0: all
     grid = _scales_shape((rows, columns), block)
 
     def spread(of_blocks: Tensor) -> Tensor:

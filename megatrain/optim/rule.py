@@ -75,7 +75,7 @@ class Plane:
         if last is None:
             return 0
         stop = align(last.offset + last.stored, ALIGNMENT)
-        if layout.ranks > 1 and self.only is None:  # whole parts: all ranks have blocks of each
+        if layout.ranks > 1 and self.only is None:  # up to a part's end: each rank has a block
             stop = min((end for _, end in layout.parts if end >= stop), default=0)
         return stop // self.group_size
 

@@ -69,7 +69,7 @@ class Planner:
             return self._placed(machine, workload)
         with suppress(DoesNotFit):
             best = fastest(self._forecasts, machine, workload.computed, thorough=thorough)
-            return replace(best, machine=machine) if machine.one_memory else best
+            return replace(best, machine=machine) if machine.one_memory else best  # undivided
         return None
 
     def least(self, machine: Machine, workload: Workload) -> Forecast:

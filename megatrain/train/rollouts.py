@@ -365,10 +365,10 @@ class Rollouts:
             learnt &= reply.ended or not self._loss.mask_truncated_completions
             rows.append(Tokens(ids, np.where(learnt, ids, IGNORED)))
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row].ids))
-        one_segment = [[rows[row]] for row in order]
+        sorted_rows = [[rows[row]] for row in order]  # a row is a list of segments, here of one
         size = self.loader.rows_per_micro_batch * self._loss.lines
         starts = range(0, len(order), size)
-        micros = [self._layout.batch(one_segment[start : start + size]) for start in starts]
+        micros = [self._layout.batch(sorted_rows[start : start + size]) for start in starts]
         has_labels = any((micro["labels"] != IGNORED).any() for micro in micros)
 
         def logps(engine: Engine) -> list[Tensor]:
