@@ -44,9 +44,9 @@ def whole_model(
 ) -> Iterator[PreTrainedModel]:
     """Yield the model, ready to be called in its current mode (train or eval).
 
-    With one rank, all weights are copied to the device once if that leaves `spare` bytes. Several
-    ranks must call the model equally often, with ids of one shape. All get the logits of rank 0,
-    unless each passes its own ids (`apart`).
+    With one rank, all weights are copied to the device once if that leaves `spare` bytes (None:
+    they are not). Several ranks must call the model equally often, with ids of one shape. All get
+    the logits of rank 0, unless each passes its own ids (`apart`).
     """
     device, ranks, spec = opened.device, opened.ranks, opened.model.spec
     with ExitStack() as stack:

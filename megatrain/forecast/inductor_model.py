@@ -236,7 +236,7 @@ class Compiled:
     """Forward and backward of a traced layer, compiled."""
 
     def __init__(self, trace: Trace) -> None:
-        self._t = trace
+        self._trace = trace
         self._forward, self._backward = trace.ops[: trace.split], trace.ops[trace.split :]
         self._producer = {n: op for op in trace.ops for n in op.writes}
         self._forward_index = {n: i for i, op in enumerate(self._forward) for n in op.writes}
@@ -258,8 +258,8 @@ class Compiled:
 
     def forward(self, saved: Set[int] = frozenset()) -> Work:
         """A forward that keeps storages for its backward, beside inputs."""
-        work = self._phase(self._forward, set(), self._t.results.union(saved))
-        return work._replace(kept_bytes=self._size(saved - self._t.results))
+        work = self._phase(self._forward, set(), self._trace.results.union(saved))
+        return work._replace(kept_bytes=self._size(saved - self._trace.results))
 
     def backward(self, share: float | None = None) -> Work:
         """The backward; the kept graph counts in its peak.
@@ -273,7 +273,7 @@ class Compiled:
         ops = self._with_recomputed(saved)
         if share != 0:
             ops = [op._replace(scratch_bytes=op.scratch_bytes + op.product_bytes) for op in ops]
-        work = self._phase(ops, saved, self._t.gradients)
+        work = self._phase(ops, saved, self._trace.gradients)
         by_library = sum(op.work.touched_bytes for op in ops if op.extern)
         fused = _BACKWARD_TOUCHES * (work.touched_bytes - by_library)
         return work._replace(touched_bytes=int(fused) + by_library)
@@ -323,7 +323,7 @@ class Compiled:
         return set(max(best.values(), key=lambda pair: pair[0])[1])
 
     def _size(self, storages: Iterable[int]) -> int:
-        return sum(self._t.sizes[n] for n in storages)
+        return sum(self._trace.sizes[n] for n in storages)
 
     def _least_cut(self, wanted: set[int], available: set[int], *, light: bool = False) -> set[int]:
         """The storages of fewest bytes from which elementwise work computes the `wanted` ones.
@@ -341,7 +341,7 @@ class Compiled:
             n = pending.pop()
             if graph.has_edge((n, "made"), (n, "held")):
                 continue
-            graph.add_edge((n, "made"), (n, "held"), capacity=self._t.sizes[n])
+            graph.add_edge((n, "made"), (n, "held"), capacity=self._trace.sizes[n])
             op = self._producer.get(n)
             if op is None or not self._is_recomputed(op, light) or self._small(n, op):
                 graph.add_edge("forward", (n, "made"))
@@ -360,15 +360,15 @@ class Compiled:
 
     def _small(self, storage: int, op: Op) -> bool:
         """True if a storage is much smaller than the largest that its operation reads."""
-        largest = max((self._t.sizes[n] for n in op.reads), default=0)
-        return self._t.sizes[storage] * _SMALL <= largest
+        largest = max((self._trace.sizes[n] for n in op.reads), default=0)
+        return self._trace.sizes[storage] * _SMALL <= largest
 
     def _phase(self, ops: list[Op], before: set[int], ends: set[int]) -> Work:
         """The work and peak of fused operations, as by Inductor.
 
         Args: `before`, `ends`: the storages alive when the operations begin, and when they end.
         """
-        inputs, sizes = self._t.inputs, self._t.sizes
+        inputs, sizes = self._trace.inputs, self._trace.sizes
         # A storage is real if it exists in memory; results of other operations are fused away.
         by_library = {n for op in ops if op.extern for n in (*op.reads, *op.writes)}
         by_library |= {n for op in ops if op.product_bytes or not op.recomputed for n in op.writes}
@@ -424,9 +424,9 @@ class Compiled:
         for i, op in enumerate(ops):
             if op.extern or not op.writes:
                 continue
-            size = max(self._t.sizes[n] for n in op.writes)
+            size = max(self._trace.sizes[n] for n in op.writes)
             for n in (*sources[i], *op.writes):
-                if self._t.sizes[n] == size:
+                if self._trace.sizes[n] == size:
                     earlier = last_writer.get((n, size), i)
                     into, merged = sorted((kernel_of[earlier], kernel_of[i]))
                     if into != merged and not _waits_by_a_third(waits, {into, merged}):
@@ -447,7 +447,7 @@ class Compiled:
             op = pending.pop()
             if op.gathers:
                 rows, table = op.writes[0], {s for n in op.reads for s in self._sources(n, real)}
-                again_bytes[rows] = max(0, self._t.sizes[rows] - self._size(table))
+                again_bytes[rows] = max(0, self._trace.sizes[rows] - self._size(table))
             pending += [
                 self._producer[n] for n in op.reads if n in self._producer and n not in real
             ]

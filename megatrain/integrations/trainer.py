@@ -148,8 +148,8 @@ class StreamedTrainer(_Trainer):
                 self._check_rows(self._objective.reference.vocab_size)
             common |= self._planned_steps() | self.engine_options
             weight = getattr(self, "router_aux_loss_coef", 0.0)
-            if self._is_trl and (weight or len(self._routers) == len(_ROUTERS)):
-                # TRL's trainers have their own setting for the routers' loss.
+            if self._is_trl and (weight or self._routers.keys() == {*_ROUTERS}):
+                # TRL's own setting, also 0, decides for a model that has both of `_ROUTERS`.
                 set_router_losses(without_wrapper(model), {"router_aux_loss_coef": weight})
             engine = Engine(
                 model,

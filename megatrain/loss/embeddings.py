@@ -48,7 +48,7 @@ class Contrastive(Embedding, JointLoss):
         pair: the number of the row's anchor in the step; its texts may be in any micro-batches.
         text: 0 in the anchor, 1 in its positive, 2 and more in its hard negatives.
 
-    Runs make rows of their data by `pooling` and `negatives` (hard negatives of each anchor).
+    `pooling` and `negatives` (hard ones of each anchor) decide how a run makes rows of its data.
 
     Raises InputError: `scale` is not above 0, `negatives` below 0, or `pooling` unknown.
     """

@@ -58,7 +58,7 @@ class ModelSpec(Structure):
         outputs: of each layer, the activations that a later layer or the epilogue reads.
         trunk: the trunk's output without its hidden states.
         packed: formats of frozen parameters that are not in bf16, by name.
-        routed: activations with the sums of each layer's routers, if all have one shape.
+        routed: of each layer with routers the last activation, their sums, if all have one shape.
     """
 
     capture: Capture

@@ -111,7 +111,7 @@ class _Tiles(torch.autograd.Function):
     ) -> Tensor:
         ctx.run, ctx.tokens, ctx.names = run, tokens, names
         ctx.save_for_backward(x_BTD, *values)
-        # To a compiled function, detached tiles of all layers look the same.
+        # Detached tensors of all layers pass the guards of one compiled function.
         bound = {name: value.detach() for name, value in zip(names, values, strict=True)}
         x_ND = x_BTD.detach().reshape(-1, x_BTD.shape[-1])
         out_NE: Tensor | None = None

@@ -216,7 +216,7 @@ class Watch:
 
 
 def settle(capture: Capture, shapes: Mapping[str, torch.Size]) -> bool:
-    """Run a model until it has set all that it sets in its first forwards, such as frequencies.
+    """Run a model until its modules have all that first forwards set, such as frequencies.
 
     Returns True if its forward calls the layers of the stack.
 
@@ -226,7 +226,7 @@ def settle(capture: Capture, shapes: Mapping[str, torch.Size]) -> bool:
     outer = [module for module in capture.model.modules() if id(module) not in in_stack]
     watch = Watch(capture.model, "", capture.layers)
     states = [(vars(m).copy(), compat.buffers_of(m).copy()) for m in outer]
-    reached, changes = _run_to_the_layers(capture, shapes, 0.0, watch)
+    reached, changes = _run_to_the_layers(capture, shapes, weight=0.0, watch=watch)
     if not changes:
         return reached
     first_values = [_value(change) for change in changes]
@@ -237,7 +237,7 @@ def settle(capture: Capture, shapes: Mapping[str, torch.Size]) -> bool:
         compat.buffers_of(module).update(buffers)
     initial_values = [_value(change) for change in changes]
     # With other weights and tokens the model must set the same values again.
-    _run_to_the_layers(capture, shapes, torch.nan, watch)
+    _run_to_the_layers(capture, shapes, weight=torch.nan, watch=watch)
     for change, initial, first in zip(changes, initial_values, first_values, strict=True):
         may_be_set = initial is None or change.name in compat.buffers_of(change.module)
         if not may_be_set or first is None or _value(change) != first:

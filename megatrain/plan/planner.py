@@ -156,13 +156,13 @@ class Remedy:
         present, needed = self.machine, self.forecast.machine
         if present.one_memory and needed.name == present.name:
             if needed.both_bytes > present.both_bytes:
-                yield f"take a machine with {_sold_gib(needed)} GiB of memory", {}
+                yield f"take a machine with {_gib_to_buy(needed)} GiB of memory", {}
             return
         device, host = size(needed.device_memory_bytes), size(needed.host_memory_bytes)
         let_it_use = "let it use "  # said once
         if needed.name != present.name:
             gpu = needed.name.partition(",")[0]
-            yield f"take a larger GPU, {gpu} ({_sold_bytes(needed) / GIB:.0f} GiB)", {}
+            yield f"take a larger GPU, {gpu} ({_most_bytes_sold(needed) / GIB:.0f} GiB)", {}
         elif needed.device_memory_bytes != present.device_memory_bytes:
             yield f"{let_it_use}{device} of device memory", {"engine.device_memory": device}
             let_it_use = ""
@@ -210,9 +210,9 @@ def _fitting(
     yield from _changed(plans, machine, asked, insufficient)
     device, host = _limits_for(machine, least.machine)
     if machine.one_memory:
-        if _sold_gib(least.machine) * GIB <= _sold_bytes(machine):
+        if _gib_to_buy(least.machine) * GIB <= _most_bytes_sold(machine):
             yield asked, least
-    elif device <= max(machine.device_memory_bytes, _sold_bytes(machine)):  # this GPU has it
+    elif device <= max(machine.device_memory_bytes, _most_bytes_sold(machine)):
         larger = replace(machine, device_memory_bytes=device, host_memory_bytes=host)
         yield asked, replace(least, machine=larger)
     yield from _on_a_larger_gpu(plans, machine, asked, least)
@@ -268,7 +268,7 @@ def _limits_for(machine: Machine, needed: Machine) -> tuple[int, int]:
     )
 
 
-def _sold_gib(machine: Machine) -> int:
+def _gib_to_buy(machine: Machine) -> int:
     """GiB with which a machine of one memory is sold that leaves `machine.both_bytes` to work."""
     gpu = _known_gpu(machine)
     return math.ceil(machine.both_bytes / GIB / (1 if gpu is None else gpu.shared))
@@ -280,7 +280,7 @@ def _known_gpu(machine: Machine) -> KnownGpu | None:
     return next((gpu for gpu in known_gpus() if gpu.name == name), by_driver_name(name))
 
 
-def _sold_bytes(machine: Machine) -> float:
+def _most_bytes_sold(machine: Machine) -> float:
     """The most bytes with which this GPU is sold; infinite if the GPU is unknown."""
     gpu = _known_gpu(machine)
     return math.inf if gpu is None else gpu.memory_gib * GIB

@@ -278,7 +278,7 @@ def read_left_out(
     origin = Origin(reference.path, reference.revision, reference.fingerprint.partition(":")[0])
     types: dict[str, torch.dtype] = {}
 
-    def pass_on(base_name: str, values: Tensor) -> None:
+    def sum_and_write(base_name: str, values: Tensor) -> None:
         if (name := names.get(base_name)) is not None:
             origin.add(name, values)
             if as_computed:
@@ -289,13 +289,13 @@ def read_left_out(
         base_masters = masters(base)
         with ThreadPoolExecutor(update_threads(), thread_name_prefix="read-base") as pool:
             present = names.keys() & base_masters.keys()
-            list(pool.map(lambda name: pass_on(name, base_masters[name]()), present))
+            list(pool.map(lambda name: sum_and_write(name, base_masters[name]()), present))
     else:
         formats = _formats(reference, names)
         inner, threads = plain(model), update_threads()
         with _another_base(checkpoint, reference):
             types = weights.WeightPlan(base, inner).types if as_computed else {}
-            weights.read_weights(base, inner, pass_on, threads=threads, packed=formats)
+            weights.read_weights(base, inner, sum_and_write, threads=threads, packed=formats)
     _check_base(checkpoint, reference, origin.fingerprint(names.values()), reference.fingerprint)
     return {*names.values()} - origin.sums.keys()
 
