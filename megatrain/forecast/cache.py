@@ -150,7 +150,8 @@ class ForecastCache(Once):
 
     def measured(self, workload: Workload, placement: Placement | None = None) -> Profile:
         """The works of the model's parts; `placement`: with its chunks and owners of experts."""
-        shape = workload.precision, workload.sequence_length, workload.compile, workload.media
+        names = "precision", "sequence_length", "sequence_ranks", "compile", "media"
+        shape = [getattr(workload, name) for name in names]
         chunk_tokens = None if placement is None else placement.chunk_tokens
         owners = workload.ranks if placement is not None and placement.own_experts else 1
         workload = replace(workload, compile=workload.compile and owners == 1)

@@ -44,12 +44,13 @@ from megatrain.forecast.op_counter import (
 )
 from megatrain.forecast.workload import Workload
 from megatrain.loss import Loss, Sloped
-from megatrain.model.attention import BY_IMAGES, attention_within_images
+from megatrain.model.attention import BY_IMAGES, attending, attention_within_images
 from megatrain.model.capture import Call, Ref, Rows, last_hidden
 from megatrain.model.media import FrozenParts, as_computed
 from megatrain.model.micro_batch import Activations, Batch, MicroBatch
 from megatrain.model.owned_experts import ExpertOwners
 from megatrain.model.program import ModelProgram
+from megatrain.model.sequence_share import foretold_attention
 from megatrain.model.spec import ModelSpec
 from megatrain.model.token_chunks import ChunkedOverTokens, acts_on_tokens_alone, parts
 from megatrain.optim import AdamW, tile_planes
@@ -280,6 +281,8 @@ class Measurer:
         units = nn.ModuleList([spec.capture.model, *(kind.module for kind in self.program.kinds)])
         buffers = [*filter(None, map(compat.buffers_of, units.modules()))]
         self._fakes = partial(fakes, buffers=buffers)
+        size = workload.sequence_ranks
+        self._shared_attention = foretold_attention(size) if size > 1 else None
         self._num_owners = owners
         self._owners = ExpertOwners(Ranks(0, owners)) if owners > 1 else None
 
@@ -358,13 +361,14 @@ class Measurer:
     @contextmanager
     def _ready_to_run(self, visit: int) -> Iterator[None]:
         """Within this context a layer can run without data; its experts have their owners."""
-        failures_named = foreseeing(self.spec.layers[visit].name)
-        modules = self.spec.layers[visit].kind.module.modules()
-        experts = [part for part in modules if hf.takes_grouped_products(part)]
+        foreseen = foreseeing(self.spec.layers[visit].name)
+        module = self.spec.layers[visit].kind.module
+        experts = [part for part in module.modules() if hf.takes_grouped_products(part)]
         for part in experts:
             vars(part)["owners"] = self._owners
+        attention = attending([module], self._shared_attention)
         try:
-            with failures_named, self._fakes(), torch.enable_grad(), self.program.eager():
+            with foreseen, self._fakes(), torch.enable_grad(), self.program.eager(), attention:
                 yield
         finally:
             for part in experts:

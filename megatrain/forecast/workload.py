@@ -173,10 +173,7 @@ class Workload:
         return self.ranks * self.hosts
 
     def shared(self, ranks: int, hosts: int = 1) -> "Workload":
-        """One rank's part of the workload, where `ranks` on each of `hosts` take a step together.
-
-        For ranks that share rows, exchanges and attention over the whole row are not counted.
-        """
+        """One rank's part of a workload that `ranks` on each of `hosts` compute together."""
         all_ranks = ranks * hosts
         rows = -(-self.rows * self.sequence_ranks // all_ranks)
         length = -(-self.sequence_length // self.sequence_ranks)
@@ -189,7 +186,6 @@ class Workload:
             tokens_per_step=rows * length,
             micro_batch=self.micro_batch and min(self.micro_batch, rows),
             sequence_length=length,
-            sequence_ranks=1,
             may_own=is_one_host_of_whole_rows and not self.rule.needs_matrices,
             ranks=ranks,
             hosts=hosts,

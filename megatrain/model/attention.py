@@ -17,7 +17,8 @@ Legend: B rows, T tokens of a row, H heads, D width of a head.
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from threading import local
 from typing import Any
@@ -75,15 +76,31 @@ def chosen_attention(name: str | None) -> str | None:
 
 def attend(modules: list[nn.Module], name: str) -> None:
     """Set attention in the configurations of modules: an implementation of ours, or BY_MASKS."""
-    parts = [m for root in modules for m in root.modules()]
-    with_sinks = any(map(has_sinks, parts))
-    configs = (getattr(m, "config", None) for m in parts)
-    for config in {id(c): c for c in configs if isinstance(c, PreTrainedConfig)}.values():
+    with_sinks = any(has_sinks(m) for root in modules for m in root.modules())
+    for config in _configs(modules):
         current = hf.attention_of(config)
         if current != BY_IMAGES and chosen_attention(current) == BY_MASKS:
             hf.set_attention(config, name)
         elif with_sinks and current in ("eager", BY_EAGER):
             hf.set_attention(config, BY_EAGER if name == BY_LENGTHS else "eager")
+
+
+def _configs(modules: list[nn.Module]) -> list[PreTrainedConfig]:
+    configs = (getattr(m, "config", None) for root in modules for m in root.modules())
+    return list({id(c): c for c in configs if isinstance(c, PreTrainedConfig)}.values())
+
+
+@contextmanager
+def attending(modules: list[nn.Module], name: str | None) -> Iterator[None]:
+    """Within this context modules attend by the implementation `name`; None: as they do."""
+    before = [(config, hf.attention_of(config)) for config in _configs(modules)]
+    try:
+        if name is not None:
+            attend(modules, name)
+        yield
+    finally:
+        for config, attention in before:
+            hf.set_attention(config, attention)
 
 
 def attend_by_images(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ Legend: B rows, N ranks, T tokens of a row, S of one rank's share (T = N x S), H
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -276,7 +277,13 @@ def _gathered(ranks: int, size: int, *shares: Tensor) -> list[Tensor]:
     return [x.permute(1, 3, 0, 2, 4).flatten(2, 3) for x in heads]
 
 
-def attention_of(size: int, ranks: ProcessGroups | None = None) -> str:
+@cache
+def foretold_attention(size: int) -> str:
+    """The implementation of `attention_of` on tensors without data, for forecasts."""
+    return attention_of(size, Ranks(0, size))
+
+
+def attention_of(size: int, ranks: Ranks | None = None) -> str:
     """Register an implementation of attention for `size` ranks that share rows; return its name.
 
     Args: `ranks`: None: in a trial by one process, a micro-batch's rows are the shares of one row.

@@ -141,3 +141,24 @@ def test_ranks_that_own_experts_keep_and_exchange_what_is_foretold(tmp_path):
     exchanging = found.bounds[COMPUTE] - quick.bounds[COMPUTE]
     rows = sum(exchanged for *_, exchanged in ranks)
     assert exchanging * SLOW * 1e9 == pytest.approx(rows / 2 / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_ranks_that_share_rows_attend_over_whole_rows_and_exchange_heads(compiled):
+    """Each rank has all tokens for a part of the heads, which it exchanges in both directions."""
+    tokens, size = 64, 2
+    model, config = spec(llama()), llama().config
+    whole = Workload(tokens, tokens, 1, compile=compiled, sequence_ranks=size)
+    alone, shared = (
+        ForecastCache(model).measured(replace(whole.shared(size), sequence_ranks=ranks)).layer(0, 1)
+        for ranks in (1, size)
+    )
+    assert shared.forward.attention_flops == size * alone.forward.attention_flops > 0
+    backward = "attention_backward_flops"
+    assert getattr(shared.backward, backward) == size * getattr(alone.backward, backward) > 0
+    heads = 2 * (config.num_attention_heads + config.num_key_value_heads)  # with results, values
+    exchanged = 2 * heads * config.head_dim * tokens // size  # bytes of bf16
+    assert alone.forward.exchanged_bytes == alone.backward.exchanged_bytes == 0
+    assert shared.forward.exchanged_bytes == shared.backward.exchanged_bytes == exchanged
+    assert shared.forward.product_flops == alone.forward.product_flops
+    assert model.layers[0].kind.module.self_attn.config._attn_implementation == "sdpa"
