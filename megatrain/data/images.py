@@ -298,7 +298,7 @@ class ImageProcessor:
         raise InputError(f"a {name} has no place for {kind}s: leave them out")
 
     def film(self, data: Sequence[bytes]) -> Any:
-        """The frames of a film that the model sees, with facts; `data`: the film, or each frame."""
+        """The frames of a film that a model sees, and metadata; `data`: the film, or each frame."""
         if len(data) > 1:
             frames = np.stack([np.asarray(_image(frame)) for frame in data])
             return film_of(self._processor(), frames, _refuse_large)

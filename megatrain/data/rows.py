@@ -157,9 +157,9 @@ def _split_prompt(replies: list[Any], prompt: Any, where: str) -> tuple[Any, lis
     differences = (n for n, (a, b) in enumerate(zip(*replies, strict=False)) if a != b)
     shared = replies[0][: next(differences, min(map(len, replies)))]
     if isinstance(shared, str):
-        shared = shared.removesuffix(" ")
+        shared = shared.removesuffix(" ")  # the space begins the rest of each reply
     endings = [reply[len(shared) :] for reply in replies]
-    if isinstance(shared, list) and not (all(endings) and (shared or prompt)):
+    if isinstance(shared, list) and (not all(endings) or not (shared or prompt)):
         raise InputError(
             f"{where}: 'chosen' and 'rejected' must begin with the same messages, and "
             "each must then have a reply"

@@ -135,7 +135,7 @@ class Embedding:
             capacity = max(num_rows, capacity * 3 // 2)
         for table in self._tables:
             table.numel = min(capacity, table.rows_each * table.tile.layout.ranks) * table.width
-        self._arena.lay_out(self._tables, kept=self._keep_rows)
+        self._arena.lay_out(self._tables, keep_rows=self._keep_rows)
         for table in self._tables:
             if grows and not table.tile.rests.local:
                 if table.staging is not NOWHERE:

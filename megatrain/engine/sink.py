@@ -71,17 +71,17 @@ class ScratchArena:
         """Room for `numel` fp32 sums, not cleared."""
         return Buffer("gradient sums", self._memory[:numel], self._overlapping)
 
-    def lay_out(self, tables: Sequence[TableRows], *, kept: bool) -> None:
+    def lay_out(self, tables: Sequence[TableRows], *, keep_rows: bool) -> None:
         """Set the tables' `rows` and `sums`, valid until the next call; the arena may grow.
 
-        Args: `kept`: True if the tiles' `sums` must not overlap the rows.
+        Args: `keep_rows`: True if the tiles' `sums` must not overlap the rows.
         """
         self._overlapping = ()
         for table in tables:  # drop references to memory that may be replaced
             table.rows = table.sums = NOWHERE
         sum_starts, stop = _in_a_row([t.numel * t.trained for t in tables], self._prologue)
         in_fp32 = [-(-t.numel * self._dtype.itemsize // 4) for t in tables]  # rounded up
-        row_starts, stop = _in_a_row(in_fp32, max(stop, self._numel) if kept else stop)
+        row_starts, stop = _in_a_row(in_fp32, max(stop, self._numel) if keep_rows else stop)
         if stop > len(self._memory):
             self._memory = torch.empty(0)  # frees the old range before the new one is allocated
             self._allocate(max(stop, self._numel))
@@ -91,7 +91,7 @@ class ScratchArena:
             table.rows = Buffer(f"{table.name} rows", row_memory)
             table.sums = Buffer(f"{table.name} row gradients", sum_memory)
         all_buffers = [buffer for table in tables for buffer in (table.rows, table.sums)]
-        self._overlapping = tuple(t.sums for t in tables) if kept else tuple(all_buffers)
+        self._overlapping = tuple(t.sums for t in tables) if keep_rows else tuple(all_buffers)
         # Earlier sums in this memory were used in the order of COMPUTE; earlier rows have left,
         # since a step ends when all its copies out have ended.
         self._device.run(COMPUTE, "lay out rows", lambda: None, writes=all_buffers)
@@ -230,7 +230,7 @@ class Sink:
         for start, stop in tile.layout.gathered:
             if start < len(sums.data):
                 self._collectives.reduce_scatter(sums.piece(start, stop), tile.name)
-        # As in plain torch; in layers the gradient of unused parameters (experts) counts as zero.
+        # As plain torch does, skip parameters of encoders that got no gradient; layers' get zeros.
         if tile.layout.kind is TileKind.MEDIA:
             by_rank = self._collectives.ranks.all_gather_object(accumulator.reached)
             tile.idle = {entry.name for entry in tile.layout.trainable} - set().union(*by_rank)
@@ -240,7 +240,7 @@ class Sink:
             self.squares.data[tile.index] = reduce(torch.add, squares)
 
         device.run(COMPUTE, f"measure {tile.name}", measure, [sums], [self.squares])
-        self.updates.direct(tile, sums)
+        self.updates.direct(tile, sums)  # Muon replaces gradients by directions
         host_grad = self.claim(tile, COMPUTE if tile.rests.local else COPY_OUT)
         self.send(accumulator, host_grad)
         if tile.index in self.with_rows:

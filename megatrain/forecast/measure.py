@@ -107,21 +107,21 @@ def acts_alone(part: nn.Module, bound: dict[str, Tensor], width: int) -> bool:
     sizes = {width, *(n for value in bound.values() for n in value.shape)}
     divisor = gcd(*sizes)
 
-    def is_alone_with(size_for: dict[int, int]) -> bool:
+    def passes_with(new_sizes: dict[int, int]) -> bool:
         generator, weights = torch.Generator().manual_seed(0), {}
         for name, value in bound.items():
-            shape = [size_for[n] for n in value.shape]
+            shape = [new_sizes[n] for n in value.shape]
             scale = max(1, prod(shape[1:])) ** 0.5
             weights[name] = torch.randn(shape, generator=generator) / scale
         return acts_on_tokens_alone(
-            lambda x: functional_call(part, weights, (x,)), torch.empty(1, 1, size_for[width])
+            lambda x: functional_call(part, weights, (x,)), torch.empty(1, 1, new_sizes[width])
         )
 
     trial_divisor = min(divisor, _TRIAL_DIVISOR)
-    if is_alone_with({n: n // divisor * trial_divisor for n in sizes}):
+    if passes_with({n: n // divisor * trial_divisor for n in sizes}):
         return True
     is_quick = sum(value.numel() for value in bound.values()) <= _MOST_PARAMETERS
-    return is_quick and is_alone_with({n: n for n in sizes})
+    return is_quick and passes_with({n: n for n in sizes})
 
 
 class _AllTiles(torch.autograd.Function):

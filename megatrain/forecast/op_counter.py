@@ -393,7 +393,7 @@ class OneAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._calls += 1
-        if self._calls > self._most_calls:  # below, torch's own code may not raise
+        if self._calls > self._most_calls:  # raised here: code within an operation may not raise
             most = f"{self._most_calls:,} operations"
             raise NotForeseeable(f"a layer has more than {most} (a recurrence without a kernel)")
         if func is F.scaled_dot_product_attention:

@@ -274,7 +274,7 @@ def forecast(
     batch = replace(batch, micro=[replace(micro, loss=loss) for micro in batch.micro])
     costs.group = max(map(grouped, batch.micro))
     costs.tokens = micro_batch * measured.tokens
-    costs.puts = 3 if placement.layer_inputs == "host" else 2
+    costs.puts = 3 if placement.layer_inputs == "host" else 2  # the third copies inputs
     assembly = assembled(
         device,
         model,
@@ -292,7 +292,7 @@ def forecast(
     if measured.media is not None:
         parts = replace(parts, trunk=parts.trunk_with_media)
         ledger.add_bytes("images", rows * measured.media_bytes)
-    if not steady:  # for memory alone: updates that wait take none on the device
+    if not steady:  # skip updates that wait for the norm: they take no memory of the device
         parts.update.finish = lambda sink: (0.0, 0.0)  # type: ignore[method-assign]
     spans, end = list[Span](), device.now
     # If sweeps read weights from a disk beside updates, only the third step has steady rates.

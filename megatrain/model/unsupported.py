@@ -139,7 +139,7 @@ def refuse_behaviour(model: nn.Module) -> None:
     for path, module in model.named_modules():
         where = path or type(model).__name__
         for name, _ in reader.attributes(module):
-            if reader.strays:
+            if reader.strays:  # `attributes` has just met it
                 raise Unsupported(
                     f"{where}.{name} holds a weight {list(reader.strays[0].shape)} that is not a "
                     "parameter there; register it"

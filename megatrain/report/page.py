@@ -185,7 +185,7 @@ def _status(metrics: Metrics, config: Mapping[str, Any], folder: Path) -> str:
     has_steps_left = bool(total and last and last < total) and not stopped_early
     if (folder / layout.MODEL).is_dir() and not has_steps_left:
         reason = f", stopped early: {end.early}" if end.early else ""
-        is_best = end.state != end.done
+        is_best = end.state != end.done  # the model is not of the last step
         best = f" The model is that of step {end.state:,}, the best." if is_best else ""
         return f"Finished: {done}{reason}.{best}"
     return f"Still going, or ended before its model was written: {done}."

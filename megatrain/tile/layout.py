@@ -151,8 +151,8 @@ class TileLayout:
             ones with and without bits that bf16 does not hold. Each `owned` parameter is a part.
         owned: stacks of experts of which each rank keeps whole experts, and its device no others.
         moved: for each part, by how many elements it starts later than in the layout of one rank.
-        copies: for each trained parameter that layers compute with in fp32, and each rank's block
-            of it, `(start, stop, at)`: its elements, and where their copies, twice as long, start.
+        copies: `(start, stop, at)` for each rank's block of each trained parameter that layers
+            compute with in fp32: the block's elements, and the start of their copy, twice as long.
         ranks: the number of equal blocks into which each part is cut.
         needs_unpacking: True if a parameter rests in a format that layers cannot compute with.
     """
