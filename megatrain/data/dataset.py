@@ -345,7 +345,7 @@ class ReplyDataset(PackedDataset):
         mask = batch.get("attention_mask")
         if self.loss.scores:
             batch["labels"] = scored(ids, mask, self.pad)
-        elif self.loss.embeds and self.loss.pooling == "mean":
+        elif self.loss.embeds and self.loss.pooling == "mean":  # 0; padding is IGNORED
             batch["labels"] = torch.zeros_like(ids) if mask is None else IGNORED * (1 - mask)
         elif self.loss.embeds:
             batch["labels"] = scored(ids, mask, -1)  # -1: the mask alone tells padding

@@ -52,12 +52,12 @@ def summary(data: PackedDataset) -> list[str]:
 
 
 def _of_media(data: PackedDataset) -> Iterator[str]:
-    """A line about images, if there are any."""
+    """A line about images, films and sounds, if there are any."""
     counts = [len(data.images(row, slice(None), whole=False)) for row in range(len(data))]
     rows = np.flatnonzero(counts)
     if len(rows):
         lengths = data.row_lengths
-        fill = data.fill * lengths[rows].mean() / lengths.mean()
+        fill = data.fill * lengths[rows].mean() / lengths.mean()  # all rows are of one size
         yield (
             f"{sum(counts):,} images, films and sounds are in {len(rows):,} of the rows, which are "
             f"{fill:.0%} full"

@@ -277,7 +277,7 @@ class Embedding:
 
         def work() -> None:
             if table.tied:
-                dense = rows.float()
+                dense = rows.float()  # the head's gradient, which the norm already has
                 squares[-1] += torch.dot(sums, sums + 2 * dense)
                 sums.add_(dense)
             else:

@@ -257,7 +257,7 @@ class Compiled:
         self._fewest = self._least_cut(read, trace.inputs, light=True)
 
     def forward(self, saved: Set[int] = frozenset()) -> Work:
-        """A forward that keeps storages for its backward, beside inputs."""
+        """The work of a forward that keeps its inputs and the storages `saved` for its backward."""
         work = self._phase(self._forward, set(), self._trace.results.union(saved))
         return work._replace(kept_bytes=self._size(saved - self._trace.results))
 

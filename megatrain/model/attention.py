@@ -268,7 +268,7 @@ def _attention_with_sinks(
     **options: Any,
 ) -> tuple[Tensor, Any]:
     """Attention over `[B, H, T, D]` with sinks or caps; keys and values may have fewer heads."""
-    lengths = None  # of padded rows, which `_lengths_or_mask` passes in place of a mask
+    lengths = None  # of padded rows: `_lengths_or_mask` passes these, as int32, for a mask
     if attention_mask is not None and attention_mask.dtype == torch.int32:
         lengths = attention_mask.flatten()
     elif attention_mask is not None:

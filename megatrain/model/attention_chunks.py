@@ -196,10 +196,10 @@ def _weights(scale: float, cap: float, products: Tensor, *places: Tensor) -> tup
 
 
 def _slopes(
-    scale: float, cap: float, products: Tensor, dshares: Tensor, *further: Tensor
+    scale: float, cap: float, products: Tensor, dshares: Tensor, *places_and_sums: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The softmax's probabilities (shares), and the gradients of the products (slopes)."""
-    *places, sums, g_times_out = further
+    """The softmax's probabilities (shares), and the gradients of `products` (slopes)."""
+    *places, sums, g_times_out = places_and_sums
     logits, is_seen = _capped(scale, cap, products, *places)
     shares = (logits - sums[..., None, None]).exp().where(is_seen, 0)
     slopes = shares * (dshares.float() - g_times_out[..., None, None]) * scale

@@ -44,7 +44,7 @@ class Model:
     @cached_property
     def _owning(self) -> "Model":
         owning = replace(self, owned=owned_names(self.spec, self.ranks))
-        owning.optimizer = self.optimizer
+        owning.optimizer = self.optimizer  # `replace` has made another one
         return owning
 
     @cached_property

@@ -145,7 +145,7 @@ class Tile:
     def spans_of(self, first: int, last: int) -> Iterator[Span]:
         """Yield this rank's parts of the tile's elements `first` to `last` (excluded)."""
         for span in self.spans:
-            at = max(first, span.at)
+            at = max(first, span.at)  # place in the tile
             numel, skipped = min(last, span.at + span.numel) - at, at - span.at
             if numel > 0:
                 yield Span(span.start + skipped, at, numel, span.slot + skipped, span.moved)
