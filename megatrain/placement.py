@@ -79,8 +79,8 @@ class Placement:
 
     Attributes:
         slots: device buffers for the weights of one layer each; a larger tile takes several. 1
-            means no overlap of copies. 0: layers read weights where they rest in host memory, and
-            gradients are rounded, in fp32 also summed, where the update reads them.
+            means no overlap of copies. 0: layers read weights in place in host memory, and write
+            rounded gradients there for the update; in fp32 gradients are summed there, too.
         prefetch: tiles loaded ahead of the one in use, at most `slots - 1`; None: `slots - 1`.
         gradient_lanes: pieces of a gradient (32 MiB in bf16) being sent at once; None: as
             many as the largest layer has, so that no layer waits for the bus.

@@ -55,7 +55,7 @@ def encoder_calls(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def uncollected(module: nn.Module) -> list[nn.Module]:
-    """The module; or its parts, if hooks inside it collect results for the model around it."""
+    """The module; or its parts, if it holds hooks by which an outer model collects results."""
     inside = [part for part in module.modules() if part is not module]
     if isinstance(module, PreTrainedModel) or not any(part._forward_hooks for part in inside):
         return [module]  # hooks inside a PreTrainedModel collect results for that model

@@ -72,7 +72,7 @@ class _MeasuredTiles(ChunkedOverTokens):
     without_data = True
 
     def __init__(self, part: nn.Module, tokens: int, compiled: bool) -> None:
-        super().__init__(part, tokens, lambda function, what: function)
+        super().__init__(part, tokens, lambda function, what: function)  # compiles nothing
         self._compiled = compiled
         self._works: dict[tuple[int, torch.dtype], LayerWork] = {}
 

@@ -563,7 +563,7 @@ class OpCounter(Ledger, compat.TorchDispatchMode):
 def counted(
     run: Callable[[], Value], ignored: Any = (), *, real: bool = False
 ) -> tuple[Work, Value]:
-    """The work of a function, and its result; storages of `ignored` tensors do not count."""
+    """The work of a function, and its result, without `ignored` tensors; `real`: as OpCounter."""
     counter = OpCounter(real=real)
     counter.ignore(ignored)
     with counter:

@@ -431,7 +431,7 @@ class StreamedTrainer(_Trainer):
         # A schedule that the user made before sets rates in the former list: it stays in use.
         former.param_groups[:] = self.engine.optimizer.param_groups
         self.engine.optimizer.param_groups = former.param_groups
-        self.optimizer = None
+        self.optimizer = None  # `create_optimizer` sets the new engine's
 
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None

@@ -433,7 +433,7 @@ def _of_integers(
     else:
         integers, offsets = _fields(codes.T, bits), _fields(zeros, bits)
         if settings.get("checkpoint_format") != "gptq_v2":  # the first version stores them less one
-            offsets = offsets + 1 & 2**bits - 1
+            offsets = (offsets + 1) & (2**bits - 1)
     groups = index[0].long() if index else torch.arange(integers.shape[1]) // size
     centred = (integers - offsets.index_select(0, groups).T).float()  # refuses negative groups
     return centred.mul_(scales.float().T[:, groups]).to(scales.dtype)

@@ -194,7 +194,7 @@ def adapter_folder(model: Any) -> Path | None:
 def folder_adapter(folder: Path) -> tuple[Any, str]:
     """The configuration of a folder's adapter, for training, and its base's folder or hub id.
 
-    Of a revision of a base on the hub, the local folder is returned.
+    If the adapter names a revision of a base on the hub, the base's local folder is returned.
     """
     config = peft.from_json(read_json(folder / peft.CONFIG_FILE) | {"inference_mode": False})
     if not config.base_model_name_or_path or not isinstance(config.base_model_name_or_path, str):
