@@ -111,7 +111,7 @@ def _unpack(path: Path, folder: Path) -> None:
     distinct = {value.data_ptr(): value for value in values}
     if not any(tensor.name == "output.weight" for tensor in reader.tensors):
         values = [*distinct.values()]
-    elif len(distinct) == len(values):  # transformers ties Falcon's tables in any case
+    elif len(distinct) == len(values):  # Falcon: transformers says tied in any case
         model.config.tie_word_embeddings = False
     held = sum(value.numel() for value in values)
     dropped = sum(int(tensor.n_elements) for tensor in reader.tensors) - held

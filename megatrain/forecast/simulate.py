@@ -274,7 +274,7 @@ def forecast(
     batch = replace(batch, micro=[replace(micro, loss=loss) for micro in batch.micro])
     costs.group = max(map(grouped, batch.micro))
     costs.tokens = micro_batch * measured.tokens
-    costs.puts = 3 if placement.layer_inputs == "host" else 2  # the third copies inputs
+    costs.puts = 3 if placement.layer_inputs == "host" else 2  # the third copies inputs to the host
     assembly = assembled(
         device,
         model,
