@@ -225,7 +225,7 @@ def test_a_resumed_run_counts_on():
     settings = TrainingSection(steps=9, on_nonfinite="skip", max_skips=2, spike=2.0)
     before, after = BadSteps(settings), BadSteps(settings)
     for _ in range(20):
-        before.passed(1.5)
+        before.note_norm(1.5)
     bad = StepRefused("the loss is nan", intact=True)
     before.skip(bad)
     before.skip(bad)
