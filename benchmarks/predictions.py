@@ -8,7 +8,7 @@ but for steps whose placement had a choice that has been given up.
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -121,9 +121,11 @@ def predict(result: dict[str, Any]) -> Prediction:
         placement.compile,
         rule_of(case),
     )
-    return Prediction(
-        result, forecasts.of(machine_of(result), placement, workload, case["micro_batch"])
-    )
+    machine = machine_of(result)
+    if (ranks := case.get("sequence_parallel", 1)) > 1:
+        machine = machine.shared(ranks, machine.link_gbps)
+        workload = replace(workload, sequence_ranks=ranks).shared(ranks)
+    return Prediction(result, forecasts.of(machine, placement, workload, case["micro_batch"]))
 
 
 def rule_of(case: dict[str, Any]) -> Rule:

@@ -287,7 +287,7 @@ def step(
     ] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Measure so many steps.")] = 5,
     sequence_parallel: Annotated[
-        int, typer.Option(min=1, help="Share rows among all of so many ranks of torchrun.")
+        int, typer.Option(min=1, help="Share every row among this number of torchrun's ranks.")
     ] = 1,
     verify: Annotated[
         Literal["off", "save", "step"], typer.Option(help="Compare checksums at this time.")
@@ -311,6 +311,9 @@ def step(
             }
         )
         if sequence_parallel > 1:
+            if not dist.is_torchelastic_launched():
+                launch = f"torchrun --nproc-per-node {sequence_parallel} -m benchmarks.step ..."
+                raise InputError(f"--sequence-parallel needs as many processes: run {launch}")
             join_ranks()
         result = measure_step(case, timeline)
         if sequence_parallel > 1 and dist.get_rank() > 0:
@@ -328,8 +331,8 @@ def step(
 
 
 def _summary(result: dict[str, Any]) -> str:
-    peak = result["bf16_peak_tflops"]
-    mfu = f", MFU {result['model_tflops'] / peak:.1%}" if peak else ""
+    peak, gpus = result["bf16_peak_tflops"], result["case"]["sequence_parallel"]
+    mfu = f", MFU {result['model_tflops'] / peak / gpus:.1%}" if peak else ""
     return (
         f"{result['case']['shape']}, {result['tokens_per_step']} tokens a step: "
         f"{result['median_seconds']:.3f} s (median of {result['count']}, "

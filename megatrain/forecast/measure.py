@@ -7,7 +7,7 @@ sounds, whose work depends on sizes, tensors of integers keep their data.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from math import gcd, prod
@@ -366,7 +366,8 @@ class Measurer:
         experts = [part for part in module.modules() if hf.takes_grouped_products(part)]
         for part in experts:
             vars(part)["owners"] = self._owners
-        attention = attending([module], self._shared_attention)
+        shared_rows = self._shared_attention
+        attention = attending([module], shared_rows) if shared_rows else nullcontext()
         try:
             with foreseen, self._fakes(), torch.enable_grad(), self.program.eager(), attention:
                 yield

@@ -88,10 +88,8 @@ class Profile(Once):
         self.media, self._float8 = workload.media, workload.precision == "fp8"
         self._notes = notes or Notes(lambda: spec)
         digest = self.media and self.media.digest
-        self._key = (
-            *(self.dtype, self.tokens, self.compiled, chunk_tokens),
-            *(owners, workload.sequence_ranks, digest),
-        )
+        ways_to_run = self.compiled, chunk_tokens, owners, workload.sequence_ranks
+        self._key = self.dtype, self.tokens, *ways_to_run, digest
         self._owners = owners
         kinds = [id(layer.kind) for layer in spec.layers]
         self._first_visit = [kinds.index(kind) for kind in kinds]  # the first layer of its kind

@@ -91,12 +91,11 @@ def _configs(modules: list[nn.Module]) -> list[PreTrainedConfig]:
 
 
 @contextmanager
-def attending(modules: list[nn.Module], name: str | None) -> Iterator[None]:
-    """Within this context modules attend by the implementation `name`; None: as they do."""
+def attending(modules: list[nn.Module], name: str) -> Iterator[None]:
+    """Within this context modules attend as after `attend`."""
     before = [(config, hf.attention_of(config)) for config in _configs(modules)]
     try:
-        if name is not None:
-            attend(modules, name)
+        attend(modules, name)
         yield
     finally:
         for config, attention in before:

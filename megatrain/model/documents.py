@@ -180,10 +180,10 @@ class DocumentCheck:
             self._check_masks(micro_batches)
             return len(micro_batches)
 
-        most_rows = max(ranks.agree(checked))  # micro-batches of one trial run
+        num_micro = max(ranks.agree(checked))  # micro-batches of one trial run
         for micro in untried:
             kind = self._kind(micro)
-            if kind not in self._passed and self._keeps_apart(micro, most_rows):
+            if kind not in self._passed and self._keeps_apart(micro, num_micro):
                 self._passed.add(kind)
 
     def _untried(self, micro_batches: Sequence[Micro], ranks: Ranks) -> list[Micro]:
@@ -239,12 +239,12 @@ class DocumentCheck:
         [losses_BT] = self._run_trial([trial]).losses
         return losses_BT.cpu()
 
-    def _keeps_apart(self, micro: Micro, most_rows: int) -> bool:
+    def _keeps_apart(self, micro: Micro, num_micro: int) -> bool:
         """True if documents are separate; False: the trial shows nothing. Raises InputError."""
         for seed in range(2):  # rounding may change the choice of experts once, hardly twice
             trials = self._trials(micro, seed)
             rows = [row for trial in trials for row in trial.micro_batches]
-            groups = [rows[start : start + most_rows] for start in range(0, len(rows), most_rows)]
+            groups = [rows[start : start + num_micro] for start in range(0, len(rows), num_micro)]
             losses = [loss.cpu() for group in groups for loss in self._run_trial(group).losses]
             if not all(bool(loss.isfinite().all()) for loss in losses):
                 return False  # the step itself reports the error
